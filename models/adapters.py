@@ -1,6 +1,6 @@
-"""The adapters of a step's tokens, and which form of their products a step does better to take.
+"""LoRA adapters of a step's tokens, and the choice of the form in which products apply them.
 
-Knows nothing of jax, so that the scheduler can import it. How adapters are stored is models/lora.py.
+Free of jax, so that the scheduler can import it. models/lora.py describes how adapters are stored.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Adapters(NamedTuple):
-    """`ForwardBatch.sections["adapters"]`: the adapters of a step's tokens.
+    """Section `ForwardBatch.sections["adapters"]`: the adapters of a step's tokens.
 
     Attributes:
       slots: i32[T], the pool slot of each token's adapter; -1 for none.
-      form: i32[], how products take them: 0 not at all, for no row of any replica has one; 1 flat, 2 grouped
+      form: i32[], how products apply them: 0 not at all, because no row of any replica has one; 1 flat, 2 grouped
         (jaxengine.models.layers.lora).
-      visits: what the grouped form reads; None where there is none.
+      visits: schedule that the grouped form reads; None if there is none.
     """
 
     slots: jax.Array
@@ -29,5 +29,5 @@ class Adapters(NamedTuple):
 
 
 def are_few(num_used: int, num_slots: int) -> bool:
-    """Whether a step whose requests use this many pool slots does better to read those alone."""
+    """Whether a step whose requests use `num_used` of `num_slots` pool slots is faster if it reads only those slots."""
     return 8 * num_used <= 7 * num_slots

@@ -1,7 +1,7 @@
-"""Build: for what a model is built (its dtype, its devices, how its weights are stored), and building it abstractly.
+"""Build: what a model is built for (its dtype, its devices, how its weights are stored), and its abstract construction.
 
-One argument that families hand through to layers. Knows neither which families there are (models/registry.py) nor where
-weights come from (models/weights).
+It is the one argument that families pass through to layers. It knows neither the families (models/registry.py) nor
+where weights come from (models/weights).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Model = TypeVar("Model")
 
 @dataclass(frozen=True)
 class Build:
-    """What a model is built for.
+    """Settings for which a model is built.
 
     Attributes:
       dtype: of activations between layers, and of weights whose scheme does not say otherwise.
       mesh: the devices it will be split over.
       stage: the layers to have; None for all of them.
-      scheme: how a checkpoint module's matrix is stored, by the module's name ("model.layers.3.mlp.up_proj"). Hashable,
-        with a repr that says all.
-      layer: the layer that is being built, None outside the layers.
-      lora: room for adapters of the products of layers; None for a model without.
+      scheme: function from a checkpoint module's name ("model.layers.3.mlp.up_proj") to the Scheme that stores its
+        matrix. Hashable, with a complete repr.
+      layer: number of the layer that is being built, None outside the layers.
+      lora: room for adapters in the products of layers; None for a model without.
       whole_parts: names of parts of the model whose weights each device has whole, and computes alone.
       exact: tokens get the same bits however they come (jaxengine.models.layers.exact).
     """
@@ -61,13 +61,13 @@ class Build:
         num_experts: int | None = None,
         table: bool = False,
     ) -> Weight:
-        """A matrix of the model, stored as the scheme of its checkpoint modules says (see Scheme.declare).
+        """Declare a matrix of the model, stored by the scheme of its checkpoint modules (see Scheme.declare).
 
         shape, axes: [in, out], [num_experts, in, out], or [rows, D] of a `table`, and their logical axes. sources: the
         modules that form it, joined along `out`, or along a table's rows.
 
-        Raises ModelConfigError where one product is made of modules that are stored differently, or that cannot have
-        this shape; ValueError where the stored form cannot be split over the mesh.
+        Raises ModelConfigError if one product is made of modules that are stored differently, or that cannot have this
+        shape; ValueError if the stored form cannot be split over the mesh.
         """
         chosen = self._schemes(sources)
         schemes = {*chosen.values()}
@@ -79,26 +79,26 @@ class Build:
         return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)
 
     def stores_alike(self, sources: Sequence[Source]) -> bool:
-        """Whether the modules of these sources are stored in one way, so that they can be one product."""
+        """Whether the modules of these sources have one storage format, so that they can be one product."""
         return len({*self._schemes(sources).values()}) == 1
 
     def _schemes(self, sources: Sequence[Source]) -> dict[str, Scheme]:
-        """How each of the modules is stored, by its name in the checkpoint."""
+        """Return the Scheme of each of the modules, by its name in the checkpoint."""
         names = [source.name.replace("{layer}", str(self.layer)) for source in sources]
         return {name: self.scheme(name) for name in names}
 
     def for_table(self) -> Build:
-        """What a token table is built for: stored as it is, unless the scheme says how tables are, too."""
+        """Return the build of a token table: with plain weights, unless the scheme also covers tables."""
         kept = isinstance(self.scheme, Quantization | Everywhere) and self.scheme.with_tables
         return self if kept else replace(self, scheme=PLAIN)
 
     def as_named(self, quantization: Callable[[str], Any] | None) -> Build:
-        """Return the build of a part of a model beside the layers of its text: without adapters, its modules stored as
+        """Return the build of a part of the model outside of its text layers: without adapters, its modules stored as
         the checkpoint says by their names.
 
-        quantization: of the model's configuration. Without one of a checkpoint they are plain, as where weights are
-        rounded as they are read, which is for the text's matrices, and with AutoGPTQ, whose configurations name no
-        modules and which touches no others.
+        quantization: of the model's configuration. The modules are plain if it is not a checkpoint's own, as when the
+        text's matrices are rounded at load, and with AutoGPTQ, whose configurations name no modules and which changes
+        no others.
         """
         if not isinstance(quantization, Quantization) or quantization.method == GPTQ:
             return replace(self, lora=None, scheme=PLAIN)
@@ -107,9 +107,9 @@ class Build:
 
 
 def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:
-    """A `model_class` with ShapeDtypeStructs for weights; nothing is allocated.
+    """Build a `model_class` with ShapeDtypeStructs for weights; nothing is allocated.
 
-    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError, which is one, for a
+    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError (a ValueError) for a
     config that the class cannot have.
     """
     model = nnx.eval_shape(lambda: model_class(config, build))

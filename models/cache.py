@@ -101,13 +101,13 @@ class Paged:
 
 
 class LayerPlace(NamedTuple):
-    """Place of one layer's pages in the pool of a stage.
+    """Location of one layer's pages in the pool of a stage.
 
     Attributes:
       spec: shape of one page of the layer.
-      row: rows from row * pages on, one for each page, hold it.
-      parts: layers that share such a row, all of this spec; 1 for a layer that fills it.
-      part: which of them it is.
+      row: page p of the layer lies in the pool's row number row * pages + p.
+      parts: number of layers, all of this spec, that share such a row; 1 for a layer that fills it.
+      part: index of this layer among them.
     """
 
     spec: KVSpec
@@ -118,7 +118,7 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """A cache group: layers that keep a row of each of these arrays for a sequence.
+    """Cache group of layers that keep a recurrent state: for each sequence a row in each of these arrays.
 
     Attributes:
       layers: layers of a stage, numbered as in the full model, ascending.
@@ -154,7 +154,7 @@ def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[ja
 
 
 def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]]:
-    """The arrays of each State layer here, in order; every replica has rows of its own."""
+    """Return the arrays of each State layer of this stage, in order; every replica has rows of its own."""
     arrays = {layer: group.arrays for group in groups if isinstance(group, State) for layer in group.layers}
     return [arrays[layer] for layer in sorted(arrays)]
 
@@ -194,12 +194,13 @@ def group_layers(
 
 
 def _num_rows(parts: Sequence[int]) -> int:
-    """Rows that layers fill of which so many share a row with others of their kind."""
+    """Return the number of pool rows that layers fill. parts: for each layer, how many layers of its kind share a row.
+    """
     return sum(-(-parts.count(each) // each) for each in set(parts))
 
 
 def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
-    """The shapes of pages of the layers here, and how many layers of each share a row. One at least.
+    """Return the page shapes of the layers here, each with the number of layers that share a row; at least one.
 
     Raises ValueError for token scales in layers that differ.
     """
@@ -215,7 +216,7 @@ def _token_elements(spec: KVSpec) -> int:
 
 
 def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
-    """Place of each layer with pages here, by its number in the model."""
+    """Return the location in the pool of each layer with pages here, by its number in the model."""
     places, specs = {}, _specs(groups)
     for group in paged_groups(groups):
         row = 0
@@ -228,13 +229,14 @@ def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
 
 
 def num_places(groups: Sequence[Paged | State]) -> int:
-    """Rows of the pool that a page takes: as many as the largest group fills, one for each layer where all are of one
-    size."""
+    """Return the number of pool rows that a page takes: as many as the largest group fills, one for each layer if all
+    are of one size.
+    """
     return max([1, *(1 + place.row for place in layer_places(groups).values())])
 
 
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
-    """Spec of one device's pool that holds `num_pages` pages of any group."""
+    """Return the spec of one device's pool that holds `num_pages` pages of any group."""
     (spec, parts), *others = _specs(groups).items()
     size = num_places(groups) * num_pages
     if not others:
@@ -244,8 +246,10 @@ def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
 
 
 def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
-    """Pages of any group that the pool `kv` of these groups holds on one device. Raises ValueError for a pool that is
-    no whole number of them."""
+    """Return how many pages of any group the pool `kv` of these groups holds on one device.
+
+    Raises ValueError for a pool that holds no whole number of them.
+    """
     num_pages, rest = divmod(kv.num_pages, num_places(groups))
     if rest:
         raise ValueError(f"num_pages must be a multiple of {num_places(groups)} layers, got {kv.num_pages}")
@@ -253,12 +257,14 @@ def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
 
 
 def page_bytes_of_group(groups: Sequence[Paged | State], *, layout: str) -> int:
-    """Bytes of a page on one device, in all layers of its group."""
+    """Return the bytes of a page on one device, in all layers of its group."""
     return page_bytes(pool_spec(groups, 1), layout) * num_places(groups)
 
 
 def kv_partition(kv: KVPages) -> KVPages:
-    """PartitionSpecs of the pool: pages over ranks, heads over the devices of a rank."""
+    """Return the pool with a PartitionSpec for each array: pages split over replicas, heads over the devices of a
+    replica.
+    """
     heads = logical_to_spec((None, "kv_heads"))
     data = partition_spec(kv.layout, head_axis=RULES["kv_heads"], data_axis=RULES["pages"])
     k_scale, v_scale = (None if scale is None else heads for scale in (kv.k_scale, kv.v_scale))
@@ -266,10 +272,10 @@ def kv_partition(kv: KVPages) -> KVPages:
 
 
 def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
-    """Shapes of the pool over all devices of the mesh, nothing allocated; its `spec` is that of one device.
+    """Return the pool as shapes over all devices of the mesh, nothing allocated; its `spec` is that of one device.
 
-    num_pages: pages of any group that each rank holds. layout: the platform whose kernels read it. Head scales are
-    those of all layers with pages here; None where the dtype needs none.
+    num_pages: pages of any group in each replica. layout: the platform whose kernels read it. Head scales are those of
+    all layers with pages here; None if the dtype needs none.
     """
     places, (spec, *others) = layer_places(groups), _specs(groups)
     if len({each.num_kv_heads for each in (spec, *others)}) > 1 and has_head_scales(spec):
@@ -304,7 +310,9 @@ def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
 
 
 def _own_lanes(place: LayerPlace) -> int:
-    """Lanes of a row that a layer takes on a TPU. Raises ValueError for pages that are no whole number of tiles."""
+    """Return the number of lanes of a row that a layer takes on a TPU. Raises ValueError for pages that are no whole
+    number of tiles.
+    """
     lanes, elements = pool_shape(place.spec, "tpu")[2], _token_elements(place.spec)
     if lanes != elements:
         raise ValueError(
@@ -320,18 +328,18 @@ def _differs(kv: KVPages, place: LayerPlace) -> bool:
 
 
 def first_page(kv: KVPages, place: LayerPlace, num_pages: int) -> int:
-    """Row of the layer's view of the pool that holds its page 0; page p is `row_step` * p rows on."""
+    """Return the row, in the layer's view of the pool, of its page 0; page p is `row_step` * p rows on."""
     row = place.row * num_pages
     return row if row_step(kv, place) == 1 else row * place.parts + place.part
 
 
 def row_step(kv: KVPages, place: LayerPlace) -> int:
-    """Rows of the layer's view of the pool from one of its pages to the next."""
+    """Return the number of rows, in the layer's view of the pool, from one of its pages to the next."""
     return 1 if kv.layout in ("tpu", UNPAGED) else place.parts
 
 
 def as_viewed(kv: Any) -> Any:
-    """The pool of `of_layer` with data of the layer's shape, the same bytes; anything else as it is."""
+    """Return the pool of `of_layer` with its data (the same bytes) in the layer's shape; anything else unchanged."""
     if not isinstance(kv, KVPages) or kv.layout in ("tpu", UNPAGED):
         return kv
     shape = pool_shape(kv.spec, kv.layout)
@@ -339,14 +347,16 @@ def as_viewed(kv: Any) -> Any:
 
 
 def as_stored(kv: Any, like: Any) -> Any:
-    """The inverse of `as_viewed`: data of the shape of the pool `like`."""
+    """Undo `as_viewed`: return the data in the shape of the pool `like`."""
     if not isinstance(kv, KVPages) or kv.layout == UNPAGED or kv.data.shape == like.data.shape:
         return kv
     return replace(kv, data=kv.data.reshape(like.data.shape))
 
 
 def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[jax.Array, jax.Array | None]:
-    """jaxengine.pallas_kernels.kv.pages.largest of one layer's pages in a pool of `num_pages` pages."""
+    """Return the largest magnitudes (jaxengine.pallas_kernels.kv.pages.largest) of one layer's pages in a pool of
+    `num_pages` pages.
+    """
     first = jnp.int32(place.row * num_pages)
     if not _differs(kv, place):
         return largest(kv, first, num_pages)
@@ -361,7 +371,9 @@ def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[ja
 
 
 def _pool(spec: KVSpec, layout: str, scales: tuple[int, ...]) -> KVPages:
-    """scales: layers with pages, and kv heads of each."""
+    """Return a zeroed pool of this spec and layout. scales: number of layers with pages, and KV heads of each; () for
+    none.
+    """
     kv = alloc(spec, layout=layout)
     if not has_head_scales(spec):
         return kv

@@ -1,4 +1,4 @@
-"""CausalLM: what the engine, the registry and the loaders ask of a model, and all they may ask."""
+"""CausalLM: the interface of a model to the engine, the registry and the loaders."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from jaxengine.sharding.stages import Stage
 
 
 class CausalLM(Protocol):
-    """A flax.nnx module that turns a ragged batch and a KV pool into hidden states and the updated pool.
+    """Interface of a model: a flax.nnx module that maps a ragged batch and a KV pool to hidden states and the updated
+    pool.
 
     Its weights are declared through Build.weight and jaxengine.models.params.declare.declare. Shape letters:
     models/layers/linear.py.
 
     Attributes:
-      gguf_architecture: the family's general.architecture; None where another class reads it.
-      checkpoint_names: what its checkpoints have beside the tensors that it declares.
+      gguf_architecture: the family's general.architecture; None if another class reads it.
+      checkpoint_names: how its checkpoints' tensor names differ from those that it declares.
       build: what it was built for, with a stage.
       layers: of the stage, in order.
     """
@@ -47,22 +48,25 @@ class CausalLM(Protocol):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        """Keyword arguments of ModelConfig, but for its architecture, from a config.json. Raises ModelConfigError."""
+        """Read keyword arguments of ModelConfig, without the architecture, from a config.json. Raises ModelConfigError.
+        """
         ...
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """The same from GGUF metadata."""
+        """Read keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Raises ModelConfigError.
+        """
         ...
 
     def __call__(
         self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
     ) -> tuple[jax.Array, KVPages | Cache]:
-        """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
+        """Compute hidden states [T, D] after the final norm; return them and the pool with the keys and values of this
+        step.
 
-        kv: a Cache where layers keep states, and then so is what is returned.
-        hidden: those of the stage before; None for the first stage, which begins with the tokens. A stage that is not
-        the last gives hidden states without the norm.
+        kv: a Cache if layers keep states, and the returned one is then, too. hidden: [T, D] of the previous stage; None
+        in the first stage, which begins with the tokens. A stage that is not the last returns hidden states without the
+        norm.
         """
         ...
 
@@ -71,9 +75,10 @@ class CausalLM(Protocol):
         ...
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
-        """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
+        """Return the cache groups of the whole model, each with the layers that this stage has of it. page_size: in
+        tokens.
 
-        Those with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: of what pages
-        hold. hybrid: as jaxengine.models.cache.group_layers.
+        Groups with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: dtype of the
+        pages. hybrid: as of jaxengine.models.cache.group_layers.
         """
         ...

@@ -1,8 +1,8 @@
-"""What a model eats, and the message it is unpacked from.
+"""ForwardBatch, the input of a model, and StepLayout, the message that it is unpacked from.
 
-`ForwardBatch` is the only batch a model sees. The host never builds one: it sends a `StepLayout` message, one flat
-int32 buffer, and the compiled step expands that with the slot state it keeps on the device. This file knows the
-shapes of both and nothing of jax, so that the scheduler can import it.
+`ForwardBatch` is the only batch that a model gets. The host never builds one: it sends a `StepLayout` message, one flat
+int32 buffer, and the compiled step expands that with the slot state on the device. This file has the shapes of both and
+is free of jax, so that the scheduler can import it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,17 @@ DELTA_COLUMNS = ("row", "column", "page")
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where each field of a step's message lies in its flat int32 buffer.
+    """Layout of a step's message: the place of each field in its flat int32 buffer.
 
     Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
-    jaxengine.scheduler.token_params, the same for all ranks), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
-    `deltas` [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the
-    slot's number of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at
-    its last known token, and more where an extension says more of such a row; `next_token` is the prompt token after
-    the chunk, -1 where there is none. A token id of -1 stands for the slot's last sampled token, or for one that the
-    device proposes. Slots are the rank's own; padding rows carry max_num_seqs, which no slot has. Of the page tables of
-    G cache groups an entry names the row group * max_num_seqs + slot, and padding G * max_num_seqs. Then come
-    `sections`, fields that optional parts of the engine have added to the bucket's messages; -1 fills what they leave
-    open.
+    jaxengine.scheduler.token_params, the same for all replicas), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
+    `deltas` [len(DELTA_COLUMNS), num_deltas], the new page-table entries. In a row, `start` >= 0 sets the slot's number
+    of computed tokens, and -1 keeps the device's own; `sample` is 1 if the row ends at its last known token, and larger
+    if an extension says more of such a row; `next_token` is the prompt token after the chunk, -1 if there is none. A
+    token id of -1 stands for the slot's last sampled token, or for one that the device proposes. Slots are the
+    replica's own; padding rows carry max_num_seqs, which no slot has. With G cache groups, an entry's page-table row is
+    group * max_num_seqs + slot, in padding G * max_num_seqs. Then come `sections`, fields that optional parts of the
+    engine have added to the bucket's messages; unused places in them are -1.
 
     Attributes:
       num_tokens: T.
@@ -98,6 +97,6 @@ class StepLayout:
         return name in self._fields
 
     def view(self, buffer: Any, name: str) -> Any:
-        """The field `name` of a message, in its shape: a view for numpy, a static slice under jit."""
+        """Return the field `name` of a message, in its shape: a view for numpy, a static slice under jit."""
         where, shape = self._fields[name]
         return buffer[where].reshape(shape)

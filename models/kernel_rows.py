@@ -1,4 +1,4 @@
-"""Whose kernels programs run, for those that record steps and run them again elsewhere."""
+"""Platform whose kernels programs run, for code that records steps and runs them again elsewhere."""
 
 from __future__ import annotations
 

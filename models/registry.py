@@ -200,7 +200,9 @@ def family_of(architecture: str) -> tuple[str, str | None]:
 
 
 def usual_pooling(architecture: str, fields: ConfigFields) -> str:
-    """Type of pooling where the checkpoint names none: an encoder's own choice, else LAST. Raises ModelConfigError."""
+    """Return the type of pooling if the checkpoint names none: an encoder's own choice, else LAST. Raises
+    ModelConfigError.
+    """
     encoder = ENCODERS.get(family_of(architecture)[0])
     return LAST if encoder is None else encoder.usual_pooling(fields)
 
@@ -259,8 +261,9 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
 
 
 def _without_prefix(prefixes: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Prefixes of a pooling model's names in checkpoints that lack the common one, see
-    jaxengine.models.weights.views.renamed.with_prefix."""
+    """Return the prefix replacements for a pooling model's checkpoint names that lack the common prefix, see
+    jaxengine.models.weights.views.renamed.with_prefix.
+    """
     common = "model."
     return [("", common), *((old.removeprefix(common), new) for old, new in prefixes if old.startswith(common))]
 
@@ -309,10 +312,10 @@ def build_model(config: ModelConfig, build: Build) -> CausalLM:
 
 
 def build_next_token(config: ModelConfig, build: Build) -> Any:
-    """Build the module that follows a model's last layer and predicts further tokens
+    """Build a model's next-token layer, which follows its last layer and predicts further tokens
     (jaxengine.models.layers.next_token).
 
-    Abstract, with the errors of `build_model`. config: the model's own.
+    It is abstract, and the errors are those of `build_model`. config: the model's own.
     """
     family: Any = model_for_hf(config.architecture)
     return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))

@@ -50,13 +50,12 @@ def run_unpaged(
     positions: jax.Array | None = None,
     sections: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Hidden states [B, T, D] after the final norm, and logits f32[B, T, V], of rows of tokens i32[B, T].
+    """Compute hidden states [B, T, D] after the final norm, and logits f32[B, T, V], of rows of tokens i32[B, T].
 
-    model: one that passes `check_unpaged`, which is not called here.
-    segment_ids: i32[B, T]; neighbours with equal ids are a segment, and a token sees its own segment alone. Negative:
-    padding, which experts do not compute. None: a row is one segment.
-    positions: i32[B, T], None to count from the first token of each segment.
-    sections: further ones of the batch.
+    model: one that passes `check_unpaged`, which is not called here. segment_ids: i32[B, T]; neighbours with equal ids
+    are a segment, and a token sees its own segment alone. Negative: padding, which experts do not compute. None: a row
+    is one segment. positions: i32[B, T], None to count from the first token of each segment. sections: further sections
+    of the batch (ForwardBatch.sections).
     """
     num_rows, length = token_ids.shape
     count = num_rows * length
@@ -80,8 +79,9 @@ def run_unpaged(
 
 
 def _nothing_cached(model: CausalLM, num_rows: int, length: int) -> KVPages | Cache:
-    """Stand-in for a pool, which layers get: zeros for `num_rows` rows of `length` tokens; in a Cache with a row of
-    zeros of each state for each row of tokens where layers keep states."""
+    """Return a stand-in for a pool, for `num_rows` rows of `length` tokens: zeros; if layers keep states, a Cache with
+    a zeroed row of each state for each row of tokens.
+    """
     groups = model.cache_groups(length, model.build.dtype, hybrid=False)
     spec = pool_spec(groups, 1)
     shape = (num_rows * length, *pool_shape(spec, UNPAGED)[1:])

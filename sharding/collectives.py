@@ -107,7 +107,7 @@ def share_tokens(x: jax.Array, axis: str, *, fill: Any = 0) -> jax.Array:
 
 
 def join_tokens(x: jax.Array, axis: str, num_tokens: int) -> jax.Array:
-    """All-gather the shares of those devices: [num_tokens, ...]. The counterpart of `share_tokens`."""
+    """All-gather the shares that `share_tokens` made, without their padding: [num_tokens, ...]."""
     over = _same_tokens(axis)
     return lax.all_gather(x, over, axis=0, tiled=True)[:num_tokens] if over else x
 
@@ -153,7 +153,7 @@ def exchange_rows(x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, 
         most = min(x.shape[0], out.shape[0])  # most rows that one device can send to another
 
         def packed(sizes: jax.Array) -> jax.Array:
-            """Offsets of slices that are packed by device, with room for `most` rows each."""
+            """Return the offsets of slices that are packed by device, with room for `most` rows each."""
             sizes = sizes.reshape(devices, own)
             part = jnp.arange(devices, dtype=jnp.int32)[:, None] * most
             return (part + jnp.cumsum(sizes, axis=1) - sizes).ravel()
@@ -174,7 +174,7 @@ def stack_parts(x: jax.Array, axis: str) -> jax.Array:
 
 
 def stack_ranks(x: jax.Array) -> jax.Array:
-    """Stack x of every rank, [ranks, ...], on all devices."""
+    """Stack x of every replica, [replicas, ...], on all devices."""
     return stack_parts(x, "batch")
 
 

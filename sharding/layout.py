@@ -86,12 +86,13 @@ class MeshLayout:
 
     @property
     def sends_rows(self) -> bool:
-        """Whether devices send each other the rows of single experts."""
+        """Whether devices with different experts send each other the rows of single experts (all2all_backend RAGGED).
+        """
         return self.expert_parallel and self.all2all_backend == RAGGED and self.size > 1
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """Return the number of devices."""
         return self.data * self.attn * self.model
 
     @property
@@ -103,12 +104,15 @@ class MeshLayout:
         return math.prod(getattr(self, name) for name in RULES[axis])
 
     def ranks_sharing(self, axis: str) -> int:
-        """Number of ranks whose tokens are processed together by the devices that hold the parts of a logical axis."""
+        """Return the number of replicas whose tokens are processed together by the devices that hold the parts of a
+        logical axis.
+        """
         return math.prod(getattr(self, name) for name in RULES[axis] if name in RULES["batch"])
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Number of rows of the token table: full blocks of the sampler on every device, and no padding on one
-        device."""
+        """Return the number of rows of the token table: full blocks of the sampler on every device, and no padding on
+        one device.
+        """
         shards = self.num_shards("vocab")
         return vocab_size if shards == 1 else -(-vocab_size // (VOCAB_BLOCK * shards)) * VOCAB_BLOCK * shards
 

@@ -12,7 +12,7 @@ from jaxengine.sharding.layout import RULES
 
 
 def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:
-    """PartitionSpec of an array with these logical axes; None is an axis that is never split.
+    """Return the PartitionSpec of an array with these logical axes; None is an axis that is never split.
 
     Raises ValueError for a logical axis without a rule and for a mesh axis that two axes claim.
     """
@@ -32,18 +32,18 @@ def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str,
 
 
 def whole_shape(part: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """Global shape of an array of which every device holds a part of shape `part`."""
+    """Return the global shape of an array of which every device holds a part of shape `part`."""
     one = (sharding.mesh.size,) * len(part)
     return tuple(size * whole // own for size, whole, own in zip(part, one, sharding.shard_shape(one), strict=True))
 
 
 def part_shape(leaf: Any) -> tuple[int, ...]:
-    """Shape of one device's part of an array, or of a ShapeDtypeStruct with a sharding."""
+    """Return the shape of one device's part of an array, or of a ShapeDtypeStruct with a sharding."""
     return leaf.sharding.shard_shape(leaf.shape)
 
 
 def part_bytes(leaf: Any) -> int:
-    """Bytes of one device's part of an array, or of a ShapeDtypeStruct with a sharding."""
+    """Return the bytes of one device's part of an array, or of a ShapeDtypeStruct with a sharding."""
     return math.prod(part_shape(leaf)) * leaf.dtype.itemsize
 
 

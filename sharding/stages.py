@@ -34,8 +34,9 @@ def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, afte
         raise ValueError(f"{len(sizes)} layers cannot be split into {num_stages} stages; allowed are 1 to {len(sizes)}")
 
     def counts_within(limit: int) -> list[int] | None:
-        """Numbers of layers of each stage within `limit` bytes, earlier stages as full as possible; None if it does not
-        fit."""
+        """Return the number of layers of each stage within `limit` bytes, earlier stages as full as possible; None if
+        they do not fit.
+        """
         counts, layer = [], 0
         for stage in range(num_stages):
             held = (before if stage == 0 else 0) + (after if stage == num_stages - 1 else 0)

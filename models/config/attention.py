@@ -157,7 +157,7 @@ class LayerAttention:
 
     @property
     def v_head_dim(self) -> int:
-        """Elements of a cached value; with a latent they are the first ones of the key."""
+        """Return the number of elements of a cached value; with a latent they are the first ones of the key."""
         return self.head_dim if self.latent is None else self.latent.kv_lora_rank
 
     @property
@@ -166,8 +166,9 @@ class LayerAttention:
 
     @property
     def reach(self) -> int | None:
-        """Most keys that a token sees counting itself, which a cache must keep; None for all, as where a step has a
-        whole sequence."""
+        """Return the most keys that a token sees, itself included, which a cache must keep; None for all, as where a
+        step has a whole sequence.
+        """
         return None if not self.causal else self.chunk if self.window is None else self.window
 
     @property

@@ -1,6 +1,6 @@
-"""Typed reading of one value at a time from an untrusted configuration.
+"""Typed reading of single values from an untrusted configuration.
 
-Owns the wording of configuration errors; the meaning and the origin of values are the caller's matter.
+It has the wording of configuration errors; callers know the meaning and the origin of values.
 """
 
 from __future__ import annotations

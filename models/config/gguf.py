@@ -129,8 +129,9 @@ def gguf_fields(
 
 
 def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
-    """Whether each layer has the window: as `attention.sliding_window_pattern` lists, else all but every
-    `full_every`-th. Raises ModelConfigError for a list of other things than a boolean for each layer."""
+    """Return whether each layer has the window: as `attention.sliding_window_pattern` lists, else all but every
+    `full_every`-th. Raises ModelConfigError unless the list has a boolean for each layer.
+    """
     num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
     listed = fields.value(name, None)
     if listed is None:

@@ -40,12 +40,12 @@ def read_config_json(folder: Path | str) -> dict[str, Any]:
 
 
 def with_one_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json that says rope once where `rope_scaling` stands beside `rope_parameters`: as transformers 5
-    takes it, in `rope_parameters`.
+    """Return a config.json that describes rope once: `rope_scaling` next to `rope_parameters` is merged into
+    `rope_parameters`, as transformers 5 does.
 
-    Such a file comes of the YaRN recipe of model cards, followed in a folder that transformers 5 wrote. `rope_scaling`
-    replaces `rope_parameters`, with `rope_theta` in it; where that has a mapping for each kind of layers, it adds to
-    the one for FULL layers. Configurations inside, such as text_config, are treated alike.
+    Such a file results from applying the YaRN recipe of model cards in a folder that transformers 5 wrote.
+    `rope_scaling` replaces `rope_parameters`, whose `rope_theta` it keeps; if that has a mapping for each kind of
+    layers, it is merged into the one for FULL layers. Nested configurations, such as text_config, are treated alike.
 
     Raises ModelConfigError if one of both is not a mapping.
     """
@@ -152,11 +152,11 @@ def hf_fields(
 
 
 def text_fields(fields: ConfigFields) -> ConfigFields:
-    """Fields of the language model in a multimodal configuration: `text_config`, with what is said outside of it on
-    quantization_config, bos_token_id, eos_token_id and tie_word_embeddings.
+    """Return the fields of the language model in a multimodal configuration: `text_config`, with quantization_config,
+    bos_token_id, eos_token_id and tie_word_embeddings taken from outside of it.
 
-    `tie_word_embeddings` outside counts only where text_config leaves it out: there transformers 5 writes the default
-    of the wrapper's class. Raises ModelConfigError, also for rope that is scaled outside of text_config.
+    `tie_word_embeddings` outside counts only if text_config leaves it out: transformers 5 writes the default of the
+    wrapper's class there. Raises ModelConfigError, also for rope that is scaled outside of text_config.
     """
     text = fields.mapping("text_config")
     if text is None:
@@ -169,7 +169,7 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
 
 
 def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
-    """Raise ModelConfigError where rope is scaled outside of text_config, which nobody reads, and not so inside."""
+    """Raise ModelConfigError if rope is scaled outside of text_config, where nothing reads it, and not so inside."""
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for name in ("rope_parameters", "rope_scaling"):
         outer = ConfigFields(fields.mapping(name) or {})
@@ -194,7 +194,7 @@ def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
 
 
 def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
-    """FULL or SLIDING for each layer: as `layer_types` lists them, else every `full_every`-th layer is FULL.
+    """Return FULL or SLIDING for each layer: as `layer_types` lists them, else every `full_every`-th layer is FULL.
 
     Raises ModelConfigError for a list with other kinds or of another length.
     """
@@ -208,7 +208,7 @@ def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
 
 
 def windows_by_kind(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:
-    """Windows of layers of these kinds: `window` for SLIDING ones, None for the others."""
+    """Return the window of each layer, given its kind: `window` for SLIDING ones, None for the others."""
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 

@@ -10,11 +10,11 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Room for adapters on a device.
+    """Room for LoRA adapters on a device.
 
     Attributes:
-      max_loras: slots, adapters that rows of one step may have.
-      max_lora_rank: the largest rank of an adapter.
+      max_loras: number of slots: adapters that the rows of one step may have.
+      max_lora_rank: the largest LoRA rank of an adapter.
     """
 
     max_loras: int
@@ -22,10 +22,11 @@ class LoraSpec:
 
     @property
     def may_group(self) -> bool:
-        """Whether there are enough slots for a product that reads only those of a step's rows."""
+        """Whether there are so many slots that a product may read only those used by a step's rows (the grouped form).
+        """
         return self.max_loras > _FEW
 
     @property
     def columns(self) -> int:
-        """Columns of all slots of one module."""
+        """Return the number of columns that all slots of one module have: max_loras * max_lora_rank."""
         return self.max_loras * self.max_lora_rank

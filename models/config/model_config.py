@@ -36,7 +36,7 @@ _MAXIMA = {
 
 
 class Multipliers(NamedTuple):
-    """Factors of the inputs and outputs of a layer's parts; `mlp_gate` is that of the activated half."""
+    """Factors of the inputs and outputs of a layer's parts; `mlp_gate` is that of the activated half of a gated MLP."""
 
     attention_in: float
     attention_out: float
@@ -161,7 +161,7 @@ class ModelConfig:
 
     @property
     def attending(self) -> tuple[LayerAttention, ...]:
-        """Layers that attend, in order; the others keep states instead of keys and values."""
+        """Return the layers that have attention, in order; the others keep states instead of keys and values."""
         return tuple(layer for layer in self.attention if layer.attends)
 
     @property
@@ -171,18 +171,20 @@ class ModelConfig:
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see none after them, so that a prompt may come in several steps and know its prefix."""
+        """Whether tokens see none after them, so that a prompt may be computed in several steps and its prefix cached.
+        """
         return all(layer.causal for layer in self.attending)
 
     @property
     def sees_places(self) -> bool:
-        """Whether the model has a tower and M-RoPE, rotation by mrope_positions in time, height and width
-        (Rope.sections)."""
+        """Whether the model has a vision tower and M-RoPE (Rope.sections): rotation by positions in time, height and
+        width.
+        """
         return self.tower is not None and any(layer.rope and layer.rope.sections for layer in self.attention)
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of kv heads; where layers differ, the largest number of equal parts that the heads of each have."""
+        """Return the number of KV heads; if layers differ, the greatest common divisor of their numbers."""
         return math.gcd(*(layer.num_kv_heads for layer in self.attention))
 
     @property

@@ -68,12 +68,12 @@ class NamePattern:
 
 @dataclass(eq=False)
 class _Text:
-    """A name, or its mirror image.
+    """A name, or its mirror image, to be matched.
 
     Attributes:
-      effort: steps that may still be taken.
+      effort: steps that matching may still take.
       origin: the name that this is the mirror image of; None for a name itself.
-      where: of a name, the positions at which a part without characters holds, as far as computed.
+      where: for zero-width parts of the expression, the positions of a name at which they hold, as far as computed.
     """
 
     name: str
@@ -95,27 +95,29 @@ class _Text:
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Positions before each character."""
+        """Return, for each character in the name, the set of positions before its occurrences."""
         found: dict[str, int] = {}
         for index, char in enumerate(self.name):
             found[char] = found.get(char, 0) | 1 << index
         return found
 
     def flip(self, positions: int) -> int:
-        """Positions in the mirror image."""
+        """Convert a set of positions to those in the mirror image."""
         return int(f"{positions:0{len(self.name) + 1}b}"[::-1], 2)
 
 
 class _Node:
-    """A part of an expression."""
+    """Part of an expression."""
 
     def ends(self, starts: int, text: _Text) -> int:
-        """Positions where the part may end if it begins at one of `starts`."""
+        """Return the set of positions where the part may end if it begins at one of `starts`. Sets are integers, a bit
+        for each position.
+        """
         raise NotImplementedError
 
 
 class _One(_Node):
-    """One character: a literal, a class, an escape or a dot. `re` judges each character by itself."""
+    """Part that matches one character: a literal, a class, an escape or a dot. `re` judges each character by itself."""
 
     def __init__(self, source: str, flags: int):
         self._pattern = re.compile(source, flags)
@@ -127,7 +129,7 @@ class _One(_Node):
         return known
 
     def before(self, text: _Text) -> int:
-        """Positions before such a character."""
+        """Return the set of positions before a character that it matches."""
         return sum(where for char, where in text.positions.items() if self._takes(char))
 
     def ends(self, starts: int, text: _Text) -> int:
@@ -185,7 +187,7 @@ class _Repeat(_Node):
 
 
 class _Zero(_Node):
-    """A part without characters, which holds at some positions whatever surrounds it."""
+    """Zero-width part, such as an anchor, which holds at some positions of a name."""
 
     def ends(self, starts: int, text: _Text) -> int:
         text.effort.spend()
@@ -195,7 +197,7 @@ class _Zero(_Node):
         return starts & (text.flip(where) if text.backward else where)
 
     def holds(self, text: _Text) -> int:
-        """Positions in a name, not its mirror image, where it holds."""
+        """Return the set of positions, of a name that is no mirror image, at which it holds."""
         raise NotImplementedError
 
 

@@ -27,7 +27,7 @@ _GGUF_SCALING = {
 
 
 class UnreadError(ValueError):
-    """A field of hf_overrides that means nothing for the model; the text says why, `name` which."""
+    """A field of hf_overrides that has no effect on the model; the text says why, `name` is the field."""
 
     def __init__(self, name: str, why: str):
         super().__init__(why)
@@ -63,10 +63,10 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def check_read(raw: Mapping[str, Any], overrides: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> None:
-    """Raise UnreadError for a field that `read`, which reads a config.json, does not look at.
+    """Raise UnreadError for an overridden field that `read`, which reads a config.json, ignores.
 
-    Each is replaced by something that no reader takes: what reads it fails, or returns something else. Errors of `read`
-    about the overrides themselves pass through.
+    Each field is replaced by a value that no reader accepts: a reader that looks at it fails, or returns something
+    else. Errors of `read` about the overrides themselves pass through.
     """
     expected = read(overridden(raw, overrides))
     for name, probe in _probes(raw, overrides):
@@ -83,7 +83,7 @@ def _is_inside(raw: Mapping[str, Any], name: str, value: Any) -> bool:
 
 
 def _is_inner(name: str, value: Any) -> bool:
-    """Whether the field is a configuration inside of another."""
+    """Whether a field is a nested configuration, such as text_config."""
     return name.endswith("_config") and name != "quantization_config" and isinstance(value, Mapping)
 
 
@@ -145,7 +145,7 @@ def _shortened(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 def _by_kind(rope: Mapping[str, Any]) -> bool:
-    """Whether a mapping has one for each kind of layers."""
+    """Whether a rope mapping contains a mapping for each kind of layers."""
     return any(isinstance(value, Mapping) for value in rope.values())
 
 
@@ -160,14 +160,16 @@ def _rescaled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Put fields into a rope's mapping, for FULL layers where it has one for each kind; an empty one stays empty."""
+    """Return a rope mapping with these fields set, for FULL layers if it has one for each kind; an empty one stays
+    empty.
+    """
     if isinstance(full := rope.get(FULL), Mapping):
         return {**rope, FULL: {**full, **fields}}
     return {**rope, **fields} if rope else {}
 
 
 def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
-    """Context length with a rope, as vLLM derives max_model_len; None where it stays."""
+    """Return the context length with a rope scaling, as vLLM derives max_model_len; None if it stays."""
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), fields.get(_LENGTH)
     if kind == "yarn":
         original = rope.get(_ORIGINAL, fields.get(_ORIGINAL, original))

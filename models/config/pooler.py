@@ -1,7 +1,6 @@
 """Pooling of a prompt's hidden states in a pooling model.
 
-Owns which hidden states are pooled and how they are scored. Normalisation, activations and labels' names are the
-host's matter.
+It says which hidden states are pooled and how they are scored. The host normalises, activates and names labels.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 
 
 class Dense(NamedTuple):
-    """A product behind the pooling: activation(pooled @ weight + bias).
+    """Product after the pooling: activation(pooled @ weight + bias).
 
     Attributes:
       in_features, out_features: elements of its input and of its result.
       bias: whether it has a bias.
       activation: one of DENSE_ACTIVATIONS.
-      folder: where its weights are, in the model's folder.
+      folder: folder of its weights, inside the model's folder.
     """
 
     in_features: int
@@ -79,10 +78,10 @@ class Pooler:
     dense: tuple[Dense, ...] = ()
 
     def width(self, hidden_size: int) -> int:
-        """Elements of an embedding of a model with hidden states of this size."""
+        """Return the number of elements of an embedding, for a model with hidden states of this size."""
         return self.dense[-1].out_features if self.dense else hidden_size
 
     @property
     def reads_all(self) -> bool:
-        """Whether it needs hidden states of tokens before the last."""
+        """Whether pooling needs hidden states of tokens before the last."""
         return self.pooling_type != LAST

@@ -71,8 +71,8 @@ class RopeScaling:
     def from_hf(cls, raw: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
         """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope.
 
-        None also for rope_type dynamic, which differs only beyond max_position_embeddings, where no engine goes.
-        max_position_embeddings: the model's, default of the original context. Raises ModelConfigError.
+        None also for rope_type dynamic, which differs only beyond max_position_embeddings, a length that no engine
+        exceeds. max_position_embeddings: the model's, default of the original context. Raises ModelConfigError.
         """
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
@@ -128,7 +128,7 @@ def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling
 
 
 def longrope_attention_factor(factor: float, original_max_position_embeddings: int) -> float:
-    """Factor of cos and sin with longrope: sqrt(1 + ln(factor) / ln(original context)), 1 without stretching."""
+    """Return longrope's factor of cos and sin: sqrt(1 + ln(factor) / ln(original context)), 1 without stretching."""
     if factor <= 1 or original_max_position_embeddings < 2:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
@@ -213,7 +213,9 @@ class Rope:
         return replace(self, scaling=chosen)
 
     def section_of_pairs(self) -> np.ndarray:
-        """Section of each rotated pair, i32[rotary_dim / 2]: time 0, height 1 or width 2. For a rope with sections."""
+        """Return the section of each rotated pair, i32[rotary_dim / 2]: time 0, height 1 or width 2. For a rope with
+        sections.
+        """
         if not self.sections_interleaved:
             return np.repeat(np.arange(3, dtype=np.int32), self.sections)
         sections = np.zeros(self.rotary_dim // 2, np.int32)
@@ -222,14 +224,15 @@ class Rope:
         return sections
 
     def frequencies(self) -> np.ndarray:
-        """Radians per position of each rotated pair, float64[rotary_dim / 2]."""
+        """Return the radians per position of each rotated pair, float64[rotary_dim / 2]."""
         return rope_frequencies(self.rotary_dim, self.theta, self.scaling)
 
 
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Radians per position of each rotated pair, float64[rotary_dim / 2].
+    """Return the radians per position of each rotated pair, float64[rotary_dim / 2].
 
-    With longrope those of its long factors. Raises ModelConfigError for factors of another number than pairs.
+    With longrope those of its long factors. Raises ModelConfigError if the number of factors differs from that of
+    pairs.
     """
     freqs = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is None:

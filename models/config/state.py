@@ -24,7 +24,7 @@ MAX_KERNEL = 64
 
 
 class StateArray(NamedTuple):
-    """An array that a layer keeps of one sequence.
+    """Array of a layer's recurrent state, for one sequence.
 
     Attributes:
       shape: global shape, over all devices that share it.
@@ -39,7 +39,7 @@ class StateArray(NamedTuple):
     parts: int | None = None
 
     def of_device(self, num_shards: Callable[[str], int]) -> tuple[int, ...]:
-        """Shape of one device's part; num_shards: shards of each logical axis."""
+        """Return the shape of one device's part. num_shards: function from a logical axis to its number of shards."""
         return tuple(
             size if axis is None else size // min(num_shards(axis), self.parts or size)
             for size, axis in zip(self.shape, self.axes, strict=True)
@@ -64,12 +64,12 @@ class ShortConvolution:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Window [kernel - 1, channels]."""
+        """Return the state: the window [kernel - 1, channels]."""
         return (StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),)
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of one token."""
+        """Return the floating-point operations of the convolution for one token."""
         return 2 * self.channels * self.conv_kernel
 
 
@@ -109,17 +109,19 @@ class GatedDelta:
 
     @property
     def key_size(self) -> int:
-        """Elements of all keys of a token."""
+        """Return the number of elements of all keys of a token."""
         return self.num_k_heads * self.k_head_dim
 
     @property
     def value_size(self) -> int:
-        """Elements of all values of a token."""
+        """Return the number of elements of all values of a token."""
         return self.num_v_heads * self.v_head_dim
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Window of the convolution [kernel - 1, channels], and the matrices [N, k_head_dim, v_head_dim]."""
+        """Return the state: the convolution's window [kernel - 1, channels], and the matrices [N, k_head_dim,
+        v_head_dim].
+        """
         channels = 2 * self.key_size + self.value_size
         return (
             StateArray((self.conv_kernel - 1, channels), None, (None, "heads")),
@@ -128,7 +130,7 @@ class GatedDelta:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the recurrence for one token: read, change, read."""
+        """Return the floating-point operations of the recurrence for one token (read, change, read)."""
         return 6 * self.num_v_heads * self.k_head_dim * self.v_head_dim
 
 
@@ -186,8 +188,9 @@ class StateSpace:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Windows [kernel - 1, ...] of inputs and of each group's B and C, and the matrices [N, head_dim,
-        state_size]."""
+        """Return the state: the windows [kernel - 1, ...] of inputs and of each group's B and C, and the matrices [N,
+        head_dim, state_size].
+        """
         before = self.conv_kernel - 1
         return (
             StateArray((before, self.inner_size), None, (None, "heads")),
@@ -197,7 +200,7 @@ class StateSpace:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the recurrence for one token: change, read."""
+        """Return the floating-point operations of the recurrence for one token (change, read)."""
         return 5 * self.num_heads * self.head_dim * self.state_size
 
 

@@ -1,4 +1,4 @@
-"""Taps: named places of a forward pass whose activations can be read, and most of them changed.
+"""Taps: named points of a forward pass whose activations can be read, and most of them changed.
 
 A name is KIND:LAYERS, such as `residual:3`; `final_norm` has no layer. Layers are those of the checkpoint, from 0.
 """
@@ -31,10 +31,10 @@ _NAME = re.compile(r"([a-z_]+):(?:(\*)|(-?\d{1,6})|(\d{1,6})-(\d{1,6}))")
 
 
 class TapError(ValueError):
-    """A name of taps that cannot be used.
+    """Error of a tap's name that cannot be used.
 
     Attributes:
-      name: it, as given; allowed: what is.
+      name: the name as given; allowed: the names that are allowed.
     """
 
     def __init__(self, name: Any, allowed: str):
@@ -43,13 +43,13 @@ class TapError(ValueError):
 
 
 class Tap(NamedTuple):
-    """A place of a forward pass.
+    """Point of a forward pass.
 
     Attributes:
-      kind: RESIDUAL is what the layer of this number gets, and for the number of layers what the last one gives, before
-        any norm. ATTENTION is what the layer's attention, or what mixes tokens in its place, gives, MLP what its
-        feed-forward part does, both before the family's own norm or multiplier. ROUTER is the logits that experts are
-        picked by, EXPERTS the experts. FINAL_NORM is what the LM head gets.
+      kind: RESIDUAL is the input of this layer or, for the number of layers, the output of the last one, before any
+        norm. ATTENTION is the output of the layer's attention, or of what replaces it, and MLP that of its feed-forward
+        part, both before the family's own norm or multiplier. ROUTER is the logits that experts are picked by, EXPERTS
+        the experts. FINAL_NORM is the input of the LM head.
       layer: 0 for FINAL_NORM.
     """
 
@@ -58,11 +58,11 @@ class Tap(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name that `read_taps` takes for the tap, of one layer."""
+        """Return the name of the tap, in the form that `read_taps` takes."""
         return self.kind if self.kind == FINAL_NORM else f"{self.kind}:{self.layer}"
 
     def width(self, model: ModelConfig) -> int:
-        """Numbers of a token."""
+        """Return how many numbers a token has at the tap."""
         if self.kind != ROUTER:
             return model.hidden_size
         assert model.experts is not None
@@ -70,7 +70,7 @@ class Tap(NamedTuple):
 
 
 def split_names(value: Any) -> tuple[str, ...]:
-    """Return names as given, a list or text with commas; TypeError for anything else, or none."""
+    """Return names given as a list, or as text with commas. Raises TypeError for anything else, or for none."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"a list of names is needed, got {value!r}")
@@ -86,8 +86,8 @@ def check_form(names: Iterable[str]) -> None:
 
 
 def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list[int]]:
-    """Return the layers, ascending, that each of `kinds` has taps of, [0] for FINAL_NORM; kinds that the model lacks
-    are left out.
+    """Return, for each of `kinds`, the layers, ascending, that have such a tap ([0] for FINAL_NORM); kinds that the
+    model lacks are left out.
     """
     count, experts = model.num_layers, model.experts
     routed = [] if experts is None else [layer for layer in range(count) if layer not in experts.dense_layers]
@@ -106,8 +106,8 @@ def read_taps(
 ) -> tuple[Tap, ...]:
     """Return the taps that names stand for, each once, in the order of the names.
 
-    known: as `all_taps` gives it; `*` is all of a kind's, and A-B includes B. model: that a negative layer counts from
-    the end of, where `known` is a part of it; None for `known`. Raises TapError for a name of another form than FORM,
+    known: taps that exist, from `all_taps`; `*` stands for all of a kind, and A-B includes B. model: all taps of the
+    model, from whose end negative layers count; None for `known`. Raises TapError for a name of another form than FORM,
     or with a layer that is not known.
     """
     found: dict[Tap, None] = {}
@@ -127,7 +127,9 @@ def read_taps(
 
 
 def _wanted(match: re.Match[str], layers: Sequence[int], every: Sequence[int]) -> Sequence[int]:
-    """Layers that a name stands for, known or not. layers: those that `*` is; every: that -1 is the last of."""
+    """Return the layers that a matched name stands for, known or not. layers: those that `*` means; every: all layers,
+    of which -1 is the last.
+    """
     if match[2]:
         return layers
     if match[3] is None:
@@ -144,7 +146,7 @@ def describe(known: Mapping[str, Sequence[int]]) -> str:
 
 
 def layers_of(taps: Iterable[Tap]) -> dict[str, list[int]]:
-    """Return the layers of these taps by kind, as `all_taps` has them."""
+    """Return the layers of these taps by kind, in the form of `all_taps`."""
     found: dict[str, list[int]] = {}
     for tap in taps:
         found.setdefault(tap.kind, []).append(tap.layer)

@@ -1,1 +1,1 @@
-"""The model families, a file each."""
+"""Model families, one file each."""

@@ -1,5 +1,6 @@
-"""Command R7B and Command A (Cohere 2, arXiv:2504.00698): attention and MLP side by side over one norm, windows with
-rope in three of four layers, neither in the fourth, and scaled logits."""
+"""Command R7B and Command A (Cohere 2, arXiv:2504.00698): attention and MLP in parallel after one norm; windows with
+rope in three of four layers, neither in the fourth; scaled logits.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class ParallelLayer(nnx.Module):
 
 
 class Cohere2ForCausalLM(LlamaForCausalLM):
-    """A decoder of ParallelLayers whose rope rotates neighbours."""
+    """Decoder of ParallelLayers whose rope rotates neighbouring elements."""
 
     gguf_architecture: ClassVar[str | None] = "cohere2"
     norm_class = UnbiasedLayerNorm

@@ -1,5 +1,6 @@
-"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024, arXiv:2405.04434): multi-head latent attention, and experts beside a
-shared MLP behind some dense layers."""
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024, arXiv:2405.04434): multi-head latent attention; after some dense layers,
+experts and a shared MLP.
+"""
 
 from __future__ import annotations
 

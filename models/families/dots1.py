@@ -12,7 +12,7 @@ from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
 class Dots1ForCausalLM(Qwen3MoeForCausalLM):
-    """Llama with q/k norm, windows per layer and experts."""
+    """Llama with q/k norm, windows per layer, and DeepSeek-V3's experts."""
 
     gguf_architecture: ClassVar[str | None] = "dots1"
 

@@ -1,5 +1,6 @@
-"""ERNIE 4.5 dense (Baidu 2025, "ERNIE 4.5 Technical Report"): Llama with rope over neighbours and one switch for all
-biases."""
+"""ERNIE 4.5 dense (Baidu 2025, "ERNIE 4.5 Technical Report"): Llama with rope over neighbouring elements, and one
+switch for all biases.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ HEAD_DIM = 128
 
 
 class Ernie4_5ForCausalLM(LlamaForCausalLM):
-    """Llama with neighbours' rope."""
+    """Llama whose rope rotates neighbouring elements."""
 
     gguf_architecture: ClassVar[str | None] = "ernie4_5"
 

@@ -1,5 +1,6 @@
-"""ERNIE 4.5 with experts (Baidu 2025, ERNIE 4.5 Technical Report): softmax scores, picked with a correction bias, a
-shared MLP, rope of neighbours. Layers that predict further tokens are not read."""
+"""ERNIE 4.5 with experts (Baidu 2025, ERNIE 4.5 Technical Report): softmax scores, experts picked with a correction
+bias, a shared MLP, rope over neighbouring elements. Next-token (MTP) layers are not read.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class ErnieExperts(MixtureOfExperts):
 
 
 class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
-    """Llama with rope of neighbours, and experts in some of its layers."""
+    """Llama with rope over neighbouring elements, and experts in some of its layers."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("model.mtp_",))

@@ -1,5 +1,6 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms behind attention and MLP, RMS norms on each head of q and k,
-and in the larger models windows with rope in three of four layers, neither in the fourth."""
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after attention and MLP, RMS norms on each head of q and k,
+and in the larger models windows with rope in three of four layers, neither in the fourth.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Falcon-H1 (Zuo et al. 2025, arXiv:2507.22448): attention and Mamba-2 side by side in every layer, and multipliers of
-what goes into the parts of a layer and comes out of them."""
+"""Falcon-H1 (Zuo et al. 2025, arXiv:2507.22448): attention and Mamba-2 in parallel in every layer, and multipliers of
+the inputs and outputs of a layer's parts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ NUM_PROJECTED = 5  # parts of what Mamba-2 projects
 
 
 class ParallelLayer(nnx.Module):
-    """x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x)), with multipliers before and behind every part."""
+    """Layer x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x)), with multipliers before and after every
+    part.
+    """
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, mamba: nnx.Module, mlp: nnx.Module, build: Build):
         assert config.multipliers is not None
@@ -54,7 +57,7 @@ class ParallelLayer(nnx.Module):
 
 
 class ScaledKeysAttention(Attention):
-    """Attention whose keys are multiplied before they are rotated, so that those in a cache are."""
+    """Attention whose keys are multiplied before rope, so that cached keys are scaled, too."""
 
     def __init__(self, multiplier: float, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

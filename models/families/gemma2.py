@@ -47,7 +47,7 @@ class Gemma2Layer(nnx.Module):
 
 
 class Gemma2ForCausalLM(Decoder):
-    """A decoder of Gemma2Layers with a scaled embedding and bounded logits."""
+    """Decoder of Gemma2Layers with a scaled embedding and soft-capped logits."""
 
     gguf_architecture: ClassVar[str | None] = "gemma2"
     norm_class = OffsetRMSNorm
@@ -101,10 +101,10 @@ class Gemma2ForCausalLM(Decoder):
 
 
 def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float | None:
-    """Scale of products of q and k, query_pre_attn_scalar ** -0.5, never None. GGUF files do not say that scalar:
+    """Return the scale of products of q and k, query_pre_attn_scalar ** -0.5, never None. GGUF files lack that scalar:
     as in llama.cpp it is hidden_size / heads in the model of 27B parameters, head_dim in all others.
 
-    layers_of_27b: a file with as many layers is that model. Raises ModelConfigError.
+    layers_of_27b: number of layers by which that model is recognised. Raises ModelConfigError.
     """
     if fields.integer("block_count") != layers_of_27b:
         return (fields.integer("attention.key_length", 256)) ** -0.5

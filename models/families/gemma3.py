@@ -1,5 +1,6 @@
-"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786), with and without a tower: Gemma 2 with norms of q
-and k instead of soft caps, windows in five of six layers, and a rope of their own for these."""
+"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786), with and without a vision tower: Gemma 2 with norms of q and k instead
+of soft caps, and windows in five of six layers, which have a rope of their own.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Gemma 2's layers with an RMS norm on each head of q and k."""
+    """Decoder with Gemma 2's layers and an RMS norm on each head of q and k."""
 
     gguf_architecture: ClassVar[str | None] = "gemma3"
 
@@ -91,7 +92,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """Gemma 3 with pictures between the tokens, whose own see each other in both directions."""
+    """Gemma 3 with images in the prompt; tokens of one image see each other in both directions."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES

@@ -1,5 +1,6 @@
-"""Gemma 4 (Google 2026), the part that reads text: head sizes by kind of layer, layers that read the keys and values of
-others, embeddings of single layers, and in some checkpoints experts beside the MLP of every layer."""
+"""Gemma 4 (Google 2026), text part: head sizes by kind of layer, layers that read the keys and values of others,
+per-layer inputs, and in some checkpoints experts in addition to the MLP of every layer.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ NAMES = CheckpointNames(
 
 
 class Gemma4Attention(Attention):
-    """Attention with norms of q, k and v, the last one without a weight."""
+    """Attention with norms of q, k and v; the norm of v has no weight."""
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, eps: float, source: str, build: Build):
         def norm(name: str) -> RMSNorm:
@@ -77,7 +78,9 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Experts(MixtureOfExperts):
-    """Experts whose router normalises and scales what it gets, and weighs each expert by a number of its own."""
+    """Mixture of experts whose router normalises and scales its input, and multiplies each expert's weight by a learned
+    number.
+    """
 
     def __init__(self, config: ModelConfig, *, source: str, build: Build):
         names = ExpertNames(router="router.proj")
@@ -90,7 +93,9 @@ class Gemma4Experts(MixtureOfExperts):
         self.expert_scale = declare((count,), jnp.float32, weights)
 
     def route(self, x: jax.Array, adapters: Any = None) -> tuple[jax.Array, jax.Array]:
-        """See MixtureOfExperts.route; x is the hidden state before any norm."""
+        """Route as MixtureOfExperts.route does: return weights f32[T, k] and experts i32[T, k]; x is the hidden state
+        before any norm.
+        """
         scale = self.router_scale[...] * x.shape[-1] ** -0.5
         weights, ids = super().route((rms_normalized(x, self.eps) * scale).astype(x.dtype), adapters)
         return weights * self.expert_scale[...][ids], ids
@@ -101,7 +106,7 @@ def _gelu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 class Gemma4MLP(nnx.Module):
-    """The part of a layer after attention: a dense MLP, and beside it experts if the model has any."""
+    """Part of a layer after attention: a dense MLP, plus experts if the model has any."""
 
     def __init__(self, config: ModelConfig, ffn: int, build: Build):
         self.dense = GatedMLP(config.hidden_size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
@@ -144,7 +149,7 @@ class PerLayerGate(nnx.Module):
 
 
 class Gemma4Layer(nnx.Module):
-    """Gemma 2's layer, then x + gate(x) where layers have inputs of their own, all of it times a number."""
+    """Gemma 2's layer, then x + gate(x) if layers have inputs of their own, all of it times a learned number."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -172,7 +177,7 @@ class Gemma4Layer(nnx.Module):
 
 
 class LayerInputs(nnx.Module):
-    """Inputs of each layer beside the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)."""
+    """Per-layer inputs besides the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)."""
 
     def __init__(self, config: ModelConfig, build: Build):
         size, self.own, self.num_layers = config.hidden_size, config.layer_input_size, config.num_layers
@@ -184,7 +189,7 @@ class LayerInputs(nnx.Module):
         self.norm = RMSNorm(self.own, config.rms_norm_eps, source=norm, build=build)
 
     def __call__(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
-        """Inputs [T, L, P] of all layers of the model, of tokens i32[T] with embeddings x [T, D]."""
+        """Compute the inputs [T, L, P] of all layers of the model, for tokens i32[T] with embeddings x [T, D]."""
         shape = x.shape[0], self.num_layers, self.own
         of_token = scaled(self.table(token_ids).reshape(shape), self.own**0.5)
         projected = self.norm(scaled(self.project(x), x.shape[1] ** -0.5).reshape(shape))
@@ -192,7 +197,7 @@ class LayerInputs(nnx.Module):
 
 
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
-    """A decoder of Gemma4Layers with a scaled embedding and bounded logits."""
+    """Decoder of Gemma4Layers with a scaled embedding and soft-capped logits."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
@@ -247,7 +252,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
 def _attention(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
-    """The layers with the heads, the rope and the keys of their kinds. Raises ModelConfigError."""
+    """Return the layers with the heads, the rope and the keys of their kinds. Raises ModelConfigError."""
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
     full_dim = fields.integer("global_head_dim", _FULL_HEAD_DIM)
@@ -271,9 +276,10 @@ def _attention(
 def _with_sources(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
-    """The layers, of which the last `num_kv_shared_layers` read keys and values of the last of their kind before these.
+    """Return the layers, of which the last `num_kv_shared_layers` use the keys and values of the last earlier layer of
+    their kind.
 
-    Raises ModelConfigError where there is none.
+    Raises ModelConfigError if there is none.
     """
     first = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     if first < 1 or set(kinds[:first]) != set(kinds):
@@ -309,7 +315,7 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """The part of Gemma 4 that reads text, of checkpoints that have towers for pictures and audio as well."""
+    """Text part of Gemma 4, read from checkpoints that also have vision and audio towers."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

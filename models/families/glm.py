@@ -1,5 +1,6 @@
-"""GLM-4 as GlmForCausalLM (Team GLM 2024, arXiv:2406.12793): Llama with biases on q, k and v, rope over neighbours in a
-half of each head, and joined gate and up."""
+"""GLM-4 as GlmForCausalLM (Team GLM 2024, arXiv:2406.12793): Llama with biases on q, k and v, rope over neighbouring
+elements of half of each head, and joined gate and up projections.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ EOS = [151329, 151336, 151338]
 
 
 class GlmForCausalLM(LlamaForCausalLM):
-    """Llama with a bias before attention only, and joined gate and up."""
+    """Llama with a bias on q, k and v only, and joined gate and up projections."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 

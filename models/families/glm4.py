@@ -35,7 +35,7 @@ class Glm4Layer(LlamaLayer):
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
-    """GLM of Glm4Layers."""
+    """GLM decoder of Glm4Layers."""
 
     gguf_architecture: ClassVar[str | None] = "glm4"
 

@@ -1,5 +1,6 @@
-"""GLM-4.5 and GLM-4.6 (GLM-4.5 Team 2025, arXiv:2508.06471): experts as DeepSeek-V3 has them behind some dense layers,
-rope on half of each head. Layers that predict further tokens make drafts."""
+"""GLM-4.5 and GLM-4.6 (GLM-4.5 Team 2025, arXiv:2508.06471): DeepSeek-V3's experts after some dense layers, rope on
+half of each head. Next-token (MTP) layers make drafts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
 class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
-    """Llama with a part of each head rotated, q, k, v biases and norms in some checkpoints, and experts."""
+    """Llama with a part of each head rotated, in some checkpoints biases and norms of q and k, and experts."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
@@ -29,8 +30,9 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
 
 
 def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Experts of a config.json in DeepSeek-V3's words: sigmoid scores with a correction bias, groups, shared experts
-    and dense layers first. Raises ModelConfigError, also for another scoring_func or topk_method."""
+    """Read the experts of a config.json with DeepSeek-V3's fields: sigmoid scores with a correction bias, groups,
+    shared experts and dense layers first. Raises ModelConfigError, also for another scoring_func or topk_method.
+    """
     for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if fields.text(name, value) not in ("sigmoid", "noaux_tc"):  # dots.llm1 gives noaux_tc for both
             raise fields.fail(name, f"{value!r} or absent")

@@ -1,5 +1,6 @@
-"""GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006): GLM-4-0414 whose queries and keys turn by places in time, height and
-width, with a tower that sees."""
+"""GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006): GLM-4-0414 with M-RoPE (rotation by positions in time, height and
+width) and a vision tower.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from jaxengine.models.vision.glm4v import read_glm4v
 
 
 class Glm4vForConditionalGeneration(Glm4ForCausalLM):
-    """GLM-4-0414 with M-RoPE and a tower."""
+    """GLM-4-0414 with M-RoPE and a vision tower."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(

@@ -1,5 +1,6 @@
 """Granite 4 (IBM 2025): Granite's multipliers, Mamba-2 in most layers and attention without rope in the others, and in
-some checkpoints experts beside the MLP of every layer."""
+some checkpoints experts in addition to the MLP of every layer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SHARED, EXPERTS = f"{LAYER}.shared_mlp", f"{LAYER}.block_sparse_moe"
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
-    """Granite with Mamba-2 in the place of attention in most layers, and experts."""
+    """Granite with Mamba-2 in place of attention in most layers, and experts in some checkpoints."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
@@ -88,7 +89,8 @@ def _experts(fields: ConfigFields, num_experts: int, shared_size: int) -> Expert
 
 
 def _layer_kinds(fields: ConfigFields) -> list[bool]:
-    """Whether each layer is Mamba-2: as `layer_types`, or else `layers_block_type`, lists them; without both all are.
+    """Return whether each layer is Mamba-2: as `layer_types`, or else `layers_block_type`, lists them; without both all
+    are.
 
     Raises ModelConfigError.
     """

@@ -1,5 +1,6 @@
 """Hunyuan dense (Tencent 2025: 0.5B, 1.8B, 4B and 7B): Llama with an RMS norm on each head of q and k after rope, whose
-base the configuration stretches by a fixed factor."""
+base is multiplied by a fixed factor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Hunyuan with experts (Tencent 2025, Hunyuan-A13B): a shared MLP beside the experts, norms of q and k behind rope."""
+"""Hunyuan with experts (Tencent 2025, Hunyuan-A13B): a shared MLP in addition to the experts, norms of q and k after
+rope.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from jaxengine.models.layers.rope import apply_rope
 
 
 class HunyuanAttention(Attention):
-    """Attention with norms behind rope."""
+    """Attention with norms of q and k after rope."""
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         assert step.rope is not None and self.q_norm is not None and self.k_norm is not None
@@ -34,7 +36,7 @@ class HunyuanAttention(Attention):
 
 
 class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
-    """Llama with norms of q and k behind rope, and experts with a shared MLP in every layer."""
+    """Llama with norms of q and k after rope, and experts with a shared MLP in every layer."""
 
     gguf_architecture: ClassVar[str | None] = "hunyuan-moe"
 

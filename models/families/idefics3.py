@@ -1,5 +1,6 @@
-"""Idefics3 (Laurençon et al. 2024, arXiv:2408.12637) and SmolVLM (Marafioti et al. 2025, arXiv:2504.05299): a Llama
-that sees tiles of pictures."""
+"""Idefics3 (Laurençon et al. 2024, arXiv:2408.12637) and SmolVLM (Marafioti et al. 2025, arXiv:2504.05299): Llama with
+a vision tower that encodes images in tiles.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from jaxengine.models.vision.idefics3 import CONNECTOR, TOWER, read_idefics3
 
 
 class Idefics3ForConditionalGeneration(LlamaForCausalLM):
-    """Llama with pictures between the tokens."""
+    """Llama with a vision tower over image tiles."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(

@@ -1,5 +1,6 @@
-"""InternVL 3 (Zhu et al. 2025, arXiv:2504.10479), as transformers stores it: a Qwen that sees tiles of pictures, and
-frames of videos."""
+"""InternVL 3 (Zhu et al. 2025, arXiv:2504.10479), as transformers stores it: a Qwen model with a vision tower that
+encodes images in tiles, and frames of videos.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from jaxengine.models.vision.internvl import read_internvl
 
 
 class InternVLForConditionalGeneration(LlamaForCausalLM):
-    """Qwen 2.5 or 3, or what else has Llama's layers, with pictures between the tokens."""
+    """Qwen 2.5 or 3, or another model with Llama's layers, with a vision tower."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(

@@ -1,4 +1,4 @@
-"""Kimi-VL (Kimi Team 2025, arXiv:2504.07491): Moonlight, which has DeepSeek-V3's layers, with a tower that sees."""
+"""Kimi-VL (Kimi Team 2025, arXiv:2504.07491): Moonlight, which has DeepSeek-V3's layers, with a vision tower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxengine.models.vision.moonvit import POSITIONS, PROJECTOR, TOWER, read_mo
 
 
 class KimiVLForConditionalGeneration(DeepseekV3ForCausalLM):
-    """DeepSeek-V3's layers with pictures between the tokens."""
+    """DeepSeek-V3's layers with a vision tower."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(

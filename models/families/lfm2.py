@@ -27,7 +27,7 @@ MLP = f"{LAYER}.feed_forward"
 
 
 class Lfm2ForCausalLM(LlamaForCausalLM):
-    """Llama's layers with other names, and convolutions in most of them."""
+    """Llama's layers under other names, with short convolutions in place of attention in most of them."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv.conv.weight",))
@@ -100,10 +100,9 @@ def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
 
 
 def _ffn_size(fields: ConfigFields) -> int:
-    """Width of feed-forward layers: two thirds of what the file says (`block_ff_dim`, else `intermediate_size`), times
-    `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
-
-    With block_auto_adjust_ff_dim false it is what the file says. Raises ModelConfigError.
+    """Return the width of feed-forward layers: two thirds of the file's (`block_ff_dim`, else `intermediate_size`),
+    times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`; with block_auto_adjust_ff_dim
+    false the file's own. Raises ModelConfigError.
     """
     size = fields.integer("block_ff_dim", None) or fields.integer("intermediate_size")
     if not fields.boolean("block_auto_adjust_ff_dim", True):
@@ -114,7 +113,7 @@ def _ffn_size(fields: ConfigFields) -> int:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """CONV or FULL for each layer: as `layer_types` lists them, else those in `full_attn_idxs` are FULL, or all.
+    """Return CONV or FULL for each layer: as `layer_types` lists them, else those in `full_attn_idxs` are FULL, or all.
 
     Raises ModelConfigError.
     """

@@ -1,4 +1,4 @@
-"""Llama and the models shaped like it (Llama 2/3, SmolLM2, Mistral); other families subclass and say what differs.
+"""Llama and models of its structure (Llama 2/3, SmolLM2, Mistral); other families subclass it and say what differs.
 
 Pre-norm, rope, grouped-query attention, gated MLP (Touvron et al. 2023, arXiv:2302.13971).
 """
@@ -24,9 +24,9 @@ LAYER = "model.layers.{layer}"
 
 
 class LlamaLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), of whatever attention, MLP and norms.
+    """Layer x + attention(norm(x)), then x + mlp(norm(x)), made of the given attention, MLP and norms.
 
-    norm_names: what checkpoints call the two norms.
+    norm_names: checkpoint names of the two norms.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Llama 4 (Meta 2025): attention in chunks with rope of neighbours, every fourth layer over all keys and without rope,
-experts that get their tokens weighed by a sigmoid, beside a shared MLP."""
+"""Llama 4 (Meta 2025): attention in chunks with rope over neighbouring elements, every fourth layer over all keys and
+without rope, a shared MLP, and experts whose inputs are multiplied by a sigmoid weight.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _STACKED = StackedExperts(interleaved=False)
 
 
 class NormedAttention(Attention):
-    """Attention with norms without weights behind rope."""
+    """Attention with norms of q and k, without weights, after rope."""
 
     eps: float
 
@@ -42,7 +43,7 @@ class NormedAttention(Attention):
 
 
 class Llama4ForCausalLM(Qwen3MoeForCausalLM):
-    """Llama with chunks, layers without rope, and experts in some of its layers."""
+    """Llama with chunked attention, layers without rope, and experts in some of its layers."""
 
     gguf_architecture: ClassVar[str | None] = "llama4"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(stacked_experts=_STACKED)
@@ -124,7 +125,7 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """Llama 4 as it is published, with pictures between the tokens."""
+    """Llama 4 as published, with a vision tower."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
@@ -147,7 +148,8 @@ def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
 
 
 def _chunks(fields: ConfigFields, with_rope: list[int]) -> list[int | None]:
-    """Tokens of a chunk in each layer, None for none: those that `layer_types` lists as chunked, else those with rope.
+    """Return the tokens of an attention chunk in each layer, None for no chunks: layers that `layer_types` lists as
+    chunked, else those with rope.
 
     with_rope: 0 or 1 for each layer. A file without `attention_chunk_size` has no chunks. Raises ModelConfigError.
     """

@@ -1,5 +1,6 @@
 """LLaVA 1.5 (Liu et al. 2023, arXiv:2310.03744), LLaVA-NeXT (Liu et al. 2024) and, as transformers stores it, Pixtral
-(Agrawal et al. 2024, arXiv:2410.07073): towers whose patches stand between the tokens of a Llama, Mistral or Qwen."""
+(Agrawal et al. 2024, arXiv:2410.07073): a Llama, Mistral or Qwen model with a vision tower.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +58,10 @@ NAMES = CheckpointNames(
 
 
 def read_text(fields: ConfigFields) -> dict[str, Any]:
-    """Read arguments of ModelConfig from the text part of a config.json, as the family of its model_type does.
+    """Read arguments of ModelConfig from the text part of a config.json, by the family of its model_type; Llama if it
+    has none.
 
-    Without one it is Llama. Raises ModelConfigError, also for a type that is not in TEXTS.
+    Raises ModelConfigError, also for a type that is not in TEXTS.
     """
     text = text_fields(fields)
     kind = text.text("model_type", "llama")
@@ -70,7 +72,7 @@ def read_text(fields: ConfigFields) -> dict[str, Any]:
 
 
 class LlavaForConditionalGeneration(LlamaForCausalLM):
-    """Llama, or what has its layers, with pictures between the tokens; Pixtral 12B as transformers stores it."""
+    """Llama, or a model with its layers, with a vision tower; also Pixtral 12B as transformers stores it."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
@@ -87,7 +89,7 @@ def _read_pixtral(fields: ConfigFields) -> TowerConfig:
 
 
 class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
-    """LLaVA that sees pictures in tiles as well."""
+    """LLaVA that also encodes images in tiles."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""MiniCPM and MiniCPM 4, dense (Hu et al. 2024, arXiv:2404.06395): Granite's multipliers, said by widths and depth."""
+"""MiniCPM and MiniCPM 4, dense (Hu et al. 2024, arXiv:2404.06395): Granite's multipliers, given by widths and depth."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MiniCPMForCausalLM(GraniteForCausalLM):
 
 
 def multipliers(fields: ConfigFields) -> dict[str, float]:
-    """Read the multipliers of embeddings, of what layers add and of logits, as MiniCPM writes them.
+    """Read the multipliers of embeddings, of layers' outputs and of logits, from MiniCPM's fields.
 
     Returns arguments of ModelConfig. Raises ModelConfigError.
     """

@@ -1,5 +1,6 @@
-"""Ministral 3 and Mistral Small 3.1 and later (Mistral AI 2025): Mistral, in some of them with queries that grow with
-the position, and with Pixtral's tower."""
+"""Ministral 3 and Mistral Small 3.1 and later (Mistral AI 2025): Mistral, in some of them with queries scaled by the
+position, and with Pixtral's vision tower.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Ministral3ForCausalLM(MistralForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """Mistral or Ministral 3 with Pixtral's tower."""
+    """Mistral or Ministral 3 with Pixtral's vision tower."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(

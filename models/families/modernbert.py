@@ -1,5 +1,6 @@
-"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder with rope, gated MLPs and norms before a layer's parts,
-whose tokens see those around them in two of three layers, and all in the third."""
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder with rope, gated MLPs and norms before a layer's parts;
+in two of three layers tokens see a window around them, in the third all tokens.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +50,14 @@ _DEFAULTS = {
 
 
 class NormedEmbedding(nnx.Module):
-    """norm(token)."""
+    """Token embedding followed by a norm."""
 
     def __init__(self, config: ModelConfig, *, norm: nnx.Module, build: Build):
         source = "model.embeddings.tok_embeddings"
         self.tokens, self.norm = Embedding(config.vocab_size, config.hidden_size, source=source, build=build), norm
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T] -> [T, D], wherever they stand."""
+        """Embed tokens i32[T] -> [T, D]; positions are ignored."""
         return self.norm(self.tokens(token_ids))
 
 
@@ -163,7 +164,8 @@ class ModernBertModel(Encoder):
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """FULL or SLIDING for each layer: as listed, else the first of every few is FULL. Raises ModelConfigError."""
+    """Return FULL or SLIDING for each layer: as listed, else the first of every few is FULL. Raises ModelConfigError.
+    """
     if fields.has("layer_types"):
         return layer_kinds(fields)
     every = fields.integer("global_attn_every_n_layers", 3)

@@ -85,8 +85,9 @@ class NomicBertModel(PostNormEncoder):
 
 
 def _with_present_names(fields: ConfigFields) -> ConfigFields:
-    """A config.json under the names that transformers has now. Raises ModelConfigError for a choice that the family
-    does not have."""
+    """Return a config.json under the field names of current transformers. Raises ModelConfigError for a setting that
+    the family does not support.
+    """
     if not fields.has("n_embd"):
         return fields
     fields.require(**_EARLIER_ONLY)

@@ -1,5 +1,6 @@
-"""OLMo 2 (OLMo Team 2025, arXiv:2501.00656): Llama with norms behind attention and MLP instead of before them, and one
-norm over all heads of q, one over all of k."""
+"""OLMo 2 (OLMo Team 2025, arXiv:2501.00656): Llama with norms after attention and MLP instead of before them, and one
+norm over all heads of q, one over all of k.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5}
 
 
 class PostNormLayer(nnx.Module):
-    """x + norm(attention(x)), then x + norm(mlp(x))."""
+    """Layer x + norm(attention(x)), then x + norm(mlp(x))."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build):
         size, eps = config.hidden_size, config.rms_norm_eps

@@ -10,7 +10,7 @@ from jaxengine.models.families.olmo2 import DEFAULTS, Olmo2ForCausalLM
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """OLMo 2 with layers of two kinds."""
+    """OLMo 2 with windowed layers, whose rope is not scaled, and full layers."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 

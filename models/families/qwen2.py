@@ -11,7 +11,8 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
-    """Window of each layer, None for one that sees all keys; none has one unless `use_sliding_window` is true.
+    """Return the window of each layer, None for one that sees all keys; none has one unless `use_sliding_window` is
+    true.
 
     The layers with a window are those that `layer_types` lists, else those from number `max_window_layers` on. Raises
     ModelConfigError.

@@ -1,5 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al. 2024, arXiv:2407.10671): Qwen2 with experts, and beside them a shared MLP
-that each token weighs by a sigmoid."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al. 2024, arXiv:2407.10671): Qwen2 with experts and a shared MLP with a
+sigmoid gate.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
 
 
 def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
-    """Read experts beside a shared MLP that each token weighs. Raises ModelConfigError.
+    """Read the configuration of experts with a gated shared MLP. Raises ModelConfigError.
 
-    norm_weights: ExpertsConfig.norm_weights where `norm_topk_prob` is absent.
+    norm_weights: ExpertsConfig.norm_weights if `norm_topk_prob` is absent.
     """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts"),

@@ -1,5 +1,6 @@
-"""Qwen2-VL (Wang et al. 2024, arXiv:2409.12191) and Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923): Qwen2 whose queries
-and keys turn by places in time, height and width, with towers that see."""
+"""Qwen2-VL (Wang et al. 2024, arXiv:2409.12191) and Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923): Qwen2 with M-RoPE
+(rotation by positions in time, height and width) and vision towers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ QWEN_NAMES = CheckpointNames(
 
 
 class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
-    """Qwen2 with M-RoPE and a tower."""
+    """Qwen2 with M-RoPE and a vision tower."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES
@@ -39,13 +40,13 @@ class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
 
 
 class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
-    """Qwen2.5 with M-RoPE and a tower that sees windows."""
+    """Qwen2.5 with M-RoPE and a vision tower with windowed attention."""
 
     read_tower: ClassVar[Callable[[ConfigFields, int], TowerConfig]] = staticmethod(read_qwen2_5_vl)
 
 
 def without_mrope(fields: ConfigFields) -> ConfigFields:
-    """Return fields with rope of type "default" in place of "mrope", as older files call it where it has sections."""
+    """Return fields with rope of type "default" in place of "mrope", the name in older files for rope with sections."""
     changed = {}
     for name in _ROPES:
         if (rope := fields.mapping(name)) is not None:
@@ -60,13 +61,13 @@ def with_sight(
     fields: ConfigFields,
     read_tower: Callable[[ConfigFields, int], TowerConfig],
 ) -> dict[str, Any]:
-    """Keyword arguments of a ModelConfig with ropes by places, as `mrope_section` beside what else is said of the rope
-    says, and with the tower of `vision_config`.
+    """Return keyword arguments of a ModelConfig with M-RoPE, from `mrope_section`, and the vision tower of
+    `vision_config` added to `shared`.
 
     Args:
-      shared: the arguments read from the text, "attention" and "hidden_size" among them.
-      text, fields: of the text, and of the whole configuration.
-      read_tower: (vision_config, hidden size of the text) -> the tower.
+      shared: the arguments read from the text part, "attention" and "hidden_size" among them.
+      text, fields: fields of the text part, and of the whole configuration.
+      read_tower: (vision_config, hidden size of the text model) -> the tower's config.
 
     Raises ModelConfigError, also without `mrope_section` or `vision_config`.
     """

@@ -1,7 +1,7 @@
-"""Qwen3.5 (Qwen Team 2026): Qwen3-Next's layers with dense MLPs and the delta nets' projections apart, the tower and
-the rope of Qwen3-VL.
+"""Qwen3.5 (Qwen Team 2026): Qwen3-Next's layers with dense MLPs and separate projections of the delta nets, and the
+vision tower and M-RoPE of Qwen3-VL.
 
-Layers that predict further tokens are not read.
+Next-token (MTP) layers are not read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 as published: it sees as well."""
+    """Qwen3.5 as published, with a vision tower."""
 
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(unused=("mtp.",), squeezed=(".conv1d.weight",))
 

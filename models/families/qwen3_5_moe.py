@@ -1,6 +1,6 @@
-"""Qwen3.5 with experts (Qwen Team 2026): Qwen3.5's layers with experts beside a gated shared MLP.
+"""Qwen3.5 with experts (Qwen Team 2026): Qwen3.5's layers with experts and a gated shared MLP.
 
-Layers that predict further tokens are not read.
+Next-token (MTP) layers are not read.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
 
 def dense_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Numbers of layers without experts: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th; none
-    if the file has neither.
+    """Return the numbers of layers without experts: those in `mlp_only_layers`, and all but every
+    `decoder_sparse_step`-th; none if the file has neither.
 
     Raises ModelConfigError.
     """

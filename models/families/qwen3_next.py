@@ -81,7 +81,8 @@ def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """LINEAR or FULL for each layer: as `layer_types` lists them, else every `full_attention_interval`-th is FULL.
+    """Return LINEAR or FULL for each layer: as `layer_types` lists them, else every `full_attention_interval`-th is
+    FULL.
 
     Raises ModelConfigError.
     """
@@ -95,14 +96,19 @@ def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def gated_inputs(attention: LayerAttention, source: str) -> list[Source]:
-    """Sources of q, k, v and the gate: in the checkpoint a head's queries and gate stand together."""
+    """Return the sources of q, k, v and the gate; in the checkpoint a head's queries and gate are adjacent.
+
+    source: name of the attention's checkpoint module.
+    """
     q, gate = _in_turns(f"{source}.q_proj", attention.num_heads, attention.head_dim, attention.head_dim)
     rows = attention.num_kv_heads * attention.head_dim
     return [q, Source(f"{source}.k_proj", rows), Source(f"{source}.v_proj", rows), gate]
 
 
 def _in_turns(name: str, count: int, *sizes: int) -> list[Source]:
-    """One source per size, of a tensor in which `count` times so many rows of each follow each other in turns."""
+    """Return one source per size, for a tensor in which rows of the sizes alternate, `count` times: sizes[0] rows of
+    the first, sizes[1] of the second, and so on.
+    """
     stride, firsts = sum(sizes), [sum(sizes[:index]) for index in range(len(sizes))]
     return [
         Source(name, count * size, group=size, first=first, tensor_rows=count * stride, stride=stride)

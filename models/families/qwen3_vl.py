@@ -1,5 +1,6 @@
-"""Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen3, dense or with experts, whose queries and keys turn by places in
-time, height and width that take turns in a head, and whose first layers add what the tower saw in its middle."""
+"""Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen3, dense or with experts, with interleaved M-RoPE and a vision
+tower, whose intermediate features its first layers add (DeepStack).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from jaxengine.models.vision.qwen3_vl import read_qwen3_vl
 
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
-    """Qwen3 with M-RoPE and a tower."""
+    """Qwen3 with M-RoPE and a vision tower."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES
@@ -27,8 +28,9 @@ class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
-    """Qwen3-MoE with M-RoPE and a tower; the matrices of a layer's experts are stored in one tensor, as published [in,
-    out] each, as transformers 5 writes them [out, in]."""
+    """Qwen3-MoE with M-RoPE and a vision tower; the matrices of a layer's experts are stored in one tensor, as
+    published [in, out] each, as transformers 5 writes them [out, in].
+    """
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(stacked_experts=StackedExperts(out_first=None))

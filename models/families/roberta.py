@@ -1,4 +1,6 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692) and XLM-RoBERTa: BERT's encoder with positions behind padding's."""
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692) and XLM-RoBERTa: BERT's encoder, with positions that begin after that of
+the padding token.
+"""
 
 from __future__ import annotations
 
@@ -32,4 +34,4 @@ class RobertaModel(BertModel):
 
 
 class XLMRobertaModel(RobertaModel):
-    """RoBERTa of a hundred languages (Conneau et al. 2019, arXiv:1911.02116)."""
+    """RoBERTa for a hundred languages (Conneau et al. 2019, arXiv:1911.02116)."""

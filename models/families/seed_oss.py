@@ -12,7 +12,7 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 class SeedOssForCausalLM(LlamaForCausalLM):
-    """Llama with a bias of its own for each of attention's sides."""
+    """Llama with separate switches for the biases before and after attention."""
 
     gguf_architecture: ClassVar[str | None] = "seed_oss"
 

@@ -43,7 +43,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
 
 def _rotated_layers(fields: ConfigFields) -> list[bool]:
-    """Whether each layer has rope: `no_rope_layers` has a 1 for those that do, and may be longer than the model.
+    """Return whether each layer has rope: `no_rope_layers` has a 1 for those that do, and may be longer than the model.
 
     Without it all but every `no_rope_layer_interval`-th have. Raises ModelConfigError.
     """

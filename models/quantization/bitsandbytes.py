@@ -1,4 +1,5 @@
-"""Checkpoints whose quantization_config says "bitsandbytes": four bits, each the index of an entry of a table.
+"""Checkpoints whose quantization_config says "bitsandbytes": each weight is four bits, the index of an entry of a
+table.
 
 The tables (NF4's quantiles of a normal distribution, arXiv:2305.14314, and FP4) are not evenly spaced, so that no
 kernel here multiplies with the stored codes: matrices are dequantised as they are read. Layout:

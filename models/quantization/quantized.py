@@ -79,7 +79,9 @@ class QuantizedWeight(nnx.Module):
             return declare((*stack, rows, out), jnp.dtype(dtype), decl)
 
         def of_inputs(kind: str, count: int, dtype: str) -> nnx.Param:
-            """Declare a parameter of the inputs, equal for all sources and read from the first."""
+            """Declare a parameter with a value for each input, the same for all sources, so that it is read from the
+            first.
+            """
             source = Source(sources[0].tensor(kind).name, count)
             decl = ParamDecl((*axes[:-2], None), (source,), num_experts=num_experts)
             return declare((*stack, count), jnp.dtype(dtype), decl)
@@ -128,7 +130,9 @@ class QuantizedWeight(nnx.Module):
         return quantized_gated_matmul(rows, *self._matrix, group_sizes, bias, **options)
 
     def _rows_of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array | RoundedRows:
-        """Rows x [M, in] for a stack of matrices, permuted and rounded as the matrix of each row's group requires."""
+        """Return rows x [M, in] for a stack of matrices, permuted and rounded as the matrix of each row's group
+        requires.
+        """
         scale = None
         if self.input_scale is not None or self.order is not None:
             # The scale or order of each row's group; rows of no group get any.
@@ -157,7 +161,7 @@ class QuantizedWeight(nnx.Module):
         return jnp.take(x, order, axis=1) if order.ndim == 1 else jnp.take_along_axis(x, order, axis=1)
 
     def _rows(self, x: jax.Array, static_scale: jax.Array | None) -> jax.Array | RoundedRows:
-        """Round rows [M, in], already in the order of the codes; return them as they are if the format does not.
+        """Round rows [M, in], already in the order of the codes; unchanged if the format does not round rows.
 
         static_scale: f32 [1, 1] or [M, 1], None for scales that follow from the rows. Microscaled rows come back in x's
         dtype, with their scales applied.
@@ -177,7 +181,7 @@ class QuantizedWeight(nnx.Module):
         return rounded_rows(x, dynamic_scales(largest, dtype, kind=self.activation.scales), dtype)
 
     def _largest(self, x: jax.Array, size: int) -> jax.Array:
-        """Largest values from which scales of rows x [M, size] follow, f32 [M, n]."""
+        """Return the largest magnitudes from which scales of rows x [M, size] follow, f32 [M, n]."""
         assert self.activation is not None
         group = self.activation.group
         if group is None:

@@ -65,7 +65,7 @@ class Quantization:
         return _chosen(self, module.replace("{expert}", "0"))
 
     def names_of(self, module: str) -> list[str]:
-        """List the names that the checkpoint may have for a module of the model."""
+        """Return the names that the checkpoint may have for a module of the model."""
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
@@ -76,7 +76,8 @@ class Quantization:
 
 
 def _stack(expert: re.Match[str]) -> str:
-    """Name of the stacked tensor from which jaxengine.models.weights.views.stacked takes an expert's matrix."""
+    """Return the name of the stacked tensor from which jaxengine.models.weights.views.stacked takes an expert's matrix.
+    """
     return f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
 
 

@@ -37,8 +37,9 @@ class Weight(Protocol):
     def gated_matmul(
         self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
     ) -> jax.Array:
-        """Compute activation(gate, up) of such products, [M, F]: see
-        jaxengine.pallas_kernels.matmul.quantized.quantized_gated_matmul."""
+        """Compute activation(gate, up) of the grouped products, [M, F]: see
+        jaxengine.pallas_kernels.matmul.quantized.quantized_gated_matmul.
+        """
         ...
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:

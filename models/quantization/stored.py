@@ -72,7 +72,7 @@ class StoredModule(NamedTuple):
         return self.tensor(kind) in self.present
 
     def first_of(self, *kinds: str) -> str:
-        """First of these tensors that is present; the first of all where none is."""
+        """Return the first of these tensors that is present; the first of all if none is."""
         return next((kind for kind in kinds if self.has(kind)), kinds[0])
 
     def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
@@ -106,7 +106,7 @@ class Stored(Protocol):
 
     @property
     def group(self) -> int | None:
-        """Inputs per scale; None for all."""
+        """Number of inputs per scale; None for all inputs."""
         ...
 
     @property
@@ -114,7 +114,7 @@ class Stored(Protocol):
 
     @property
     def reordered(self) -> bool:
-        """Whether inputs are permuted so that neighbours share scales."""
+        """Whether inputs are permuted so that neighbours share scales ("act-order")."""
         ...
 
     @property
@@ -123,11 +123,12 @@ class Stored(Protocol):
         ...
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        """Tensors that the module must have, by the ends of their names, and the shapes that each may have."""
+        """Return the tensors that the module must have, by name suffix, with the shapes that each may have."""
         ...
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        """Tensors that the module may have in addition, and the shapes that each may have."""
+        """Return the tensors that the module may have in addition, by name suffix, with the shapes that each may have.
+        """
         ...
 
     def check(self, module: StoredModule) -> None:
@@ -143,7 +144,7 @@ class Stored(Protocol):
         ...
 
     def order(self, module: StoredModule) -> np.ndarray:
-        """Input of each column of codes, i32[in]."""
+        """Return the input of each column of codes, i32[in]."""
         ...
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
@@ -174,7 +175,7 @@ class InOrder:
 
 
 def num_groups(size: int, group: int | None) -> int:
-    """Number of scales along `size` inputs."""
+    """Return the number of scales along `size` inputs, of which `group` share one (None: all)."""
     return 1 if group is None else -(-size // group)
 
 
@@ -195,7 +196,7 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def input_scale(module: StoredModule) -> str:
-    """Name of the tensor with a static scale of rows."""
+    """Return the name of the tensor with a static scale of rows."""
     return module.first_of("input_scale", "activation_scale")
 
 

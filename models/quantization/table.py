@@ -17,11 +17,12 @@ _LOOKED_UP = "none: rows are looked up"
 
 
 def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[dict[str, Any]]:
-    """Rows of the table for abstract models, the stages of one, in order; the same module of all layers is one row.
+    """Return rows of the table for abstract models, the stages of one, in order; the same module of all layers is one
+    row.
 
     platform: the row of the kernel registry. prefix: of the modules' names. Each row has modules, format (the
     checkpoint's, or the one rounded to), dtype, bytes (of the entire model, scales included), product (the module that
-    multiplies with it, if any, and a reason where that is not the platform's kernel) and activations (rounding of the
+    multiplies with it, if any, with a reason if that is not the platform's kernel) and activations (rounding of the
     rows).
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -81,7 +82,7 @@ def _multiplies_with_table(config: ModelConfig) -> bool:
 
 
 def _own_shape(param: DeclaredParam, mesh: MeshLayout) -> list[int]:
-    """Shape of a device's part."""
+    """Return the shape of a device's part of a weight."""
     axes = zip(param.shape, param.decl.axes, strict=True)
     return [size if axis is None else size // mesh.num_shards(axis) for size, axis in axes]
 

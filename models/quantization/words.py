@@ -1,6 +1,6 @@
-"""Packed int32 matrices, a few bits per weight: the layouts of AWQ, GPTQ and compressed-tensors.
+"""Matrices in packed int32, a few bits per weight: the layouts of AWQ, GPTQ and compressed-tensors.
 
-In AWQ (gemm) and GPTQ, words and scales are transposed, [in, out].
+In AWQ (gemm) and GPTQ, packed int32 and scales are transposed, [in, out].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 @dataclass(frozen=True)
 class PackedInt32(InOrder):
-    """Common part of the layouts. Codes are shifted by half their range, so that they are signed."""
+    """Common part of the packed layouts. Codes are shifted by half their range, so that they are signed."""
 
     format: str
     bits: int
@@ -38,7 +38,9 @@ class PackedInt32(InOrder):
 
     @property
     def unit(self) -> tuple[int, int]:
-        """(numbers, words): the smallest number of codes that fill words exactly, and of those words."""
+        """Return (numbers, words): the smallest number of codes that fill packed int32 exactly, and the number of these
+        int32.
+        """
         return (32 // self.bits, 1) if 32 % self.bits == 0 else (32, self.bits)
 
     def num_words(self, size: int) -> int:
@@ -54,8 +56,9 @@ class PackedInt32(InOrder):
         return (points.astype(np.float32) - self.half) * scales
 
     def word_span(self, part: slice, size: int) -> tuple[slice, slice]:
-        """Slice of the words that hold `part` of `size` values, and the slice of `part` among the values of these
-        words."""
+        """Return the slice of packed int32 that hold `part` of `size` values, and the slice of `part` among their
+        values.
+        """
         first, last, _ = part.indices(size)
         numbers, words = self.unit
         start = first // numbers

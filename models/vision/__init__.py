@@ -1,1 +1,1 @@
-"""Towers: what turns patches of pictures into embeddings. A file for each family's, and what several share."""
+"""Vision towers, which encode image patches to embeddings: a file for each family's, and parts that several share."""

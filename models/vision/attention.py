@@ -1,11 +1,11 @@
-"""Attention of patches in both directions, within pictures, frames or windows that are packed one after the other.
+"""Attention of patches in both directions, within images, frames or windows that are packed one after the other.
 
-Nothing is causal and nothing is cached. Which patches see each other is said by columns of small integers, so that one
-program serves whatever is packed. Neither form keeps the scores of all pairs: memory is that of a block of queries.
+Nothing is causal and nothing is cached. Columns of small integers say which patches see each other, so that one program
+serves every packing. Neither form stores the scores of all pairs: memory is that of a block of queries.
 
-A patch's result depends on the patches that it sees, and not by a bit on what else is in the call, as long as pictures
-begin at multiples of UNIT: sums run over blocks of keys that are counted from the beginning of what a block of queries
-sees, and what is hidden from a query adds exact zeros to them.
+A patch's result depends only on the patches that it sees, bit for bit, whatever else is in the call, as long as images
+begin at multiples of UNIT: sums run over blocks of keys that are counted from the first key that a block of queries
+sees, and what is hidden from a query adds exact zeros.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ _HIDDEN = -1e30
 
 
 class _Running(NamedTuple):
-    """State of queries [..., B] after some keys: the largest score, the sum of exponentials, that of values [..., H].
-
-    All float32.
+    """Running softmax of queries [..., B] after some keys: the largest score, the sum of exponentials, and the weighted
+    sum of values [..., H]. All float32.
     """
 
     largest: jax.Array
@@ -42,7 +41,8 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
 
     Args:
       q, k, v: [P, N, H], P a multiple of UNIT.
-      segment: i32[P], -1 for padding, which sees nothing and gets zeros. Patches of a segment are neighbours.
+      segment: i32[P], number of each patch's segment, -1 for padding, which sees nothing and gets zeros. Patches of a
+        segment are neighbours.
 
     Returns [P, N, H] in q's dtype.
     """
@@ -107,12 +107,16 @@ def window_attention(
 
 
 def window_block(longest: int) -> int:
-    """Patches of a block of window_attention: the smallest power of two that is at least `longest`."""
+    """Return the number of patches in a block of window_attention: the smallest power of two that is at least
+    `longest`.
+    """
     return 1 << max(0, longest - 1).bit_length()
 
 
 def _bounds(segment: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first patch of each patch's segment and the one behind its last, i32[P]; nothing, [P, 0), for padding."""
+    """Return the index of the first patch of each patch's segment, and of the patch after its last, i32[P]; for padding
+    [P, 0), an empty range.
+    """
     count = segment.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)
     changes, edge = segment[1:] != segment[:-1], jnp.ones(1, bool)
@@ -122,12 +126,16 @@ def _bounds(segment: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _same(own: jax.Array, others: jax.Array) -> jax.Array:
-    """Which of the patches `others` [..., K] are of the segment of those of `own` [..., B]: bool[..., B, K]."""
+    """Return bool[..., B, K]: whether patches `own` [..., B] and `others` [..., K], given by segment, have the same
+    segment.
+    """
     return (own[..., :, None] == others[..., None, :]) & (own[..., :, None] >= 0)
 
 
 def _with_neighbours(x: jax.Array, size: int) -> jax.Array:
-    """Blocks of x [(n + 2) * size, ...] with those beside them, but for the outermost: [n, 3 * size, ...]."""
+    """Return blocks of x [(n + 2) * size, ...], each joined with both neighbours: [n, 3 * size, ...], without the
+    outermost.
+    """
     blocks = x.reshape(-1, size, *x.shape[1:])
     return jnp.concatenate([blocks[:-2], blocks[1:-1], blocks[2:]], axis=1)
 
@@ -140,7 +148,9 @@ def _nothing_seen(query: jax.Array) -> _Running:
 def _with_keys(
     running: _Running, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, scale: float
 ) -> _Running:
-    """State of queries [..., B, H] after further keys and values [..., K, H], as far as `seen` [..., B, K] says."""
+    """Return the running softmax of queries [..., B, H] after further keys and values [..., K, H], restricted to
+    `seen`, bool [..., B, K].
+    """
     scores = jnp.einsum("...qh,...kh->...qk", query, key, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen, scores, _HIDDEN)
     largest = jnp.maximum(running.largest, scores.max(axis=-1))
@@ -151,5 +161,5 @@ def _with_keys(
 
 
 def _result(running: _Running) -> jax.Array:
-    """Attention output f32[..., B, H] of a state; zeros where nothing was seen."""
+    """Return the attention output f32[..., B, H] of a running softmax; zeros where nothing was seen."""
     return running.out / jnp.maximum(running.total, jnp.finfo(jnp.float32).tiny)[..., None]

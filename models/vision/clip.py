@@ -1,5 +1,6 @@
-"""CLIP (Radford et al. 2021, arXiv:2103.00020) and SigLIP (Zhai et al. 2023, arXiv:2303.15343) as towers have them:
-the states of patches, without what sums them up."""
+"""CLIP (Radford et al. 2021, arXiv:2103.00020) and SigLIP (Zhai et al. 2023, arXiv:2303.15343) as vision towers: they
+return the hidden states of patches, without CLIP's pooling.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str, VitConfig]:
-    """The model_type, by default `default`, and sizes of `vision_config`. Raises ModelConfigError."""
+    """Return the model_type (if absent, `default`) and the sizes in `vision_config`. Raises ModelConfigError."""
     kind = vision_fields(fields).text("model_type", default)
     if kind not in DEFAULTS:
         raise vision_fields(fields).fail("model_type", " or ".join(DEFAULTS))
@@ -59,10 +60,10 @@ def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str,
 
 
 class ClipEncoder(nnx.Module):
-    """CLIP's or SigLIP's layers, and the states of patches below some of them.
+    """Layers of CLIP or SigLIP; returns the hidden states of patches after some of them, joined.
 
-    layers: how many there are below each of the states that are taken. tower: what the names of all modules begin with.
-    with_last_norm: states are those behind the norm that follows the last layer.
+    layers: for each hidden state returned, the number of layers below it. tower: prefix of the names of all modules.
+    with_last_norm: hidden states are taken after the norm that follows the last layer.
     """
 
     def __init__(

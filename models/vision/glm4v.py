@@ -41,7 +41,7 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
     """Sizes of the tower, in addition to Qwen2-VL's.
 
     Attributes:
-      intermediate_size: of the MLP that makes embeddings; that of layers is the text model's hidden size.
+      intermediate_size: of the merger's MLP; that of layers is the text model's hidden size.
       side: rows and columns of the learned positions.
       norm_eps: of all RMS norms.
       attention_bias: whether q, k and v have one.

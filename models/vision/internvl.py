@@ -54,11 +54,11 @@ class InternVLTowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes.
-      num_used_layers: layers below the states that are taken.
-      factor: patches of a side that become one row.
+      num_used_layers: number of layers below the hidden states that are used.
+      factor: patches along a side of the square that becomes one row.
       norm: of layers, a name of _NORMS.
       attention_bias, qk_norm: of attention; the norms are over all heads at once.
-      projector_activation: of the MLP.
+      projector_activation: of the projector's MLP.
       last_norm: whether a norm follows the last layer.
     """
 
@@ -112,7 +112,7 @@ def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
 
 
 class _HeadsNorm(nnx.Module):
-    """RMS norm x / rms(x) * weight over all heads of a position at once, of whichever devices."""
+    """RMS norm x / rms(x) * weight over all heads of a position at once, also if devices share the heads."""
 
     def __init__(self, config: VitConfig, source: str, build: Build):
         self.axis = tower_axis("heads", build)
@@ -147,7 +147,7 @@ class _Layer(nnx.Module):
         self.attention_scale, self.mlp_scale = (declare((size,), build.dtype, decl) for decl in decls)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Map [U * S, D] -> [U * S, D]."""
+        """Map [U * S, D] of U = num_units units -> [U * S, D]."""
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units) * self.attention_scale[...]
         with jax.named_scope("mlp"):

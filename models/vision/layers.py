@@ -1,4 +1,4 @@
-"""What towers are made of: patches to rows, attention and feed-forward parts that devices may share, turning by places.
+"""Parts of vision towers: patch embedding, attention and MLPs that devices may share, rotation by patch positions.
 
 Names of tensors hold "{layer}", which stands for a layer's number in its tower.
 """
@@ -26,7 +26,9 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def tower_axis(axis: str, build: Build) -> str:
-    """The logical axis by which a tower's weight is split, or one that is never split where devices do not share it."""
+    """Return the logical axis by which a tower's weight is split, or one that is never split if devices do not share
+    it.
+    """
     return "embed" if TOWER in build.whole_parts else axis
 
 
@@ -47,7 +49,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def rope_frequencies(size: int, theta: float) -> np.ndarray:
-    """Radians per place of the size / 2 pairs of `size` elements, float64."""
+    """Return the radians per position of the size / 2 pairs of `size` elements, float64."""
     return theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
 
@@ -56,7 +58,7 @@ def axial_rope(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute cos and sin, f32[P, H / 2] each, of patches at rows and columns i32[P].
 
-    As many pairs as there are `row_freqs` turn by the row, and the rest by the column.
+    As many pairs as there are `row_freqs` rotate by the row, and the rest by the column.
     """
     turned = zip((rows, columns), (row_freqs, column_freqs), strict=True)
     angles = jnp.concatenate(
@@ -71,14 +73,13 @@ def stretched(
     rows: tuple[jax.Array, jax.Array],
     columns: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """Learned positions as they lie over pictures of other sizes, f32[P, D], by cubic convolution.
+    """Interpolate learned positions to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table entries.
 
-    Sixteen positions make one. They are added one after the other, so that no more than a patch's own are there at a
-    time.
+    The sixteen terms are added one after the other, so that memory holds no more than one for each patch.
 
     Args:
       table: [height * width, D]. sides: (height, width) of the table.
-      rows, columns: of patches, places i32[P] and how many there are in the picture, i32[P].
+      rows, columns: of patches: their index i32[P], and the number of rows or columns in their image, i32[P].
     """
     height, width = sides
     total = jnp.zeros((len(rows[0]), table.shape[1]), jnp.float32)
@@ -89,8 +90,8 @@ def stretched(
 
 
 def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
-    """The four of `side` learned places around each of `places` i32[P], on sides of `sizes` i32[P] places, and their
-    shares: pairs i32[P], f32[P].
+    """Return the four of `side` learned positions around each of `places` i32[P], on sides of `sizes` i32[P] patches,
+    with their weights: pairs i32[P], f32[P].
     """
     spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
     low = jnp.floor(spot)
@@ -105,9 +106,10 @@ def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Arra
 
 
 class PatchEmbedding(nnx.Module):
-    """Patches f32[P, F] to rows [P, D] in the model's dtype: a convolution whose steps are as long as it is wide, so a
+    """Map patches f32[P, F] to rows [P, D] in the model's dtype: a convolution whose stride is its width, hence a
     product. Its weight, [D, channels, ...] in checkpoints, is read with F joined (CheckpointNames.flattened), and never
-    quantised: no method is for convolutions."""
+    quantised, because no method is for convolutions.
+    """
 
     def __init__(self, num_features: int, size: int, *, source: str, bias: bool, build: Build):
         plain = replace(build, scheme=PLAIN)
@@ -123,9 +125,9 @@ class TowerAttention(nnx.Module):
 
     Args:
       qkv: the checkpoint modules of q, k and v.
-      out: that of the output.
-      bias, out_bias: whether they have biases.
-      interleaved: whether neighbours turn together, instead of halves of a head.
+      out: checkpoint module of the output projection.
+      bias, out_bias: whether the projections have biases.
+      interleaved: whether rope rotates neighbouring elements, instead of halves of a head.
     """
 
     def __init__(
@@ -148,7 +150,9 @@ class TowerAttention(nnx.Module):
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        """Map x [P, D] -> [P, D]. turns: cos and sin of the patches, as `apply_rope` takes them."""
+        """Map x [P, D] -> [P, D]. turns: cos and sin of the patches, as `apply_rope` takes them; attend: (q, k, v) ->
+        output.
+        """
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
         with jax.named_scope("rope"):

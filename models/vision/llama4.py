@@ -58,9 +58,9 @@ class Llama4TowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes; the class token comes last.
-      theta: of rope.
-      factor: patches of a side that become one row.
-      adapter_size: of what the adapter gives.
+      theta: base of the rotary frequencies.
+      factor: patches along a side of the square that becomes one row.
+      adapter_size: elements of the adapter's output.
     """
 
     vit: VitConfig
@@ -135,7 +135,7 @@ class _Layer(nnx.Module):
         self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Map [U * S, D] -> [U * S, D]."""
+        """Map [U * S, D] of U = num_units units -> [U * S, D]."""
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units)
         with jax.named_scope("mlp"):

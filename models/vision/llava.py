@@ -34,9 +34,10 @@ class LlavaTowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes.
-      layers: how many layers there are below each of the states that are taken, side by side.
-      projector_activation, projector_bias: of the MLP.
-      num_newlines: places behind a unit's patches whose rows are the end of a line; nothing is read of their features.
+      layers: for each hidden state used, the number of layers below it; the states are joined.
+      projector_activation, projector_bias: of the projector's MLP.
+      num_newlines: positions after a unit's patches whose rows are the end-of-line embedding; their features are not
+        read.
     """
 
     vit: VitConfig
@@ -74,7 +75,7 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
 
 
 def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
-    """Read LLaVA-NeXT's tower, whose units have room for the ends of their lines. Raises ModelConfigError."""
+    """Read LLaVA-NeXT's tower, whose units have room for end-of-line embeddings. Raises ModelConfigError."""
     tower = read_llava(fields)
     lines = tower.vit.grid
     return replace(tower, unit=tower.vit.num_patches + lines, num_newlines=lines)

@@ -69,8 +69,8 @@ class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
 
     Attributes:
       window_size: rows and columns of patches in a window.
-      full_layers: those whose patches attend to their whole frame.
-      tokens_per_second: places in time of a second of video.
+      full_layers: layers whose patches attend to their whole frame.
+      tokens_per_second: M-RoPE positions in time per second of video.
     """
 
     window_size: int
@@ -82,8 +82,8 @@ class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: Any) -> dict[str, Any]:
-    """Read what Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as arguments of a Qwen2VLTowerConfig:
-    all but intermediate_size.
+    """Read the sizes that Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as arguments of a
+    Qwen2VLTowerConfig: all but intermediate_size.
 
     width: the field of the tower's hidden size. defaults: of fields that may be absent. Raises ModelConfigError.
     """
@@ -222,12 +222,15 @@ class Qwen2VLTower(nnx.Module):
         return self.run(x, turns, named)
 
     def embed(self, patches: jax.Array, columns: dict[str, jax.Array]) -> jax.Array:
-        """Input of the first layer, [P, D of the tower], from patches f32[P, F]; columns: i32[P] by their names."""
+        """Return the first layer's input, [P, D of the tower], for patches f32[P, F]; columns: i32[P] by name."""
         del columns
         return self.patches(patches)
 
     def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
-        """Run layers and merger on x [P, D of the tower]: the tower's result."""
+        """Run layers and merger on x [P, D of the tower]; return the tower's embeddings [P / merge, num_parts * D].
+
+        turns: cos and sin of the patches; columns: i32[P] by name.
+        """
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 x = layer(x, turns, self.attend(index, columns))
@@ -235,7 +238,8 @@ class Qwen2VLTower(nnx.Module):
             return self.merger(x)
 
     def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
-        """Function by which the patches of layer number `layer` attend to others, here to those of the same segment."""
+        """Return the function by which the patches of layer number `layer` attend: here to those of the same segment.
+        """
         del layer
         return partial(segment_attention, segment=columns["segment"], scale=self._scale)
 

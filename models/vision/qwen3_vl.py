@@ -93,9 +93,10 @@ class Qwen3VLTower(Qwen2VLTower):
             return x + self._stretched(columns).astype(x.dtype)
 
     def _stretched(self, columns: dict[str, jax.Array]) -> jax.Array:
-        """Learned positions as they lie over pictures of other sizes, f32[P, D of the tower].
+        """Interpolate learned positions to images of other sizes, bilinearly with aligned corners: f32[P, D of the
+        tower].
 
-        Corners meet, and what lies between is blended of four (bilinear). columns: i32[P] by their names.
+        columns: i32[P] by name.
         """
         side = self.config.side
         rows, row_shares = _between(columns["row"], columns["height"], side)
@@ -105,7 +106,10 @@ class Qwen3VLTower(Qwen2VLTower):
         return jnp.sum(self.positions[...][index].astype(jnp.float32) * shares[..., None], axis=1)
 
     def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
-        """Run layers and mergers on x [P, D of the tower]: [P / merge, num_parts * D]."""
+        """Run layers and mergers on x [P, D of the tower]; return embeddings [P / merge, num_parts * D].
+
+        turns: cos and sin of the patches; columns: i32[P] by name.
+        """
         parts = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -118,8 +122,9 @@ class Qwen3VLTower(Qwen2VLTower):
 
 
 def _between(places: jax.Array, sizes: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
-    """The two of `side` learned places, i32[P, 2], between which each of `places` i32[P], on sides of `sizes` i32[P]
-    places, lies, and the share that each has, f32[P, 2]."""
+    """Return, for each of `places` i32[P] on sides of `sizes` i32[P] patches, the two of `side` learned positions
+    around it, i32[P, 2], and their weights, f32[P, 2].
+    """
     spot = places.astype(jnp.float32) * (side - 1) / jnp.maximum(sizes - 1, 1).astype(jnp.float32)
     low = jnp.floor(spot)
     both = low[:, None] + jnp.arange(2, dtype=jnp.float32)

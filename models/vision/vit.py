@@ -1,5 +1,5 @@
-"""A vision transformer over units: pictures, or tiles of them, that all have the same number of patches (Dosovitskiy et
-al. 2021, arXiv:2010.11929), as CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023) and InternVL have it.
+"""Vision transformer over units, which are images or tiles of them with equally many patches (Dosovitskiy et al. 2021,
+arXiv:2010.11929), as in CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023) and InternVL.
 
 Further shape letters: U units, S positions of a unit, P patches of all units, F numbers of a patch.
 """
@@ -42,8 +42,8 @@ class VitConfig:
     """Sizes of a vision transformer.
 
     Attributes:
-      num_layers: those of the checkpoint.
-      image_size, patch_size: pixels of a side; a unit is a square of squares.
+      num_layers: layers of the checkpoint.
+      image_size, patch_size: side in pixels of a unit, and of a patch; both are squares.
       has_class_token: whether a unit has a position that is no patch: the first, in Llama 4 the last.
       activation: a name of ACTIVATIONS.
     """
@@ -60,29 +60,30 @@ class VitConfig:
 
     @property
     def grid(self) -> int:
-        """Patches of a side."""
+        """Return the number of patches along a side of a unit."""
         return self.image_size // self.patch_size
 
     @property
     def num_patches(self) -> int:
-        """Patches of a unit."""
+        """Return the number of patches of a unit."""
         return self.grid**2
 
     @property
     def num_positions(self) -> int:
-        """S: patches, and the class token."""
+        """Return S: the number of patches, plus one for a class token."""
         return self.num_patches + self.has_class_token
 
     @property
     def num_features(self) -> int:
-        """F: red, green and blue of a patch's pixels, colour by colour, row by row."""
+        """Return F: red, green and blue of a patch's pixels, colour by colour, row by row."""
         return 3 * self.patch_size**2
 
 
 def vision_fields(fields: ConfigFields, **defaults: Any) -> ConfigFields:
-    """Fields of a configuration's `vision_config`, which errors name too. Raises ModelConfigError without one.
+    """Return the fields of a configuration's `vision_config`, with that name in errors. Raises ModelConfigError without
+    one.
 
-    defaults: of fields that may be absent.
+    defaults: for fields that may be absent.
     """
     vision = fields.mapping("vision_config")
     if vision is None:
@@ -92,7 +93,9 @@ def vision_fields(fields: ConfigFields, **defaults: Any) -> ConfigFields:
 
 
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
-    """The sizes, as all configurations spell them; more: further ones of VitConfig. Raises ModelConfigError."""
+    """Read the sizes, which all configurations spell alike. more: further arguments of VitConfig. Raises
+    ModelConfigError.
+    """
     vision.require(num_channels=3)
     size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
     if size % heads:
@@ -114,7 +117,9 @@ def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
 
 
 def _side(vision: ConfigFields, name: str) -> int:
-    """Pixels of a square's side, which may be given twice. Raises ModelConfigError for another value."""
+    """Read the side of a square in pixels, which a file may give twice. Raises ModelConfigError for two different
+    values.
+    """
     value = vision.value(name)
     sides = value if isinstance(value, (list, tuple)) else [value]
     if not 1 <= len(sides) <= 2 or any(type(side) is not int or not 1 <= side <= MAX_SIDE for side in sides):
@@ -133,8 +138,9 @@ def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> s
 
 
 def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
-    """How many layers there are below the states that an index of `vision_feature_layer` means; negative from the end:
-    -1 is what the last layer gives, -2 what it gets. Raises ModelConfigError for another index."""
+    """Return how many layers there are below the hidden states that an index of `vision_feature_layer` means; negative
+    ones count from the end: -1 is the last layer's output, -2 its input. Raises ModelConfigError for another index.
+    """
     if type(index) is not int or not -num_layers - 1 <= index <= num_layers:
         raise fields.fail("vision_feature_layer", f"an integer from {-num_layers - 1} to {num_layers}")
     return index if index >= 0 else num_layers + 1 + index
@@ -143,14 +149,14 @@ def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
 def linear(
     in_size: int, source: str, out_size: int, axes: tuple[str, str], build: Build, *, bias: bool = True
 ) -> Linear:
-    """A product of a tower, from one module of the checkpoint; `axes` as Linear has them."""
+    """Make a product of a tower from one checkpoint module; `axes`: logical axes of (in, out), as of Linear."""
     split = (tower_axis(axes[0], build), tower_axis(axes[1], build))
     return Linear(in_size, (Source(source, out_size),), axes=split, bias=bias, build=build)
 
 
 @dataclass(frozen=True)
 class VitNames:
-    """What a checkpoint calls the modules of a layer; `layers` comes before the number, the others behind it."""
+    """Checkpoint names of a layer's modules; `layers` comes before the layer's number, the others after it."""
 
     layers: str
     attention_norm: str = "layer_norm1"
@@ -160,7 +166,7 @@ class VitNames:
 
 
 class VitAttention(nnx.Module):
-    """Attention of each unit's positions to all of them.
+    """Attention of each unit's positions to all of its positions.
 
     qk_norms: norms, or rope, that q and k pass through, [U * S, heads of this device, H] to the same; None for none.
     """
@@ -193,9 +199,9 @@ class VitAttention(nnx.Module):
 
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attend inside of each unit, softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape.
+    """Attend within each unit: softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape.
 
-    Scores exist of one unit at a time, and of a part of its queries where it has many.
+    Scores exist for one unit at a time, and for a part of its queries if it has many.
     """
     num_positions, head_dim = q.shape[1], q.shape[3]
     blocks = -(-num_positions // _QUERIES)
@@ -251,13 +257,15 @@ class VitLayer(nnx.Module):
 
 
 def table(rows: int, size: int, source: str, build: Build, *, flat: bool = False) -> nnx.Param:
-    """Declare vectors that are added to states, [rows, size]; flat: [1, rows * size], of a tensor [1, ...]."""
+    """Declare learned vectors that are added to hidden states, [rows, size]; flat: [1, rows * size], of a tensor [1,
+    ...].
+    """
     shape = (1, rows * size) if flat else (rows, size)
     return declare(shape, build.dtype, ParamDecl((None, None), (Source(source, shape[0]),), init_std=0.02))
 
 
 def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...]) -> list[jax.Array]:
-    """Run x [U * S, D] through layers; return the states behind the first n of them, for each n of `wanted`."""
+    """Run x [U * S, D] through layers; return the hidden states after the first n of them, for each n of `wanted`."""
     states = {0: x}
     for number, layer in enumerate(layers, 1):
         with jax.named_scope(f"layer_{number - 1}"):
@@ -266,17 +274,17 @@ def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...
 
 
 def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
-    """Join states of units of grid x grid patches, [P, D] to [P / factor**2, D * factor**2]: those of each square of
-    factor x factor patches side by side, row by row ("pixel shuffle")."""
+    """Join the hidden states of each square of factor x factor patches, row by row ("pixel shuffle"): [P, D] to [P /
+    factor**2, D * factor**2], for units of grid x grid patches.
+    """
     side, size = grid // factor, x.shape[1]
     cut = x.reshape(-1, side, factor, side, factor, size).transpose(0, 1, 3, 2, 4, 5)
     return cut.reshape(-1, size * factor**2)
 
 
 def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> int:
-    """Return `factor`, the patches of a side that become one row, if it divides those of a unit's side.
-
-    Raises ModelConfigError, which names the field `name`, if not.
+    """Return `factor`, the number of patches along a side that become one row. Raises ModelConfigError, which names the
+    field `name`, if it does not divide those of a unit's side.
     """
     if vit.grid % factor:
         raise fields.fail(name, f"such that it divides the {vit.grid} patches of a unit's side")

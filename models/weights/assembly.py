@@ -47,9 +47,12 @@ class Assembly:
     """
 
     def __init__(self, param: DeclaredParam, mesh: Mesh | None, memory: HugePages | None, chunk_bytes: int):
-        """mesh: that the weight is split over. memory: for weights of CPUs, None for other devices. chunk_bytes: of all
-        copies of a piece together; a piece has one row at least, and all rows of a device where a format of its own
-        stores them."""
+        """Begin a weight of zeros.
+
+        mesh: that the weight is split over. memory: for weights of CPUs, None for other devices. chunk_bytes: size of
+        all copies of a piece together; a piece has at least one row, and all rows of a device if they are stored in a
+        format of their own.
+        """
         self._param, self._mesh, self._memory, self._chunk_bytes = param, mesh, memory, chunk_bytes
         self._sharding = sharding_of(param, mesh)
         self._num_parts = num_parts(param, mesh)[param.decl.joined_axis]
@@ -130,5 +133,5 @@ class Assembly:
 
 
 def is_plain(source: Source) -> bool:
-    """Whether a weight's rows are a tensor's rows, whatever other rows hold."""
+    """Whether each row of the weight is one row of a tensor, independent of other rows."""
     return source.name.rpartition(".")[2] not in _OF_FORMATS

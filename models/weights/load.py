@@ -120,11 +120,10 @@ def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool =
 def load_group(
     model_abstract: CausalLM, params: Sequence[DeclaredParam], source: WeightSource, mesh: Mesh | None
 ) -> dict[tuple[Any, ...], jax.Array]:
-    """Load some weights of a model, by path, from a source that has all tensors of these, and whose other tensors
-    nobody looks at.
+    """Load some weights of a model; return them by path.
 
-    Raises ModelFileError for a tensor of a wrong shape or kind. What `check_source` does for the entire checkpoint is
-    left to do.
+    source: has all tensors of these weights; its other tensors are ignored. Raises ModelFileError for a tensor of a
+    wrong shape or kind. The caller does what `check_source` does for the entire checkpoint.
     """
     held = QuantizedSource(_of_model(model_abstract, source), params, model_abstract.build.scheme)
     for param in params:
@@ -158,7 +157,7 @@ def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> 
 
 
 def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
-    """View of a checkpoint under the model's names, with a tensor for each expert."""
+    """Return a checkpoint under the model's names, with a tensor for each expert."""
     source = RenamedSource(source, names := model.checkpoint_names)
     if names.stacked_experts is None or (experts := model.config.experts) is None:
         return source
@@ -168,7 +167,7 @@ def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
 
 
 def _memory(mesh: Mesh | None) -> HugePages | None:
-    """Memory for weights of CPUs; None for devices with memory of their own."""
+    """Return the memory for weights of CPUs; None for devices with memory of their own."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return HugePages() if device.platform == "cpu" else None
 
@@ -311,8 +310,9 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
 
 
 def is_unread(model: CausalLM, name: str) -> bool:
-    """Whether checkpoints of the model may have a tensor of this name that it does not read: of a part that is not
-    served, of keys and values that a layer takes from another one, or one of IGNORABLE_SUFFIXES."""
+    """Whether checkpoints of the model may have a tensor of this name that it ignores: of a part that is not served, of
+    keys and values that a layer takes from another one, or one of IGNORABLE_SUFFIXES.
+    """
     config = model.config
     towers = model.checkpoint_names.tower if config.tower is None else config.tower.unused
     predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
@@ -351,7 +351,7 @@ def _is_zero_bias(source: WeightSource, name: str) -> bool:
 
 
 def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Shapes of the needed tensors by name.
+    """Return the shapes of the needed tensors by name.
 
     Several sources may read one tensor. Raises ValueError unless each of its rows is read once.
     """

@@ -1,4 +1,4 @@
-"""Arrays that lie otherwise than an engine's, checked and copied by way of the host: no program is compiled for it."""
+"""Copies of arrays to the sharding and layout of an engine's, through host memory: no program is compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from jaxengine.models.weights.huge_pages import HugePages
 
 
 def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
-    """Whether this process's part of an array has finite numbers alone. chunk_bytes: of copies at a time."""
+    """Whether this process's part of an array has only finite numbers. chunk_bytes: size of copies in host memory at a
+    time.
+    """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
     pieces = (on_host(shard.data) for shard in array.addressable_shards)
@@ -23,8 +25,9 @@ def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
 
 
 def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 1) -> Iterator[Any]:
-    """Yield slices of the first axis of an array, whose results have chunk_bytes at most, or one row; all of it for
-    None."""
+    """Yield slices of an array's first axis with at most chunk_bytes of results, or one row each; one whole slice for
+    None.
+    """
     if chunk_bytes is None or not shape:
         yield ...
         return
@@ -36,7 +39,7 @@ def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 
 def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Array:
     """Copy `array` to the sharding and layout of `old`, which has its shape and dtype; waits for it.
 
-    By way of the host, a device's part at a time: no program is compiled for it. chunk_bytes: of what else is copied to
+    One device's part at a time goes through host memory: no program is compiled. chunk_bytes: size of further copies in
     host memory at a time.
     """
     parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
@@ -52,7 +55,9 @@ def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Arr
 
 
 def _within(index: tuple[slice, ...], band: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Slices of an array that are a band, counted from the first row of `index`, of that part of it."""
+    """Return the slices of an array that select a band of one part, the band counted from the part's first row. index:
+    slices of the part.
+    """
     if band is ...:
         return index
     first = index[0].indices(shape[0])[0]

@@ -32,7 +32,7 @@ def with_own_files(folder: Path, weights: WeightSource, pooler: Pooler, *, parti
 
 
 def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
-    """Make the function from a tensor's name in a checkpoint of a pooling model, which may lack the common prefix, to
+    """Return a function from a tensor's name in a checkpoint of a pooling model, which may lack the common prefix, to
     its name with the prefix.
 
     stages: of the model. Unlike `with_prefix` it needs no other tensor's name.

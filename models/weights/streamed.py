@@ -78,10 +78,10 @@ def load_streamed(
 
 @dataclass(eq=False)
 class _Group:
-    """Weights that are loaded at once.
+    """Weights that are loaded together.
 
     Attributes:
-      params: with the index of each one's stage.
+      params: the weights, with the index of each one's stage.
       missing: tensors that are still to come, under the model's names and with one for each expert.
       held: arrays that have come, by the checkpoint's names.
       begun: weights to which tensors are added as they come, by stage and path.
@@ -94,7 +94,7 @@ class _Group:
 
 
 class _Stream:
-    """Tensors as they come.
+    """Loader state of tensors that come one after the other.
 
     Attributes:
       faults: what is wrong with tensors, by name.
@@ -196,7 +196,7 @@ class _Stream:
                 self._loaded[index][param.path] = group.begun.pop(key).finish()
 
     def _place(self, group: _Group) -> None:
-        """Load a group, and wait for its arrays: what they are made of is not needed any more then."""
+        """Load a group's weights, and wait for the arrays, so that their tensors can be released."""
         for index, (model, mesh) in enumerate(self._stages):
             own = [param for stage, param in group.params if stage == index]
             if own:
@@ -211,10 +211,10 @@ class _Stream:
 
 
 def _groups(stages: Sequence[Stage], *, wait: bool) -> dict[str, _Group]:
-    """Find the group of each tensor that can be loaded before all others are there, and of each layer's experts.
+    """Return the group of each tensor that can be loaded before all others are there, and of each layer's experts.
 
-    Keys are tensors, and "LAYER.experts" where a tensor may come for all of them. wait: an embedding that is the head
-    too waits for a head that may come.
+    Keys are tensors, and "LAYER.experts" if a tensor may come for all of them. wait: an embedding that is also the head
+    waits for a separate head tensor that may come.
     """
     groups: dict[str, _Group] = {}
     params = [(index, param) for index, (model, _) in enumerate(stages) for param in declared_params(model)]
@@ -237,8 +237,9 @@ def _groups(stages: Sequence[Stage], *, wait: bool) -> dict[str, _Group]:
 
 
 def _is_addable(group: _Group, names: CheckpointNames) -> bool:
-    """Whether tensors can be added to a group's weights one by one: none is rounded or has a format of its own, and no
-    other tensor tells in which order a tensor of all experts is stored."""
+    """Whether tensors can be added to a group's weights one by one: none is rounded or has a format of its own, and the
+    order of a tensor of all experts does not depend on another tensor.
+    """
     stacked = names.stacked_experts
     known = stacked is None or stacked.out_first is not None
     return all(
@@ -273,13 +274,13 @@ def _tensors_of(param: DeclaredParam, model: CausalLM) -> set[str]:
 
 
 def _layer_of(name: str) -> str:
-    """Name of all experts of a layer, for a tensor of one of them; "" for others."""
+    """Return the name of all experts of a layer ("LAYER.experts"), for a tensor of one of them; "" for others."""
     layer, found, _ = name.rpartition(f"{_EXPERTS}.")
     return f"{layer}{_EXPERTS}" if found else ""
 
 
 def _stands_for(name: str, groups: dict[str, _Group]) -> set[str]:
-    """List the tensors of a group for which a tensor stands: itself, or those of all experts that it has."""
+    """Return the tensors of a group that a tensor represents: itself, or those of all experts that it contains."""
     if name in groups:
         return {name} if not name.endswith(_EXPERTS) else set()
     layer, _, end = name.rpartition(".")

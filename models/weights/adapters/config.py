@@ -1,7 +1,7 @@
 """Reader of an adapter_config.json in PEFT's format: every field is checked before any of it is used.
 
-Names without a module in the model are as in PEFT, where they say nothing: the same names serve models of all kinds.
-PEFT matches names in its `check_target_module_exists`, `_inject_parameters` and `get_pattern_key`, and scales in its
+As in PEFT, names that match no module of the model are ignored, since the same names serve models of all kinds. PEFT
+matches names in its `check_target_module_exists`, `_inject_parameters` and `get_pattern_key`, and scales in its
 `LoraLayer.update_layer`.
 """
 
@@ -97,16 +97,19 @@ class AdapterConfig:
         self._layers, self._layer_lists = self._layer_numbers(raw), self._layers_pattern(raw)
 
     def key_of(self, name: str) -> str:
-        """Name under which patterns match a module of the file: that of its weight, if the weight is what is
-        targeted."""
+        """Return the name under which patterns match a module of the file: that of its weight, if the weight is what is
+        targeted.
+        """
         return f"{name}.weight" if not self.wants(name) and self.wants_parameter(f"{name}.weight") else name
 
     def rank_of(self, name: str) -> int:
-        """Rank of the module, or the parameter, with this name in the file."""
+        """Return the LoRA rank of the module, or the parameter, with this name in the file."""
         return self._ranks.find(name, self._r)
 
     def scale_of(self, name: str, rank: int) -> float:
-        """Factor of B: lora_alpha / rank, or / sqrt(rank) with rslora (Kalajdzievski 2023, arXiv:2312.03732)."""
+        """Return the factor of B: lora_alpha / rank, or / sqrt(rank) with rslora (Kalajdzievski 2023,
+        arXiv:2312.03732).
+        """
         return self._alphas.find(name, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def wants(self, name: str) -> bool:
@@ -134,10 +137,10 @@ class AdapterConfig:
         """Yield an error for each module of the model that the configuration names and the file lacks, and for each
         that the file has and the configuration does not name.
 
-        Names without a module in this model say nothing. Single experts may be left out, for transformers may have
-        them as one parameter, which PEFT does not change by target_modules.
+        Names that match no module of this model are ignored. Single experts may be missing, because transformers may
+        store them as one parameter, which PEFT does not change by target_modules.
 
-        stored: the file's name of each module that it has, by the model's.
+        stored: for each module in the file, by the model's name, the file's name of it.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -253,8 +256,8 @@ def _ends(name: str) -> list[str]:
 class _Patterns:
     """Values by regular expressions, most of which are plain names.
 
-    others: expressions by the keys that are not.
-    fits: tells whether an expression matches a name.
+    others: expressions by the keys that are not plain names. fits: function that returns whether an expression matches
+    a name.
     """
 
     def __init__(
@@ -269,9 +272,9 @@ class _Patterns:
         self._fits = fits
 
     def find(self, name: str, default: Any) -> Any:
-        """Value of the first pattern, in the file's order, that matches the name; `default` if none does.
+        """Return the value of the first pattern, in the file's order, that matches the name; `default` if none does.
 
-        A plain one is the name or a suffix of it after a dot, an expression matches all of it.
+        A plain pattern matches the name, or a suffix of it after a dot; an expression must match the whole name.
         """
         found = (self._names[end] for end in _ends(name) if end in self._names)
         first = min(found, key=lambda each: each[0], default=None)

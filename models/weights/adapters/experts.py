@@ -50,7 +50,9 @@ class JoinedExperts:
     out: int
 
     def shapes(self, rank: int, transposed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of A and B in a file, for the parameter's matrices or for their transposes."""
+        """Return the shapes of A and B in a file, for the parameter's matrices or, if `transposed`, for their
+        transposes.
+        """
         size, out = (self.out, self.size) if transposed else (self.size, self.out)
         return (self.experts.num_experts * rank, size), (out, rank * self.experts.num_experts)
 

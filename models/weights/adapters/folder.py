@@ -33,11 +33,11 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """An adapter, read and checked.
+    """LoRA adapter, read and checked.
 
     Attributes:
-      config: by which it was read.
-      rank: the largest rank of its matrices.
+      config: configuration by which it was read.
+      rank: the largest LoRA rank of its matrices.
       digest: SHA-256 of everything that affects its results.
       matrices: by module of the model, A [r, in] and B [out, r] with the scale folded in, in the model's dtype.
     """
@@ -127,10 +127,11 @@ def _weights_file(folder: Path) -> Path:
 def _stored_modules(
     tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets, faults: Faults
 ) -> tuple[dict[str, str], list[JoinedExperts]]:
-    """Find the modules of a file: a map from the model's names to the file's, and pairs for all experts of a layer.
+    """Return the modules of a file, as a map from the model's names to the file's, and its pairs for all experts of a
+    layer.
 
-    faults: takes modules without one of both matrices, of which the model has none, or which stand for one twice.
-    Raises ModelFileError where the pairs for all experts are not those of the configuration.
+    faults: collects modules that lack one of both matrices, that the model does not have, or that appear twice. Raises
+    ModelFileError if the pairs for all experts are not those of the configuration.
     """
     path = tensors.path
     stored: dict[str, str] = {}

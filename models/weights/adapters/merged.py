@@ -43,9 +43,10 @@ class MergedSource(WrappedSource):
         return array.astype(np.float32) + b[rows].astype(np.float32) @ a[:, columns].astype(np.float32)
 
     def _of_stack(self, name: str, rows: slice, columns: slice) -> np.ndarray:
-        """Change of a stack of matrices, f32 [experts, second axis, third axis], each [out, in] or [in, out].
+        """Return the change of a stack of experts' matrices, f32 [experts, second axis, third axis], each [out, in] or
+        [in, out].
 
-        Of the experts `rows`, and of their second axis `columns`.
+        rows: slice of the experts; columns: slice of their second axis.
         """
         experts, modules = self._stacks[name]
         count, first, second = self._source.shape(name)

@@ -30,8 +30,8 @@ class ExpertTargets:
     """Matrices of a layer's experts, which an adapter may have one by one or for all experts together.
 
     Attributes:
-      joined: by GATE_UP and DOWN, transformers' names of the stacks, the modules in each, with "{expert}" in their
-      names.
+      joined: for GATE_UP and DOWN (transformers' names of the stacks), the modules in each, with "{expert}" in their
+        names.
       interleaved: rows of gate and up alternate in the stack.
     """
 
@@ -40,7 +40,7 @@ class ExpertTargets:
     interleaved: bool
 
     def rows_of_parts(self, parts: int, rows: int) -> list[slice]:
-        """Slices of the rows of a stack's matrix [rows, in] for each of its `parts` modules."""
+        """Return, for each of the stack's `parts` modules, the slice of its rows in a matrix [rows, in]."""
         own = rows // parts
         if self.interleaved:
             return [slice(part, None, parts) for part in range(parts)]
@@ -111,7 +111,9 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
 def _of_experts(
     pool: DeclaredPool, stacked: StackedExperts, found: dict[str, ExpertTargets]
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of the modules of an `a` pool of experts; {} for a `b`. Its layer's ExpertTargets are added to `found`."""
+    """Return the shapes of the modules of an `a` pool of experts, {} for a `b`; add its layer's ExpertTargets to
+    `found`.
+    """
     count, sources = pool.decl.num_experts, pool.decl.sources
     if pool.decl.part is not None or count is None:
         return {}
@@ -141,8 +143,9 @@ def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
 
 
 def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    """Name and shape, with sharding and layout, of each leaf of an abstract model's state on the mesh: weights and
-    pools."""
+    """Return the name and shape, with sharding and layout, of each leaf of an abstract model's state on the mesh:
+    weights and adapter pools.
+    """
     pools, params, leaves = {pool.index: pool for pool in declared_pools(model)}, declared_params(model), []
     for index in range(len(nnx.to_flat_state(nnx.state(model)))):
         if (pool := pools.get(index)) is not None:
@@ -157,8 +160,9 @@ def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStr
 
 
 def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
-    """Shape of one adapter's part of a pool: [modules * rank, in] of a, [rank, out] of b; one slot of pools of
-    experts."""
+    """Return the shape of one adapter's part of a pool: [modules * rank, in] of a, [rank, out] of b; for experts, one
+    slot of the pool.
+    """
     if pool.decl.num_experts is not None:
         return pool.shape[0], 1, *pool.shape[2:]
     if pool.decl.part is None:
@@ -167,7 +171,7 @@ def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
 
 
 def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.ndarray:
-    """Values of one adapter's part of a pool, of `slot_shape` and the pool's dtype.
+    """Return the values of one adapter's part of a pool, in `slot_shape` and the pool's dtype.
 
     matrices: A [r, in] and B [out, r] by module, r at most spec.max_lora_rank. Zeros fill the rest, and the modules
     that the adapter does not change.

@@ -20,7 +20,8 @@ class AdapterTensors:
     """
 
     def __init__(self, checkpoint: WeightSource, dtype: np.dtype, faults: Faults):
-        """faults: takes those of tensors with other names."""
+        """Sort the tensors by module. dtype: of the matrices that are read. faults: collects tensors with other names.
+        """
         self.path, self.modules = checkpoint.path, dict[str, set[str]]()
         self._checkpoint, self._dtype = checkpoint, dtype
         for tensor in checkpoint.names():
@@ -36,7 +37,7 @@ class AdapterTensors:
             raise ModelFileError(self.path, "holds no matrices")
 
     def shapes(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of A and B of a module that has both."""
+        """Return the shapes of A and B of a module that has both."""
         a, b = (tuple(self._checkpoint.shape(f"{PREFIX}{module}{end}")) for end in ENDS)
         return a, b
 

@@ -16,21 +16,22 @@ PATH = "the given arrays"
 
 
 class Taken(NamedTuple):
-    """A tensor that was read and is not held any more."""
+    """Shape of a tensor that was read and is no longer held."""
 
     shape: tuple[int, ...]
 
 
 class ArraySource:
-    """Tensors by name. Each is copied to host memory when it is read, and only the one read last is kept there.
+    """WeightSource over tensors by name. Each is copied to host memory when it is read, and only the last one read
+    stays there.
 
-    Of a tensor that is split over devices, only the rows and columns that are asked for are copied.
+    Of a tensor that is split over devices, only the requested rows and columns are copied.
     """
 
     path = PATH
 
     def __init__(self, tensors: Mapping[str, Any]):
-        """tensors: numpy or jax arrays of any sharding, or Taken, of which there is a shape and nothing to read."""
+        """Wrap tensors: numpy or jax arrays of any sharding, or Taken, which have a shape and cannot be read."""
         self._tensors = tensors
         self._newest: tuple[str, np.ndarray] | None = None
 
@@ -64,7 +65,7 @@ class FiniteSource(WrappedSource):
 
 
 def fault_of(array: Any) -> str | None:
-    """What is wrong with what is given as an array; None for nothing."""
+    """Return what is wrong with an object given as an array; None for nothing."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         return f"must be an array, got {type(array).__name__}"
     if isinstance(array, jax.Array) and array.is_deleted():
@@ -78,11 +79,10 @@ def is_in_pieces(array: Any) -> bool:
 
 
 def read_slice(array: jax.Array, index: Sequence[slice]) -> np.ndarray:
-    """A copy of a part of an array that this process has all of, in host memory; compiles nothing.
+    """Copy a part of an array, all of which this process has, to host memory; compiles nothing.
 
-    Host memory has the part, and one of the array's pieces at a time where devices have memory of their own.
-
-    index: slices of step 1 along the first axes.
+    If devices have memory of their own, host memory holds the part and one of the array's pieces at a time. index:
+    slices of step 1 along the first axes.
     """
     index = (*index, *(slice(None) for _ in range(array.ndim - len(index))))
     wanted = [part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)]
@@ -97,7 +97,7 @@ def read_slice(array: jax.Array, index: Sequence[slice]) -> np.ndarray:
 
 
 def _pieces(array: jax.Array) -> dict[tuple[tuple[int, int], ...], jax.Array]:
-    """The pieces of an array on this process's devices by their bounds along each axis, each of them once."""
+    """Return the pieces of an array on this process's devices by their bounds along each axis, each of them once."""
     bounds = (
         (tuple(part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)), shard.data)
         for shard in array.addressable_shards
@@ -106,7 +106,7 @@ def _pieces(array: jax.Array) -> dict[tuple[tuple[int, int], ...], jax.Array]:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """An array's numbers in host memory, possibly its own. A jax array does not keep the copy that is made of it."""
+    """Return an array's numbers in host memory, possibly the array itself. A jax array does not keep the copy."""
     if isinstance(array, jax.Array):
         parts = [shard.data for shard in array.addressable_shards]
         array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts, dtype=array.dtype)

@@ -38,8 +38,8 @@ _HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
 def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
     """Convert query or key rows of a llama file to Hugging Face order: [num_heads * H, ...], any number of dimensions.
 
-    llama.cpp rotates neighbouring rows of a head, Hugging Face rows that are H/2 apart; its converter interleaves the
-    two halves of every head, and this undoes it.
+    llama.cpp rotates neighbouring rows of a head, Hugging Face rows that are H/2 apart; llama.cpp's converter
+    interleaves the two halves of every head, and this undoes it.
     """
     head_dim = array.shape[0] // num_heads
     split = array.reshape(num_heads, head_dim // 2, 2, *array.shape[1:])
@@ -230,7 +230,9 @@ class GGUFFile:
         return [(name, replace(each, start=info.start + at * size)) for at, name in enumerate(named)]
 
     def _permuted_heads(self, name: str) -> int | None:
-        """Number of heads whose rows are permuted in this tensor; None when rows are in Hugging Face order."""
+        """Return the number of heads whose rows are permuted in this tensor; None if its rows are in Hugging Face
+        order.
+        """
         if not self._layout.permuted or not name.startswith("model.layers."):
             return None
         for part, heads in self._heads.items():
@@ -248,7 +250,7 @@ class GGUFFile:
 
 
 def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:
-    """Shape of a tensor (kind None), or of one part (codes, scales or zeros) of a kept matrix."""
+    """Return the shape of a tensor (kind None), or of one part (codes, scales or zeros) of a kept matrix."""
     return info.shape if kind in (None, CODES) else (info.shape[0], info.shape[1] // info.format.group)
 
 

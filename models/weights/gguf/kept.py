@@ -26,9 +26,10 @@ _MARKED = Everywhere(Plain(_MARK[1:]), with_tables=True)
 def read_formats(
     formats: Mapping[str, BlockFormat], build: Callable[[Build], CausalLM], *, keep_tables: bool
 ) -> tuple[Quantization, frozenset[str]]:
-    """Quantization of a file's matrices, and the names of the modules that are kept (see GGUFFile.formats and `keep`).
+    """Return the quantization of a file's matrices, and the names of the modules that are kept (see GGUFFile.formats
+    and `keep`).
 
-    A product is kept where the file has all of its matrices quantised, but for matrices of heads that lie in a stack.
+    A product is kept if all of its matrices are quantised in the file, except for matrices of heads in a stack.
 
     Args:
       formats: block format of each quantised matrix, by its module.
@@ -56,7 +57,7 @@ def read_formats(
 
 
 def _common(formats: Sequence[BlockFormat]) -> Blocks:
-    """Storage format that fits matrices of all of these block formats."""
+    """Return the storage format that fits matrices of all of these block formats."""
     dtype = "int4" if all(form.four_bits for form in formats) else "int8"
     has_zeros = any(form.has_zeros for form in formats)
     names = " + ".join(sorted({form.name for form in formats}))

@@ -102,8 +102,9 @@ class GGUFLayout(NamedTuple):
         return name
 
     def canonical_names(self, name: str) -> tuple[str, ...]:
-        """Names of the tensors that a tensor's rows are made of, in equal parts; "{expert}" where there is one of each
-        expert."""
+        """Return the names of the tensors that a tensor's rows consist of, in equal parts; with "{expert}" if there is
+        one for each expert.
+        """
         if match := _ONE_EXPERT.fullmatch(name):
             stem, expert, kind = match.groups()
             return (self.canonical_name(f"{stem}_exps{kind}").replace("{expert}", expert),)

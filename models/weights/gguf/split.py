@@ -17,7 +17,7 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gg
 
 
 def other_parts(path: str, metadata: Mapping[str, Any]) -> list[str]:
-    """Paths of the files that belong to the first one at `path`; empty for a model in one file.
+    """Return the paths of the files that belong to the first one at `path`; empty for a model in one file.
 
     Raises ModelFileError for a file that is not the first, is not named as one, or whose others are not all there.
     """
@@ -43,7 +43,7 @@ def other_parts(path: str, metadata: Mapping[str, Any]) -> list[str]:
 
 
 def check_part(path: str, metadata: Mapping[str, Any], number: int, count: int) -> None:
-    """Raise ModelFileError unless the file says that it is that one, counted from 0, of that many."""
+    """Raise ModelFileError unless the file's metadata says that it is part `number` (from 0) of `count`."""
     own = metadata.get(NUMBER), metadata.get(COUNT)
     if own != (number, count):
         what = f"must be file {number + 1} of {count} by its {NUMBER} and {COUNT}, got {repr(own)[:100]}"

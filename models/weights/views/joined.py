@@ -10,10 +10,10 @@ from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 
 
 class JoinedSource(WrappedSource):
-    """WeightSource of a checkpoint and of others beside it, whose tensors have names that begin with their prefixes."""
+    """WeightSource of a checkpoint and of further ones, whose tensors have names that begin with their prefixes."""
 
     def __init__(self, source: WeightSource, others: Mapping[str, WeightSource]):
-        """others: by prefix."""
+        """Wrap the sources. others: further checkpoints by prefix."""
         super().__init__(source)
         self._others = dict(others)
         self._where = {f"{prefix}{name}": (prefix, name) for prefix, other in others.items() for name in other.names()}

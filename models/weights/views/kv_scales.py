@@ -30,9 +30,10 @@ _LARGEST_KEYS, _LARGEST_VALUES = "largest_keys", "largest_values"
 
 
 class KVScales(NamedTuple):
-    """Scales of all layers of a model, f32[layers, K]; rows of layers without pages are meaningless.
+    """Scales of cached keys and values of all layers of a model, f32[layers, K]; rows of layers without pages are
+    meaningless.
 
-    v: None where values lie in keys.
+    v: None if values lie in keys.
     """
 
     k: np.ndarray
@@ -47,24 +48,23 @@ class KVScales(NamedTuple):
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Scales f32 with which the largest magnitudes [layers, K] fit into codes of `dtype`, one of _HEADROOM.
+    """Return scales f32 with which magnitudes up to `largest` [layers, K] fit into codes of `dtype`, one of _HEADROOM.
 
-    1 where only zeros were seen, or numbers so small that devices would flush their scale to 0, and divide by it.
+    They are 1 where all numbers were zero, or so small that devices would flush their scale to 0 and divide by it.
     """
     scales = (largest.astype(np.float64) / _codes(dtype)).astype(np.float32)
     return np.where(scales >= _TINY, scales, np.float32(1))
 
 
 def largest_for(scales: np.ndarray, dtype: str) -> np.ndarray:
-    """Magnitudes from which `scales_for` computes these scales, bit for bit, if they are normal numbers.
-
-    They are f64, as float32 would round them.
+    """Return magnitudes, f64, from which `scales_for` computes these scales, bit for bit, if they are normal numbers.
+    float32 would round them.
     """
     return scales.astype(np.float64) * _codes(dtype)
 
 
 def _codes(dtype: str) -> float:
-    """Largest magnitude divided by its scale."""
+    """Return the ratio of the largest magnitude to its scale, for codes of this dtype."""
     most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
     return most / _HEADROOM[dtype]
 

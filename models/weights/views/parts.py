@@ -1,6 +1,6 @@
 """Division of a weight into device parts, and the rows of the checkpoint's tensors in each.
 
-The arithmetic of declare.ParamDecl, shared by everything that fills weights: from files, at random, or restored.
+It implements the arithmetic of declare.ParamDecl for everything that fills weights: from files, at random, or restored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
-    """Number of parts of each axis of the weight on the mesh; ones without a mesh.
+    """Return the number of parts of each axis of the weight on the mesh; ones without a mesh.
 
     Raises ValueError, naming the weight, for an axis that this many devices cannot split evenly.
     """
@@ -58,18 +58,18 @@ def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
 
 
 def sharding_of(param: DeclaredParam, mesh: Mesh | None) -> NamedSharding | None:
-    """Sharding of a weight; None (no mesh) is the default device."""
+    """Return the sharding of a weight; None (no mesh) stands for the default device."""
     return None if mesh is None else named_sharding(mesh, param.decl.axes)
 
 
 def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
-    """Sharding of a weight with, unless the compiler chooses it, its memory layout."""
+    """Return the sharding of a weight with, unless the compiler chooses it, its memory layout."""
     order = order_of(decl, sharding)
     return sharding if order is None else Format(Layout(order), sharding)
 
 
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
-    """Axes of a weight from the outermost in memory to the innermost, None where the compiler chooses."""
+    """Return the axes of a weight from the outermost in memory to the innermost, None if the compiler chooses."""
     axes = tuple(range(len(decl.axes)))
     if decl.transposed_on_gpu and product_platform_of(next(iter(sharding.device_set))) == "gpu":
         return (*axes[:-2], axes[-1], axes[-2])
@@ -77,8 +77,9 @@ def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
 
 
 def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | None) -> jax.Array:
-    """Put a weight's values, or a device's part of them, on devices in the declared layout; None for the default
-    device."""
+    """Put a weight's values, or a device's part of them, on devices in the declared layout. sharding: None for the
+    default device.
+    """
     placed = jax.device_put(array, sharding)
     layout, order = placed.format.layout, order_of(decl, placed.sharding)
     # Where the compiler's order is the one wanted already, jax would compile a program that does nothing.
@@ -123,13 +124,13 @@ def _runs(spans: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
 
 
 def column_axis(decl: ParamDecl) -> int | None:
-    """Axis of the weight that is the tensors' second axis; None for tensors with one axis."""
+    """Return the axis of the weight that is the tensors' second axis; None for tensors with one axis."""
     first = int(decl.num_experts is not None)
     return next((axis for axis in range(first, len(decl.axes)) if axis != decl.joined_axis), None)
 
 
 def source_row(source: Source, contributed: Any) -> Any:
-    """Row of the tensor for a contributed row number; both are numbers or integer arrays.
+    """Return the row of the tensor for a contributed row number; both are numbers or integer arrays.
 
     Meaningful below source.rows * source.repeat: padding follows.
     """
@@ -138,5 +139,5 @@ def source_row(source: Source, contributed: Any) -> Any:
 
 
 def tensor_name(source: Source, expert: int) -> str:
-    """Name of a source's tensor for one expert; unchanged for weights without experts."""
+    """Return the name of a source's tensor for one expert; unchanged for weights without experts."""
     return source.name.replace("{expert}", str(expert))

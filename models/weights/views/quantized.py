@@ -32,7 +32,9 @@ class QuantizedSource(WrappedSource):
     """
 
     def __init__(self, source: WeightSource, params: Iterable[DeclaredParam], scheme: Callable[[str], Any]):
-        """params: the weights whose tensors it has, all stages' of a full checkpoint; scheme: of the model's Build."""
+        """Check the checkpoint. params: the weights whose tensors it has, all stages' for a full checkpoint. scheme: of
+        the model's Build.
+        """
         super().__init__(source)
         params = list(params)
         self._present = frozenset(source.names())

@@ -13,9 +13,9 @@ from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource,
 
 
 class RenamedSource(WrappedSource):
-    """WeightSource of a checkpoint that a CheckpointNames describes.
+    """WeightSource of a checkpoint under the names of its CheckpointNames.
 
-    Raises ModelFileError where two tensors get one name, and where a constant has another value.
+    Raises ModelFileError if two tensors get one name, or if a constant has another value.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
@@ -43,7 +43,7 @@ class RenamedSource(WrappedSource):
         return self._stored.keys()
 
     def stored_name(self, name: str) -> str:
-        """Name of a tensor in the checkpoint."""
+        """Return the name of a tensor in the checkpoint."""
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
