@@ -1,4 +1,4 @@
-"""Programs of one platform's kernels on a CPU: Pallas kernels run in jax's interpreters."""
+"""Interpreted kernels: runs the Pallas kernels of another platform on a CPU, in jax's interpreters."""
 
 from __future__ import annotations
 

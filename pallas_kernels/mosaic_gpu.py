@@ -64,7 +64,8 @@ def launch(
 
 
 def interpreter(**options: Any) -> Any:
-    """Parameters that make `launch` interpret the kernel on the CPU, `detect_races=True` among them.
+    """Return parameters that make `launch` interpret the kernel on the CPU. options: the interpreter's, such as
+    `detect_races=True`.
 
     Every warpgroup blocks a thread of XLA's pool while it waits: on a host of few cores a process starts with
     environment NPROC=8 or hangs.
@@ -77,7 +78,8 @@ def interpreter(**options: Any) -> Any:
 
 
 def swizzle_of(num_columns: int, dtype: jnp.dtype) -> int:
-    """Largest swizzle in bytes whose rows divide a row of `num_columns`; raises ValueError if there is none."""
+    """Return the largest swizzle in bytes whose rows divide a row of `num_columns`. Raises ValueError if there is none.
+    """
     row_bytes = num_columns * jnp.dtype(dtype).itemsize
     for swizzle in (128, 64, 32):
         if row_bytes % swizzle == 0:
@@ -86,7 +88,9 @@ def swizzle_of(num_columns: int, dtype: jnp.dtype) -> int:
 
 
 def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory of `shape`, whose last two dimensions are tiled and swizzled as wgmma and TMA boxes need them."""
+    """Declare shared memory of `shape`, whose last two dimensions are tiled and swizzled as wgmma and TMA boxes need
+    them.
+    """
     swizzle = swizzle_of(shape[-1], dtype)
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
@@ -94,7 +98,7 @@ def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int) -> Any:
-    """Shared memory of `shape`, tiled as in `tiles` with a swizzle of `swizzle` bytes."""
+    """Declare shared memory of `shape`, tiled as in `tiles` with a swizzle of `swizzle` bytes."""
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def compiler_params(interpret: Any, *semantics: Any, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
-    """Parameters of `pl.pallas_call(..., interpret=interpret)`: bounds are checked in the interpreter only.
+    """Return the parameters of `pl.pallas_call(..., interpret=interpret)`: bounds are checked in the interpreter only.
 
     On a chip every copy would be checked, and a failed check stops the device. The interpreter raises for what is read
     or written out of bounds.

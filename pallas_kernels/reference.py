@@ -29,7 +29,7 @@ def ragged_paged_attention(
     tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
     kv_limits: np.ndarray | None = None,  # [T]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax attention over pages: (output [T, N, Hv], log-sum-exp [T, N]), both float64.
+    """Compute softmax attention over pages: (output [T, N, Hv], log-sum-exp [T, N]), both float64.
 
     A token that belongs to no sequence gives output 0 and lse -inf; so does a token that sees no key, except that a
     sink logit takes part in its lse. Reads exactly the visible slots, so anything else may hold NaN.
@@ -68,7 +68,7 @@ def visible_keys(
     chunk: int | None,
     tree_row: np.ndarray | None,
 ) -> np.ndarray:
-    """Positions of the keys that new token `index` of a sequence sees, ascending.
+    """Return the positions of the keys that new token `index` of a sequence sees, ascending.
 
     tree_row: bit b says whether the token sees new token b of its sequence; it narrows the causal range.
     """
@@ -83,7 +83,9 @@ def visible_keys(
 
 
 def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tuple[np.ndarray, float]:
-    """Softmax-weighted mean of values [n, Hv] and log-sum-exp; `sink` is one more logit whose value is 0."""
+    """Return the softmax-weighted mean of values [n, Hv] and the log-sum-exp; `sink` is one more logit whose value is
+    0.
+    """
     largest = max(np.max(logits, initial=-np.inf), sink)
     if largest == -np.inf:
         return np.zeros(values.shape[-1]), -np.inf
@@ -95,7 +97,7 @@ def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tupl
 def kv_cache_update(
     k_pages: np.ndarray, v_pages: np.ndarray, k: np.ndarray, v: np.ndarray, slot_mapping: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Copies of k_pages [P, page_size, K, H] and v_pages with tokens written to their slots; -1 is dropped."""
+    """Return copies of k_pages [P, page_size, K, H] and v_pages with tokens written to their slots; -1 is dropped."""
     k_pages, v_pages = k_pages.copy(), v_pages.copy()
     page_size = k_pages.shape[1]
     for token, slot in enumerate(slot_mapping):
@@ -111,7 +113,7 @@ def quantized_matmul(
     scales: np.ndarray,  # [n, out]
     zeros: np.ndarray | None,  # [n, out]
 ) -> np.ndarray:
-    """Product of x with codes * scales - zeros, float64 [M, out]; input i takes row i * n // in of scales and zeros."""
+    """Multiply x by codes * scales - zeros, float64 [M, out]; input i takes row i * n // in of scales and zeros."""
     y = np.zeros((x.shape[0], codes.shape[1]))
     for i in range(codes.shape[0]):
         scale = i * scales.shape[0] // codes.shape[0]
@@ -129,7 +131,9 @@ def lora_product(
     slots: np.ndarray,  # [T]
     modules: tuple[int, ...],  # of each source
 ) -> np.ndarray:
-    """Sum that the adapter in each row's slot adds, float64 [T, out of all sources]; zeros for rows of slot -1."""
+    """Compute what the adapter in each row's slot adds to the product, float64 [T, out of all sources]; zeros for slot
+    -1.
+    """
     out = np.zeros((len(x), sum(b.shape[2] for b in bs)))
     for row, slot in enumerate(slots):
         if slot >= 0:
@@ -147,7 +151,9 @@ def causal_conv(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(y [T, C], the windows), both float64; see jaxengine.pallas_kernels.state.conv."""
+    """Compute a causal convolution of x [T, C] along each sequence: (y [T, C], the windows after the step), both
+    float64; see jaxengine.pallas_kernels.state.conv.
+    """
     y, windows, kernel = np.zeros(x.shape), windows.astype(np.float64), weight.shape[1]
     for seq in range(num_seqs):
         first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
@@ -174,7 +180,9 @@ def gated_delta_rule(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(o [T, N, Hv], the states), both float64; see jaxengine.pallas_kernels.state.delta."""
+    """Compute the gated delta rule along each sequence: (o [T, N, Hv], the states after the step), both float64; see
+    jaxengine.pallas_kernels.state.delta.
+    """
     q, k, v, decay, beta, state = (array.astype(np.float64) for array in (q, k, v, decay, beta, state))
     o, group = np.zeros(v.shape), v.shape[1] // q.shape[1]
 
@@ -200,7 +208,9 @@ def state_space(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(y [T, N, P], the states), both float64; see jaxengine.pallas_kernels.state.space."""
+    """Compute Mamba-2's recurrence along each sequence: (y [T, N, P], the states after the step), both float64; see
+    jaxengine.pallas_kernels.state.space.
+    """
     x, b, c, decay, dt, state = (array.astype(np.float64) for array in (x, b, c, decay, dt, state))
     y, group = np.zeros(x.shape), x.shape[1] // b.shape[1]
 
@@ -221,8 +231,9 @@ def _recur(
     writes: np.ndarray,
     num_seqs: int,
 ) -> None:
-    """Update each sequence's matrices in `state` in place: calls take(token, head, matrix of the head) for every
-    token."""
+    """Update each sequence's matrices in `state` in place, by calling take(token, head, matrix of the head) for every
+    token.
+    """
     for seq in range(num_seqs):
         first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
         if first == end:

@@ -111,7 +111,7 @@ _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
 
 @contextmanager
 def rows_of(platform: str) -> Iterator[None]:
-    """Context in which operations that are chosen at compilation take their row of a platform, whatever the device."""
+    """Context manager in which operations that are chosen at compilation use a platform's row, whatever the device."""
     token = _ONLY.set(platform)
     try:
         yield
@@ -120,15 +120,18 @@ def rows_of(platform: str) -> Iterator[None]:
 
 
 def platform_rows() -> dict[str, str]:
-    """Rows of an operation that is chosen at compilation, by the keyword of `jax.lax.platform_dependent`."""
+    """Return the registry rows of an operation that is chosen at compilation, by the keyword of
+    `jax.lax.platform_dependent`.
+    """
     only = _ONLY.get()
     return PLATFORM_ROWS if only is None else {"default": only}
 
 
 @contextmanager
 def plain_cards() -> Iterator[None]:
-    """Context in which every CUDA card is taken for one without kernels of its own: programs traced in it are plain
-    XLA."""
+    """Context manager in which every CUDA card counts as one without kernels of its own: programs traced in it are
+    plain XLA.
+    """
     token = _PLAIN.set(True)
     try:
         yield
@@ -147,7 +150,9 @@ def has_tcgen05(capability: str) -> bool:
 
 
 def kernel_module(op: str, platform: str) -> str:
-    """Name of the module that implements `op` on `platform`; raises ValueError naming the platforms that have one."""
+    """Return the name of the module that implements `op` on `platform`. Raises ValueError naming the platforms that
+    have one.
+    """
     kinds = _KINDS.get(platform, ())
     if (kind := next((kind for kind in kinds if (op, kind) in _ROWS), None)) is not None:
         return _ROWS[op, kind]
@@ -156,40 +161,43 @@ def kernel_module(op: str, platform: str) -> str:
 
 
 def kernel(op: str, platform: str) -> Callable:
-    """Function that implements `op` on `platform`; raises as `kernel_module`."""
+    """Return the function that implements `op` on `platform`. Raises as `kernel_module` does."""
     return getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
 
 
 def kernel_rows(platform: str) -> dict[str, str]:
-    """Module of each operation that `platform` implements, by the operation's name."""
+    """Return the module of each operation that `platform` implements, by the operation's name."""
     return {op: kernel_module(op, own) for op, own in KERNELS if own == platform}
 
 
 def block_profile(platform: str) -> Callable | None:
-    """Function that builds one block of `platform`'s attention by itself, to be compiled (`attention.tpu.profile`).
+    """Return the function that builds one block of `platform`'s attention by itself, to be compiled
+    (`attention.tpu.profile`).
 
-    None where the compiler reports no cost.
+    None if the compiler reports no cost.
     """
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").block_profile
 
 
 def product_candidates(platform: str) -> Callable | None:
-    """Function from a `matmul.candidates.Problem` to its `Candidate`s on `platform`; None where there is nothing to
-    choose."""
+    """Return the function from a `matmul.candidates.Problem` to its `Candidate`s on `platform`; None if there is
+    nothing to choose.
+    """
     module = _CANDIDATES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").candidates
 
 
 def group_kernel(platform: str) -> Any:
-    """Module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None where XLA multiplies
-    groups."""
+    """Return the module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None if XLA multiplies
+    groups.
+    """
     module = _GROUPS.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}")
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:
-    """Names of the modules whose kernels a program compiled for `platform` can contain.
+    """Return the names of the modules whose kernels a program compiled for `platform` can contain.
 
     "gpu" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA cards share a row.
     """
@@ -201,7 +209,7 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
 
 
 def platform_of(device: Any) -> str:
-    """Platform of a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels) or "gpu_xla" (any other CUDA card).
+    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels) or "gpu_xla" (any other CUDA card).
 
     Raises ValueError for a kind of device that has no rows.
     """
@@ -213,7 +221,8 @@ def platform_of(device: Any) -> str:
 
 
 def product_platform_of(device: Any) -> str:
-    """Platform whose matrix products a jax device runs: "gpu" also for cards with tcgen05 kernels, else as
-    `platform_of`."""
+    """Return the platform whose matrix products a jax device runs: "gpu" also for cards with tcgen05 kernels, else as
+    `platform_of`.
+    """
     platform = platform_of(device)
     return "gpu" if platform == "gpu_xla" and has_tcgen05(device.compute_capability) else platform

@@ -1,4 +1,4 @@
-"""Whole sequences side by side: B rows of T tokens, each cut into runs of consecutive tokens that see each other.
+"""Whole sequences without pages: B rows of T tokens, each cut into runs of consecutive tokens that see each other.
 
 The unpaged operations take the B * T tokens one row after the other, and the first token of each run (`cu_q_lens`).
 """
@@ -10,19 +10,22 @@ import jax.numpy as jnp
 
 
 def run_numbers(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
-    """Number of the run of each token, i32[num_tokens]; cu_q_lens i32[S + 1]: first tokens of runs, then
-    `num_tokens`."""
+    """Return the number of the run of each token, i32[num_tokens]; cu_q_lens i32[S + 1]: first tokens of runs, then
+    `num_tokens`.
+    """
     starts = jnp.zeros((num_tokens,), jnp.int32).at[cu_q_lens[:-1]].add(1, mode="drop")
     return jnp.cumsum(starts, dtype=jnp.int32) - 1
 
 
 def run_indexes(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
-    """Index of each token in its run, i32[num_tokens]."""
+    """Return the index of each token in its run, i32[num_tokens]. cu_q_lens: i32[S + 1], first tokens of runs, then
+    `num_tokens`.
+    """
     return jnp.arange(num_tokens, dtype=jnp.int32) - cu_q_lens[run_numbers(cu_q_lens, num_tokens)]
 
 
 def run_starts(segment_ids: jax.Array | None, num_rows: int, length: int) -> jax.Array:
-    """Whether each token is the first of its run, bool[num_rows, length].
+    """Return whether each token is the first of its run, bool[num_rows, length].
 
     segment_ids: i32[num_rows, length]; neighbours of a row with equal ids are a run. None: a row is one run.
     """

@@ -34,15 +34,17 @@ class Entry(NamedTuple):
     sizes: dict[str, int]  # fields of tuning.TpuProducts or tuning.HopperProducts that differ from their defaults
 
     def distance(self, rows: int, size: int, out: int, group: int) -> float:
-        """Distance to another shape, in doublings; outputs count half, as they only change the number of tiles."""
+        """Return the distance to another shape, in doublings; outputs count half, as they only change the number of
+        tiles.
+        """
         pairs = (rows, self.rows), (size, self.size), (group, self.group), (out, self.out)
         steps = [abs(math.log2(a / b)) for a, b in pairs]
         return sum(steps[:3]) + steps[3] / 2
 
 
 def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int, codes: Any) -> Any:
-    """Sizes for a product on the chip of the current trace: the platform's part of `tuning`, changed by the nearest
-    entry.
+    """Return the sizes for a product on the chip of the current trace: the platform's part of `tuning`, changed by the
+    nearest entry.
 
     platform: "tpu", for TpuProducts, or "gpu", for HopperProducts. The product is of rows [rows, size] and a matrix
     [size, out] of `codes`, a dtype, with num_scales scales along its inputs.
@@ -59,7 +61,9 @@ def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int
 
 
 def nearest(chip: str, rows: int, size: int, out: int, group: int, codes: str) -> Entry | None:
-    """Entry for a shape, or the one at the least distance from it; None if `chip` has no entry for such codes."""
+    """Return the entry for a shape, or the one at the least distance from it; None if `chip` has no entry for such
+    codes.
+    """
     entries = (Entry(*row) for row in TABLE.get(chip, ()) if row[4] == codes)
     return min(entries, key=lambda entry: entry.distance(rows, size, out, group), default=None)
 
@@ -71,7 +75,7 @@ def _say_once(chip: str, *sizes: int) -> None:
 
 
 def _chip_of_trace(platform: str) -> str:
-    """Table name of the chip that the current trace is for; "" if the table has no such chip."""
+    """Return the table's name of the chip that the current trace is for; "" if the table has no such chip."""
     if platform == "gpu":
         return "sm_90" if (card := card_of_trace()) is not None and card.hopper else ""
     from jax.experimental.pallas import tpu as pltpu

@@ -166,7 +166,8 @@ class Card(NamedTuple):
 
 
 def card_of_trace() -> Card | None:
-    """CUDA card that the current trace is for: of the ambient mesh, else of this process; None for another device.
+    """Return the CUDA card that the current trace is for: of the ambient mesh, else of this process; None for another
+    device.
 
     A mesh gives a card's name only, from which the compute capability follows.
     """
@@ -185,7 +186,7 @@ def _card(capability: str, num_sms: int) -> Card:
 
 
 def tuning_of(platform: str) -> Tuning:
-    """Sizes for the chip that the current trace is for, or the defaults where the chip is not known.
+    """Return the sizes for the chip that the current trace is for, or the defaults if the chip is not known.
 
     platform: one of `registry.PLATFORMS`.
     """

@@ -38,7 +38,8 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Implement jaxengine.pallas_kernels.attention.op.attention_schedule for B rows of T = page_size tokens.
+    """Return the runs of B rows of T = page_size tokens, for attention without pages; see
+    attention.op.attention_schedule.
 
     num_tokens: B * T. spec and tuning are not used. Raises ValueError for `kv_limits`.
     """
@@ -60,11 +61,10 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention output o [B * T, N, Hv] in q's dtype and lse f32 [B * T, N]; the public operation has checked the
-    arguments.
+    """Attend the B * T queries to the tokens of their own runs: o [B * T, N, Hv] in q's dtype and lse f32 [B * T, N].
 
-    kv: keys and values of these tokens alone, see kv/update_unpaged.py. What a token sees is in `schedule`; `batch` is
-    not used. Raises ValueError for `tree_mask`.
+    kv: keys and values of these tokens alone, see kv/update_unpaged.py. `schedule` says what a token sees; `batch` is
+    not used. attention.op.ragged_paged_attention has checked the arguments. Raises ValueError for `tree_mask`.
     """
     del batch
     if tree_mask is not None:
@@ -85,9 +85,9 @@ def ragged_paged_attention(
 
 
 def _in_blocks(attend: Callable[..., tuple[jax.Array, jax.Array]], q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Results of `_attend` for all queries [B, T, ...], a block after the other.
+    """Attend all queries [B, T, ...], one block after the other.
 
-    attend: (places i32[Q], queries [B, Q, ...]) to results [B, Q, ...].
+    attend: (indices i32[Q] in the row, queries [B, Q, ...]) to results [B, Q, ...].
     """
     length = q.shape[1]
     places = jnp.minimum(jnp.arange(-(-length // BLOCK) * BLOCK), length - 1).reshape(-1, BLOCK)
@@ -107,8 +107,9 @@ def _attend(
     schedule: Schedule,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G] of queries [B, Q, K, G, H] at `places` i32[Q] of the rows
-    whose keys are k [B, T, K, H] and values v [B, T, K, Hv]."""
+    """Attend queries [B, Q, K, G, H] at indices `places` i32[Q] of their rows, whose keys are k [B, T, K, H] and values
+    v [B, T, K, Hv]: output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G].
+    """
     logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
@@ -125,7 +126,7 @@ def _attend(
 
 
 def _visible(places: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
-    """bool [B, Q, T], which tokens of their row the tokens at `places` see."""
+    """Return bool [B, Q, T]: which tokens of their row the tokens at indices `places` see."""
     run, offset = (part[:, None] for part in schedule)
     own_run, own_offset = (part[:, places, None] for part in schedule)
     visible = run == own_run

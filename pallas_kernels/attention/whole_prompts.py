@@ -15,13 +15,14 @@ from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 
 def has_whole_prompts(spec: AttentionSpec, platform: str) -> bool:
-    """Whether `whole_prompt_attention` runs such a layer on a platform: one that is not causal, with values of their
-    own."""
+    """Whether `whole_prompt_attention` supports such a layer on a platform: one that is not causal, and whose values
+    are not parts of keys.
+    """
     return not spec.causal and not spec.values_in_keys and ("whole_prompt_attention", platform) in KERNELS
 
 
 def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_tokens: int, platform: str) -> Any:
-    """Build what all layers of a step share, a pytree for `whole_prompt_attention`.
+    """Build the work list that all layers of a step share, a pytree for `whole_prompt_attention`.
 
     cu_q_lens: i32[S + 1], the first token of each prompt. num_seqs: i32[], prompts; entries past them may hold garbage.
     num_tokens: T. Raises ValueError for a platform without an implementation.
@@ -35,9 +36,9 @@ def whole_prompt_attention(
     """Attend q [T, N, H] to the keys k [T, K, H] and values v [T, K, Hv] of each token's own prompt: [T, N, Hv] in q's
     dtype.
 
-    A token sees the keys of its prompt less than `spec.window` places away, all without a window. Tokens of no prompt
-    get 0. What a token gets does not depend on other prompts, to the bit. schedule: result of `whole_prompt_schedule`
-    for this step. Raises ValueError for shapes or a spec that do not fit.
+    A token sees the keys of its prompt less than `spec.window` positions away, all without a window. Tokens of no
+    prompt get 0. A token's result does not depend on other prompts, bit for bit. schedule: result of
+    `whole_prompt_schedule` for this step. Raises ValueError for shapes or a spec that do not fit.
     """
     if not has_whole_prompts(spec, platform):
         raise ValueError(f"whole_prompt_attention does not run {spec} on platform {platform!r}")

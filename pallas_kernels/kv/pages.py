@@ -1,15 +1,15 @@
-"""The pool of key/value pages: one logical type, one physical layout per platform.
+"""Pool of key/value pages: one logical type, one physical layout per platform.
 
 Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, the KV updates and
-the attention implementations depend on the physical layout; all other code uses page ids and the canonical form
-[n, page_size, 2, K, H] ([n, page_size, 1, K, H] where values lie in keys). Layers, requests and the owners of pages are
-no concern of this file.
+the attention implementations depend on the physical layout; all other code uses page ids and the canonical form [n,
+page_size, 2, K, H] ([n, page_size, 1, K, H] where values lie in keys). Layers, requests and the owners of pages are no
+concern of this file.
 
 A layout is named after the platform whose kernels read it.
 
 - "cpu", "gpu", "gpu_xla": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H] followed by
-  one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth where it copies many short ones
-  at half of it; on a GPU a tile is one TMA box.
+  one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth, many short ones at half of it;
+  on a GPU a tile is one TMA box.
 - "tpu": [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values. One DMA
   moves a page for all heads; rows are multiples of a lane tile, because XLA copies other pools before every kernel.
 
@@ -91,23 +91,27 @@ class KVSpec:
 
     @property
     def kv_dtype(self) -> str:
-        """Name of the cache dtype: that of PER_TOKEN for codes with token scales, else `dtype`."""
+        """Return the name of the cache dtype: that of PER_TOKEN for codes with token scales, else `dtype`."""
         names = {codes: name for name, codes in PER_TOKEN.items()}
         return names[self.dtype] if self.token_scales else self.dtype
 
     @property
     def key_width(self) -> int:
-        """Elements of one token's key in one kv head, its scale included."""
+        """Return the number of elements of one token's key in one KV head, its scale included."""
         return self.head_dim + _SCALE_BYTES * self.token_scales
 
     @property
     def value_width(self) -> int:
-        """Elements of one token's value in one kv head, its scale included, where values are stored by themselves."""
+        """Return the number of elements of one token's value in one KV head, its scale included, if values are stored
+        by themselves.
+        """
         return self.v_head_dim + _SCALE_BYTES * self.token_scales
 
     @property
     def token_width(self) -> int:
-        """Elements of one token in one kv head: key_width, and value_width unless values lie in keys."""
+        """Return the number of elements of one token in one KV head: key_width, plus value_width unless values lie in
+        keys.
+        """
         return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
 
@@ -146,12 +150,12 @@ class KVPages:
 
     @property
     def lanes_of_page(self) -> tuple[int, int]:
-        """[first, end) of the lanes of a row of layout "tpu" that hold a page."""
+        """Return [first, end) of the lanes of a row of layout "tpu" that hold a page."""
         return self.lanes or (0, self.data.shape[2])
 
     @property
     def value_scale(self) -> jax.Array | None:
-        """f32 [K], factor of the codes of values: `v_scale`, or `k_scale` where values lie in keys."""
+        """Return f32 [K], the factor of the codes of values: `v_scale`, or `k_scale` if values lie in keys."""
         return self.k_scale if self.spec.values_in_keys else self.v_scale
 
 
@@ -165,7 +169,7 @@ def check_layout(layout: str, spec: KVSpec | None = None) -> None:
 
 
 def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
-    """Element type of the array in memory; raises ValueError for a dtype the pool cannot hold."""
+    """Return the element type of the array in memory. Raises ValueError for a dtype that the pool cannot hold."""
     check_layout(layout)
     if spec.dtype not in DTYPES:
         raise ValueError(f"KVSpec.dtype {spec.dtype!r} is not supported, allowed: {', '.join(DTYPES)}")
@@ -174,7 +178,7 @@ def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
 
 
 def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
-    """Shape of `KVPages.data`, of one of LAYOUTS or "unpaged".
+    """Return the shape of `KVPages.data`, in one of LAYOUTS or "unpaged".
 
     Raises ValueError for another layout, or one that does not have the token scales of `spec`.
     """
@@ -192,12 +196,12 @@ def holds_heads(kv: KVPages, num_heads: int) -> bool:
 
 
 def page_bytes(spec: KVSpec, layout: str = "cpu") -> int:
-    """Bytes of one row (page) of the pool in memory, keys and values of all heads."""
+    """Return the bytes of one row (page) of the pool in memory, keys and values of all heads."""
     return math.prod(pool_shape(spec, layout)[1:]) * storage_dtype(spec, layout).itemsize
 
 
 def is_quantized(spec: KVSpec) -> bool:
-    """True for the one-byte dtypes, whose codes are multiplied by a scale."""
+    """Whether the dtype has one byte, so that codes are multiplied by a scale."""
     return jnp.dtype(spec.dtype).itemsize == 1
 
 
@@ -207,7 +211,7 @@ def has_head_scales(spec: KVSpec) -> bool:
 
 
 def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
-    """A zeroed pool, each device holding only its shard; scales of heads start as 1.
+    """Allocate a zeroed pool, each device holding only its shard; scales of heads start as 1.
 
     sharding: of `data` (see `partition_spec`), None for the default device. Raises ValueError for a layout or dtype
     that is not supported.
@@ -222,7 +226,7 @@ def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding 
 
 
 def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = None) -> PartitionSpec:
-    """How `KVPages.data` is split: pages over `data_axis`, kv heads over `head_axis`."""
+    """Return the PartitionSpec of `KVPages.data`: pages split over `data_axis`, KV heads over `head_axis`."""
     check_layout(layout)
     return PartitionSpec(data_axis, None, head_axis) if layout == "tpu" else PartitionSpec(data_axis, head_axis, None)
 
@@ -255,7 +259,7 @@ def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | 
 
 
 def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
-    """Float32 codes of stored elements, scales not applied."""
+    """Convert stored elements to float32 codes; scales are not applied."""
     if stored.dtype == jnp.uint16 and spec.dtype == "bfloat16":
         # A shift instead of a bitcast to bfloat16: XLA:CPU then has no bf16 array whose widening it could hoist.
         return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
@@ -263,7 +267,7 @@ def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
 
 
 def token_scales(rows: jax.Array) -> jax.Array:
-    """f32 [...], the scales stored after the codes of rows [..., C + 4]."""
+    """Return f32 [...], the scales stored after the codes of rows [..., C + 4]."""
     return lax.bitcast_convert_type(bits(rows[..., -_SCALE_BYTES:], jnp.dtype(jnp.uint8)), jnp.float32)
 
 
@@ -273,8 +277,8 @@ def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """Largest magnitude of keys and of values in `count` pages from row i32[] `first` on, f32[K] each; None for values
-    that lie in keys.
+    """Return the largest magnitude of keys and of values in `count` pages from row i32[] `first` on, f32[K] each; None
+    for values that lie in keys.
 
     Slots that were never written count as zeros, and NaN as infinity, which XLA's maximum on CPUs may pass over. Raises
     ValueError for a pool of codes.
@@ -294,8 +298,8 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
 
 
 def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVPages:
-    """Pool whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each a key followed by its
-    value.
+    """Make a pool whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each a key followed by
+    its value.
 
     The pool has the dtype of `rows`, float32, bfloat16 or float16; ValueError for another.
     """
@@ -313,7 +317,7 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVP
 
 
 def _parts(spec: KVSpec) -> int:
-    """Size of the third dimension of canonical pages: 2, keys and values, or 1 where values lie in keys.
+    """Return the size of the third dimension of canonical pages: 2, keys and values, or 1 if values lie in keys.
 
     Raises ValueError if keys and values differ in head dim.
     """
@@ -327,9 +331,10 @@ def _parts(spec: KVSpec) -> int:
 
 
 def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
-    """Canonical copy [n, page_size, 2, K, H] of pages i32[n], bit for bit in the logical dtype (codes, not scaled).
+    """Return a canonical copy [n, page_size, 2, K, H] of pages i32[n], bit for bit in the logical dtype (codes, not
+    scaled).
 
-    Where values lie in keys it is [n, page_size, 1, K, H]; with token scales the last dimension is H + 4, the last four
+    If values lie in keys it is [n, page_size, 1, K, H]; with token scales the last dimension is H + 4, the last four
     bytes a scale. Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for
     shard_map.
     """

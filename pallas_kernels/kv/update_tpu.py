@@ -76,11 +76,11 @@ def kv_cache_update(
     schedule: UpdateRuns,
     interpret: Any = False,
 ) -> KVPages:
-    """Pool with k [T, K, H] and v [T, K, Hv] in their slots; the public operation has checked the arguments.
+    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool on a TPU, in place; return the pool.
 
-    schedule: of `kv_update_schedule` for slot_mapping, or for one that differs by a multiple of the page size.
-    interpret: argument of `pl.pallas_call`, to run on a CPU.
-    Raises ValueError for a pool of float16, which the TPU does not have.
+    Arguments are those of kv.update.kv_cache_update, which has checked them. schedule: of `kv_update_schedule` for
+    slot_mapping, or for one that differs by a multiple of the page size. interpret: argument of `pl.pallas_call`, to
+    run on a CPU. Raises ValueError for a pool of float16, which the TPU does not have.
     """
     if kv.data.dtype == jnp.float16:
         raise ValueError("the TPU KV write cannot store float16: there is no such type on TPU, use bfloat16")

@@ -20,7 +20,10 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tunin
 def kv_cache_update(
     kv: KVPages, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, schedule: Any
 ) -> KVPages:
-    """Pool with k [T, K, H] and v [T, K, Hv] in their slots; the public operation has checked the arguments."""
+    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool by one scatter each; return the pool.
+
+    Arguments are those of kv.update.kv_cache_update, which has checked them.
+    """
     spec = kv.spec
     page = jnp.where(slot_mapping < 0, kv.data.shape[0], slot_mapping // spec.page_size)  # out of range: dropped
     offset = slot_mapping % spec.page_size

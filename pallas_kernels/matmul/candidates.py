@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 
 class Problem(NamedTuple):
-    """Shape of a product: bfloat16 rows [rows, size] times a matrix [size, out] of `codes`, one scale per `group`
-    inputs.
+    """Shape of a product: bfloat16 rows [rows, size] times a matrix [size, out] of `codes` (a dtype), one scale per
+    `group` inputs.
 
     zeros: whether there are zero points.
     """
@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
 
 
 def operands(problem: Problem) -> tuple[Any, ...]:
-    """Shapes of x, codes, scales and zeros of a problem; None for no zeros."""
+    """Return the shapes of x, codes, scales and zeros of a problem; None for no zeros."""
     rows, size, out, group, codes, zeros = problem
     packed = 2 if codes == "uint8" else 1
     scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)

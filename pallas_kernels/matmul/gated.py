@@ -24,11 +24,11 @@ Gating = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -> dict[str, Callable[..., jax.Array]]:
-    """Implementations of `op` with a bias, by platform: the platform's kernel where it adds biases, else product plus
-    bias.
+    """Return implementations of `op` with a bias, by platform: the platform's kernel if it adds biases, else product
+    plus bias.
 
-    They take the operands of the product, the last of which are group sizes, then a bias [G, out] or None.
-    products: by platform; those of kernels that add biases take one too, the others none.
+    They take the operands of the product, the last of which are group sizes, then a bias [G, out] or None. products: by
+    platform; those of kernels that add biases take one, too, the others none.
     """
 
     def product_then_bias(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
@@ -50,7 +50,7 @@ def check_bias(name: str, num_groups: int, out: int, bias: jax.Array | None) -> 
 def gated_products(
     op: str, products: Mapping[str, Callable[..., jax.Array]], activation: Gating, out_dtype: Any, **options: Any
 ) -> dict[str, Callable[..., jax.Array]]:
-    """Implementations of gated `op`, by platform: the registry's kernel where there is one, else product and
+    """Return implementations of gated `op`, by platform: the registry's kernel if there is one, else product and
     `activated`.
 
     They take the operands of the product, the last of which are group sizes, then a bias [G, 2 F] or None, and return

@@ -68,8 +68,8 @@ def gated_matmul(
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """Number of rows that group sizes should be padded to a multiple of on the device of the trace; 1 where it is no
-    help.
+    """Return the number of rows that group sizes should be padded to a multiple of, on the device of the trace; 1 if
+    padding is no help.
 
     The kernel for TPUs multiplies rows in eighths; code that sorts rows by group pads each group.
     """

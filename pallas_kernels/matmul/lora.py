@@ -47,7 +47,8 @@ def has_lora_product(platform: str) -> bool:
 
 
 def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dtype: Any) -> str:
-    """Name of the module that multiplies with adapters on `platform`, with a reason if it is not the platform's own.
+    """Return the name of the module that multiplies with adapters on `platform`, with a reason if it is not the
+    platform's own.
 
     size, widths: inputs of the matrix and outputs of its sources. The platform must have this operation.
     """
@@ -58,13 +59,14 @@ def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dty
 
 
 def slots_of_tile(rank: int, sizes: LoraTiles) -> int:
-    """Number of slots whose matrices are multiplied together."""
+    """Return the number of slots whose matrices are multiplied together."""
     return max(sizes.columns // rank, 1)
 
 
 def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
-    """Rows of a tile: all rows if they fit, else the largest multiple of 16 that divides them, `sizes.rows` if none
-    does."""
+    """Return the rows of a tile: all rows if they fit, else the largest multiple of 16 that divides them, `sizes.rows`
+    if none does.
+    """
     if num_rows <= sizes.rows:
         return num_rows
     return max((rows for rows in range(16, sizes.rows + 1, 16) if num_rows % rows == 0), default=sizes.rows)

@@ -59,8 +59,8 @@ def quantized_matmul(
 
 
 def product_of(op: str, platform: str, size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """Name of the module that multiplies with a matrix [size, out] on a registry platform, with a reason if it is not
-    the platform's own.
+    """Return the name of the module that multiplies with a matrix [size, out] on a registry platform, with a reason if
+    it is not the platform's own.
 
     op: a product of the registry. num_scales: scales along the inputs. codes: dtype of the stored codes. dtype: the
     model's.

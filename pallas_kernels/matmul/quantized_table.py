@@ -27,8 +27,8 @@ def quantized_table_matmul(
 ) -> jax.Array:
     """Multiply x [M, in] by the transpose of a table [V, in], codes * scales - zeros: [M, V] in `out_dtype`.
 
-    As jaxengine.pallas_kernels.matmul.quantized.quantized_matmul with codes [V, in] int8, or [V, in / 2] uint8 in
-    pairs, and scales and zeros [n, V].
+    x, dtype and rounding: as of jaxengine.pallas_kernels.matmul.quantized.quantized_matmul. codes: [V, in] int8, or [V,
+    in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n neighbouring numbers of a token.
 
     Raises ValueError when the shapes do not fit together.
     """

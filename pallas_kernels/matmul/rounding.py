@@ -39,18 +39,20 @@ class RoundedRows(NamedTuple):
     scales: jax.Array
 
     def widened(self, dtype: Any) -> jax.Array:
-        """Values of the rounded rows, [M, in] in `dtype`: exact in float32."""
+        """Return the values of the rounded rows, [M, in] in `dtype`: exact in float32."""
         codes = by_group(self.codes.astype(jnp.float32), self.scales.shape[1])
         return as_rows(codes * of_groups(self.scales, codes)).astype(dtype)
 
     def in_units(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Rounded rows in units of their own, rounded to `dtype` once, and the units f32 [M, 1]: see `units_of`."""
+        """Return the rounded rows in units of their own, rounded to `dtype` once, and the units f32 [M, 1]: see
+        `units_of`.
+        """
         units = units_of(self.scales, 1)
         return RoundedRows(self.codes, self.scales / units).widened(dtype), units
 
 
 def largest_values(x: jax.Array, group: int) -> jax.Array:
-    """Largest magnitude in each group of `group` neighbouring entries of rows [M, in]: f32 [M, in / group].
+    """Return the largest magnitude in each group of `group` neighbouring entries of rows [M, in]: f32 [M, in / group].
 
     NaN counts as infinity: XLA's maximum on CPUs may pass over it, and int8 has no code for it, so the scale carries
     it.
@@ -60,12 +62,12 @@ def largest_values(x: jax.Array, group: int) -> jax.Array:
 
 
 def largest_of(values: jax.Array) -> jax.Array:
-    """Largest magnitude per group of values shaped by `by_group`, with the last dimension 1."""
+    """Return the largest magnitude per group of values shaped by `by_group`, with the last dimension 1."""
     return jnp.max(jnp.abs(values), axis=3, keepdims=True)
 
 
 def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> jax.Array:
-    """Scales for which the largest values just fit into codes of `dtype`: f32 of the shape of `largest`.
+    """Return scales for which the largest values just fit into codes of `dtype`: f32 of the shape of `largest`.
 
     They are 1 for zeros, and for values so small that their scale would be subnormal. With E8M0 a value may exceed the
     largest code, and saturates. kind: any but E4M3.
@@ -89,9 +91,8 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
 
 
 def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
-    """Scales as given, f32 [M, 1] or [1, 1], of rows x [M, in] for codes of `dtype`.
-
-    Of integer codes, which cannot express NaN, [M, 1] with NaN for rows that hold one.
+    """Return the given scales, f32 [M, 1] or [1, 1], of rows x [M, in] for codes of `dtype`; for integer codes, which
+    cannot express NaN, [M, 1] with NaN for rows that hold one.
     """
     if jnp.issubdtype(dtype, jnp.floating):
         return scales
@@ -99,7 +100,8 @@ def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
 
 
 def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.Array | None) -> jax.Array:
-    """Scales as the format `kind` stores them: f32, of the shape of `largest`, the largest values that share a scale.
+    """Return scales as the format `kind` stores them: f32, of the shape of `largest`, the largest values that share a
+    scale.
 
     E4M3: largest / the largest code of `dtype` * f32 `global_scale`, at most 448, rounded to the nearest e4m3 number,
     which is 0 below half of the least one. Other kinds: as `dynamic_scales`, and `global_scale` is not used.
@@ -139,13 +141,14 @@ def _short(values: jax.Array, dtype: str) -> jax.Array:
 
 
 def _power(x: jax.Array) -> jax.Array:
-    """Power of two in f32 x, without its sign; infinite where x is not finite."""
+    """Return the power of two in f32 x, without its sign; infinite where x is not finite."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type(bits & jnp.int32(_EXPONENT), jnp.float32)
 
 
 def units_of(scales: jax.Array, axis: int) -> jax.Array:
-    """Powers of two in which any code times the scales [..., n, ...] along `axis` is below 2^15: f32, `axis` of size 1.
+    """Return powers of two in which any code times the scales [..., n, ...] along `axis` is below 2^15: f32, `axis` of
+    size 1.
 
     In such units float16 holds codes as well as bfloat16 does, and eight times as finely, unless a scale is very small:
     codes of a scale 2^20 times smaller than the largest are still normal numbers.

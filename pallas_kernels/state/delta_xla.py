@@ -36,7 +36,9 @@ def gated_delta_rule(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule."""
+    """Apply the gated delta rule to a ragged batch: o f32[T, N, Hv] and the states after the step; arguments as of
+    state.delta.gated_delta_rule, which has checked them.
+    """
     return recurrence(Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=single, chunk=chunk)
 
 

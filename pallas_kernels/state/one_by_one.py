@@ -20,8 +20,8 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.conv.causal_conv for rows of one token each; the shapes are not checked
-    again.
+    """Convolve x [T, C] causally, one token after the other: y f32[T, C] and the windows after them; arguments as of
+    state.conv.causal_conv, for rows of one token each. The shapes are not checked again.
     """
     taps = weight.astype(jnp.float32).T  # [k, C]
 
@@ -38,21 +38,26 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
 def gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule."""
+    """Apply the gated delta rule to one token after the other: o f32[T, N, Hv] and the states after them; arguments as
+    of state.delta.gated_delta_rule.
+    """
     return _one_by_one(delta_xla.Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, delta_xla.single)
 
 
 def state_space(
     x: jax.Array, b: jax.Array, c: jax.Array, decay: jax.Array, dt: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.space.state_space."""
+    """Apply Mamba-2's recurrence to one token after the other: y f32[T, N, P] and the states after them; arguments as
+    of state.space.state_space.
+    """
     return _one_by_one(space_xla.Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, space_xla.single)
 
 
 def _one_by_one(
     tokens: Any, shape: tuple[int, ...], state: jax.Array, rows: StateRows, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs f32[T, *shape] of a rule of recurrence_xla, zeros from rows.num_seqs on, and the states after the step.
+    """Apply a rule of recurrence_xla to one token after the other: outputs f32[T, *shape], zeros from rows.num_seqs on,
+    and the states after the step.
 
     tokens: an array [T, ...] or a tuple of them. state: [R, ...]. rule: of one token: gets tokens [1, ...] and states
     [1, ...] in float32. Raises ValueError unless `rows` has T rows.

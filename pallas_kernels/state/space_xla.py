@@ -35,7 +35,9 @@ def state_space(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.space.state_space."""
+    """Apply Mamba-2's recurrence to a ragged batch: y f32[T, N, P] and the states after the step; arguments as of
+    state.space.state_space, which has checked them.
+    """
     return recurrence(Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=single, chunk=chunk)
 
 

@@ -20,8 +20,9 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.conv.causal_conv for runs that start from zeros; windows stay as they
-    are."""
+    """Convolve x causally along runs that start from zeros: y f32[B * T, C], and the windows unchanged; arguments as of
+    state.conv.causal_conv.
+    """
     num_tokens, before = x.shape[0], weight.shape[1] - 1
     index = run_indexes(rows.cu_q_lens, num_tokens)[:, None]
     x, y = x.astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
@@ -35,19 +36,23 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
 def gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.delta.gated_delta_rule for runs that start from zeros; `state` stays."""
+    """Apply the gated delta rule to runs that start from zeros: o f32[B * T, N, Hv], and `state` unchanged; arguments
+    as of state.delta.gated_delta_rule.
+    """
     return _recurrence(delta_xla.Tokens(q, k, v, decay, beta), state, rows, delta_xla.chunk), state
 
 
 def state_space(
     x: jax.Array, b: jax.Array, c: jax.Array, decay: jax.Array, dt: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement jaxengine.pallas_kernels.state.space.state_space for runs that start from zeros; `state` stays."""
+    """Apply Mamba-2's recurrence to runs that start from zeros: y f32[B * T, N, P], and `state` unchanged; arguments as
+    of state.space.state_space.
+    """
     return _recurrence(space_xla.Tokens(x, b, c, decay, dt), state, rows, space_xla.chunk), state
 
 
 def _recurrence(tokens: Any, state: jax.Array, rows: StateRows, rule: Any) -> jax.Array:
-    """Outputs f32[B * T, heads, ...] of a rule of recurrence_xla over the rows of tokens, from states of zeros.
+    """Apply a rule of recurrence_xla to the rows of tokens, from states of zeros: outputs f32[B * T, heads, ...].
 
     state: [B, ...], of which only the shape counts. rule: for chunks, with ChunkRuns as its third argument.
     """

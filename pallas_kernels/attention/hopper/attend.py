@@ -42,9 +42,9 @@ MAX_ONE_BYTE_HEAD_DIM = 192
 def why_not(
     spec: AttentionSpec, page_size: int, q_dtype: Any = None, kv_dtype: Any = None, *, tree_mask: bool = False
 ) -> str | None:
-    """Reason why the kernels do not support an attention, which XLA then serves; None if they support it.
+    """Return the reason why the kernels do not support an attention, which XLA then serves; None if they support it.
 
-    q_dtype, kv_dtype: None where not known yet (a schedule is built before them); what depends on them is then not
+    q_dtype, kv_dtype: None if not known yet (a schedule is built before them); what depends on them is then not
     checked. tree_mask: whether there is one.
     """
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
@@ -110,12 +110,12 @@ def ragged_paged_attention(
     q_rest: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention output o [T, N, Hv] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments.
+    """Attend queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    XLA computes what no kernel supports, and a batch that `kv_limits` gave an XLA schedule; a warning says why, once
-    per reason.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes what no kernel
+    supports, and a batch whose schedule is XLA's because of `kv_limits`; a warning says why, once per reason.
     interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. Raises
-    ValueError where `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
+    ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_layout(kv.layout, kv.spec)
     num_tokens, page_size = q.shape[0], kv.page_size
@@ -163,7 +163,7 @@ def decode_attention(
     sizes: HopperAttention,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention output o [T, N, Hv] and lse f32 [T, N] of the tokens in rows of `items`, 0 and -inf for all others.
+    """Attend the tokens in rows of `items`: o [T, N, Hv] and lse f32 [T, N], 0 and -inf for all other tokens.
 
     q, q_rest: as in the public operation; q_rest is None unless values lie in keys. sinks: f32 [N] or None. sizes: of
     the schedule's tuning.

@@ -126,12 +126,12 @@ def decode_partials(
     shape: DecodeShape,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Partial softmax of every item: sums of weighted values f32 [I, M, H], maxima in base 2 and denominators f32 [I,
-    M]; those past the last item hold anything.
+    """Compute the partial softmax of every item: sums of weighted values f32 [I, M, H], maxima in base 2 and
+    denominators f32 [I, M]; entries past the last item hold anything.
 
     q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. page_table: i32 [S, W].
     scale: f32 [K], factor of the product of query and key code, log2(e) not included; values are summed as codes.
-    Raises ValueError where shared memory does not hold two blocks.
+    Raises ValueError if shared memory does not hold two blocks.
     """
     num_items, rows = items.items.shape[0], shape.rows
     head_dim, dtype = shape.spec.head_dim, shape.dtype
@@ -347,7 +347,7 @@ def _widen(codes, dtype):
 
 
 def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end, position):
-    """Logits in base 2 of a block's products f32 [64, block], -inf where a row does not see a key.
+    """Return logits in base 2 of a block's products f32 [64, block], -inf where a row does not see a key.
 
     tokens: most new tokens of a row. scale: factor of the products, before a soft cap. begin, end, position: the row's
     range of keys and its first token's position, counted from the block's first key.

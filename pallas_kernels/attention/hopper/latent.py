@@ -147,14 +147,14 @@ def latent_attention(
     shape: LatentShape,
     interpret: Any = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Softmax of every pair that is one item, and of each part of `items.cuts`: ((o, lse), (part_o, part_lse)).
+    """Compute the softmax attention of every pair that is one item, and of each part of `items.cuts`: ((o, lse),
+    (part_o, part_lse)).
 
     o is [R * K, M, Hv] and part_o [2 C, M, Hv], mean values in q's dtype; lse is f32 [R * K, M] and part_lse f32 [2 C,
     M], log-sum-exps in base 2. Other pairs and parts may hold anything.
 
-    q: [R * K * M, Hv] with M = shape.rows and K = shape.spec.num_kv_heads. q_rest: [R * K * M, H - Hv].
-    pool: rows [P * (K / head_tiles) * page, H]. scale: f32 [K], factor of the product of query and key, log2(e) not
-    included.
+    q: [R * K * M, Hv] with M = shape.rows and K = shape.spec.num_kv_heads. q_rest: [R * K * M, H - Hv]. pool: rows [P *
+    (K / head_tiles) * page, H]. scale: f32 [K], factor of the product of query and key, log2(e) not included.
     """
     rows, spec, cuts = shape.rows, shape.spec, items.cuts
     blocks, queries = shape.stages()
@@ -281,7 +281,7 @@ def _meet(barrier) -> None:
 
 
 def _exchange_maxima(refs: _Refs, own: int, maxima):
-    """Maxima f32 [64] of the rows over both warpgroups' keys; waits for the other's.
+    """Return the maxima f32 [64] of the rows over both warpgroups' keys; waits for the other's.
 
     maxima: f32 [64] over this one's keys. The last reads of this buffer came before the warpgroups met over the weights
     of the block before.

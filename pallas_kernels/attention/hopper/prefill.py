@@ -56,10 +56,10 @@ def prefill_attention(
     sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention output o [T, N, H] in q's dtype and lse f32 [T, N] of the tokens of `items`; other rows hold anything.
+    """Attend the tokens of `items`: o [T, N, H] in q's dtype and lse f32 [T, N]; other rows hold anything.
 
-    q: [T, N, H] of two bytes. sinks: f32 [N] or None. interpret: see `mosaic_gpu.launch`.
-    Raises ValueError where shared memory does not hold two blocks of keys and values.
+    q: [T, N, H] of two bytes. sinks: f32 [N] or None. interpret: see `mosaic_gpu.launch`. Raises ValueError if shared
+    memory does not hold two blocks of keys and values.
     """
     num_tokens, num_heads, head_dim = q.shape
     block_q = prefill_block_q(spec)
@@ -101,7 +101,8 @@ def prefill_attention(
 
 
 def registers(shape: Shape) -> tuple[int, int]:
-    """Registers per lane of the producer and of the computing warpgroups, chosen to avoid spills where possible.
+    """Return the registers per lane of the producer and of the computing warpgroups, chosen to avoid spills where
+    possible.
 
     Windows and sinks need more in the producer, and widening most; accumulators of a large head dim leave least to
     give.
@@ -185,7 +186,7 @@ def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
 
 
 def _join_sink(refs: Refs, warpgroup, largest, total):
-    """Add one more logit per row, whose value is 0: (largest, total, factor of the sum of values)."""
+    """Add the sink's logit to each row's softmax: (largest, total, factor of the sum of values)."""
     sink = refs.sink_smem[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
     new_largest = jnp.maximum(largest, sink)
     decay = jnp.exp2(largest - new_largest)
@@ -194,7 +195,7 @@ def _join_sink(refs: Refs, warpgroup, largest, total):
 
 
 def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale, mask):
-    """Fold in one block: the new (acc, largest, total); `largest` is in base 2.
+    """Add one block to the running softmax; return the new (acc, largest, total), `largest` in base 2.
 
     step: blocks done before the tile; block: index within it. carry: (acc f32 [64, H], largest and total f32 [64]).
     scale: factor of the products of queries and keys. mask: block -> bool [64, block_kv], the keys that rows see; None
@@ -233,7 +234,9 @@ def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale
 
 
 def _logits(spec: AttentionSpec, products, scale):
-    """(x, factor) with x * factor the logits in base 2: a positive factor is left to the exponent's multiply-add."""
+    """Return (x, factor) such that x * factor are the logits in base 2: a positive factor is left to the exponent's
+    multiply-add.
+    """
     if (cap := spec.soft_cap) is not None:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)): the card's own tanh is good to 11 bits only, and its division takes long.
         grown = jnp.exp2(products * (scale * (2 / cap)))
@@ -242,7 +245,7 @@ def _logits(spec: AttentionSpec, products, scale):
 
 
 def _visible(shape: Shape, tile: Tile, warpgroup, block):
-    """bool [64, block_kv]: the keys of a block that each row sees."""
+    """Return bool [64, block_kv]: the keys of a block that each row sees."""
     spec, area = shape.spec, (WARPGROUP_ROWS, shape.block_kv)
     key = lax.broadcasted_iota(jnp.int32, area, 1) + (tile.begin(shape) + block * shape.block_kv)
     if not spec.causal:

@@ -199,7 +199,7 @@ def tile_count(shape: Shape, refs: Refs, cta):
 
 
 def _index_in_round(shape: Shape, cta, index):
-    """Index within round `index` of this CTA's tile.
+    """Return the index, within round `index`, of this CTA's tile.
 
     CTAs take turns back and forth, so that no CTA always gets the longest tile of a round.
     """
@@ -228,7 +228,7 @@ def read_tile(shape: Shape, refs: Refs, cta, index) -> Tile:
 
 
 def part_origin(shape: Shape, part):
-    """Origin (head in the tile, first token in the tile) of the part-th `shape.part` rows of a tile."""
+    """Return the origin (head in the tile, first token in the tile) of the part-th `shape.part` rows of a tile."""
     return (part, 0) if shape.block_q == shape.part else (0, part * shape.part)
 
 
@@ -387,7 +387,7 @@ def _widen(shape: Shape, source, target, change) -> None:
 
 
 def _chunks(shape: Shape, dtype) -> list[tuple[Any, Any]]:
-    """Indices of pieces [64, columns of a swizzle] of a block."""
+    """List the indices of pieces [64, columns of a swizzle] of a block."""
     columns = swizzle_of(shape.spec.head_dim, dtype) // jnp.dtype(dtype).itemsize
     return [
         (pl.ds(row, WARPGROUP_ROWS), pl.ds(column, columns))

@@ -54,7 +54,7 @@ ITEM_FIELDS = 8  # columns of both tables (prefill: 6 and 7 are 0): an item is o
 
 
 class Cuts(NamedTuple):
-    """Items of pairs that have several items, in line order: the parts. C cuts at most, one for each CTA."""
+    """Items of pairs that have several items (their parts), in line order. C cuts at most, one for each CTA."""
 
     item_parts: jax.Array  # i32 [I] index of an item among the parts, -1 if it is a full pair
     pairs: jax.Array  # i32 [C] pair that a cut is the first to fall into, R * K for any other cut
@@ -92,7 +92,9 @@ class Schedule:
 
 
 def head_tiles(spec: AttentionSpec) -> int:
-    """Number of tiles of equally many query heads, each at most the rows of a warpgroup, that share a kv head."""
+    """Return the number of tiles of equally many query heads, each at most the rows of a warpgroup, that share a KV
+    head.
+    """
     least = -(-spec.group_size // WARPGROUP_ROWS)
     return next(count for count in range(least, spec.group_size + 1) if spec.group_size % count == 0)
 
@@ -103,8 +105,9 @@ def tiled_heads(spec: AttentionSpec) -> AttentionSpec:
 
 
 def prefill_block_q(spec: AttentionSpec) -> int:
-    """Tokens of a prefill tile: with the largest power of two that divides the group's heads it fills 128 rows of
-    queries."""
+    """Return the number of tokens of a prefill tile: with the largest power of two that divides the group's heads it
+    fills 128 rows of queries.
+    """
     heads = spec.group_size & -spec.group_size
     return max(2 * WARPGROUP_ROWS // heads, 2 * BOX_ROWS)
 
@@ -195,7 +198,7 @@ def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:
 
 
 def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Range [begin, end) of keys that at least one of `counts` tokens from `position` on sees."""
+    """Return the range [begin, end) of keys that at least one of `counts` tokens from `position` on sees."""
     end = position + counts if spec.causal else kv_lens
     begin = jnp.zeros_like(end) if spec.window is None else jnp.maximum(position + 1 - spec.window, 0)
     return begin, end
@@ -256,12 +259,12 @@ def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax
 
 
 def _starts(counts: jax.Array) -> jax.Array:
-    """Exclusive prefix sums i32 [n + 1] of counts [n], or of a mask."""
+    """Return the exclusive prefix sums i32 [n + 1] of counts [n], or of a mask."""
     return jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
 
 
 def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:
-    """For each cut, the number of cuts `inside` a pair that lie in earlier pairs."""
+    """Return, for each cut, the number of cuts `inside` a pair that lie in earlier pairs."""
     return jnp.sum(inside & (cut_pairs < cut_pairs[:, None]), axis=-1, dtype=jnp.int32)
 
 

@@ -54,10 +54,11 @@ def ragged_paged_attention(
     interpret: Any = False,
     body: Callable = attention_kernel,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention output o [T, N, Hv] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments.
+    """Attend queries to the pages of their sequences on a TPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    interpret: pltpu.InterpretParams to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError
-    for dtypes, page sizes and layouts of a pool that the TPU kernel does not support.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them. interpret: pltpu.InterpretParams
+    to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool
+    layouts that the TPU kernel does not support.
     """
     check_layout(kv.layout, kv.spec)
     check_dtypes(q.dtype, kv.data.dtype)
@@ -174,7 +175,8 @@ def _attend(
 
 
 def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.Array | None, jax.Array | None, int]:
-    """Page table as (SMEM operand [S * W], None, W), or (None, HBM operand [S * W'], W') if it is too large for SMEM.
+    """Return the page table as (SMEM operand [S * W], None, W), or (None, HBM operand [S * W'], W') if it is too large
+    for SMEM.
 
     Flat, as the address of an entry in tiles of two dimensions takes five more operations.
     """
@@ -186,7 +188,7 @@ def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.A
 
 
 def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Factors f32 [K] of q.k and of values: the softmax scale in base 2, and the pool's scales."""
+    """Return factors f32 [K] of q.k (the softmax scale in base 2) and of values, each times the pool's scales."""
     # The softmax works to base 2; a soft cap is applied to natural logits first.
     scale = jnp.full((num_kv_heads,), spec.sm_scale * (LOG2E if spec.soft_cap is None else 1.0), jnp.float32)
     of_values = jnp.ones((num_kv_heads,), jnp.float32) if kv.value_scale is None else kv.value_scale
@@ -255,7 +257,7 @@ def _call_kernel(
     lse_width = -(-plan.rows // LANES) * LANES
 
     def blocked(shape, axis=0):
-        """BlockSpec of `shape` that walks `axis`: the blocks of a core alternate with those of the others."""
+        """Return a BlockSpec of `shape` that walks `axis`: the blocks of a core alternate with those of the others."""
 
         def index_map(core, step, *_):
             return tuple(step * plan.cores + core if index == axis else 0 for index in range(len(shape)))
@@ -263,7 +265,7 @@ def _call_kernel(
         return pl.BlockSpec(shape, index_map)
 
     def per_token(width):
-        """BlockSpec of queries or results, laid out as by `_arrange_queries`."""
+        """Return a BlockSpec of queries or results, laid out as by `_arrange_queries`."""
         if plan.by_token:
             return blocked((blocks.tiles * block_q, num_kv_heads, plan.group, width))
         return blocked((num_kv_heads, plan.group, block_q, width), axis=2)

@@ -118,13 +118,15 @@ def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) 
 
 
 def _counts(plan: Plan) -> list[int]:
-    """Numbers of parts of a block's pages for which there is a program of its own, ascending; the last is all parts."""
+    """Return the numbers of parts of a block's pages for which there is a program of its own, ascending; the last is
+    all parts.
+    """
     parts = plan.parts if plan.block_q == 1 else 1
     return [count for count in range(1, parts + 1) if parts % count == 0]
 
 
 def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
-    """Least of `_counts` whose parts hold all keys of the block that the segment sees."""
+    """Return the least of `_counts` whose parts hold all keys of the block that the segment sees."""
     *counts, parts = _counts(plan)
     live = pl.cdiv((segment.end_key - first_key) * parts, plan.block_kv)
     return functools.reduce(lambda most, count: jnp.where(live <= count, count, most), reversed(counts), parts)
@@ -144,7 +146,9 @@ def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
 
 
 def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[jax.Array, jax.Array]:
-    """bool [block_q, block_kv]: keys of the block that each token sees; bool [block_q, 1]: tokens of the segment."""
+    """Return bool [block_q, block_kv], the keys of the block that each token sees, and bool [block_q, 1], the tokens of
+    the segment.
+    """
     spec, shape = plan.spec, (plan.block_q, plan.block_kv)
     row = lax.broadcasted_iota(jnp.int32, (plan.block_q, 1), 0)
     key = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -223,7 +227,7 @@ def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], me
 
 
 def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array:
-    """Logits [rows, keys] of a part to base 2.
+    """Compute the logits [rows, keys] of a part, to base 2.
 
     visible: bool [block_q, block_kv], elsewhere they are MASKED; None if all keys are visible.
     """
@@ -243,7 +247,7 @@ def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array
 
 
 def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
-    """Queries [rows, width] of a part, padded with zeros where a key's window is wider than the key."""
+    """Return the queries [rows, width] of a part, padded with zeros where a key's window is wider than the key."""
 
     def rows_of(ref):
         if plan.block_q == 1:
@@ -261,7 +265,7 @@ def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
 
 
 def _operand(refs: Refs, plan: Plan, slot, window: Window, part: Part) -> jax.Array:
-    """Keys or values [keys, size] of a part."""
+    """Return the keys or values [keys, size] of a part."""
     tile = refs.buffer[slot, part.first_page : part.end_page, :, window.start : window.start + window.size]
     return tile.reshape(-1, window.size).astype(plan.operand_dtype)
 
@@ -277,7 +281,7 @@ def _precision(plan: Plan) -> lax.Precision:
 
 
 def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
-    """Rows of x [rows of the part, n] whose token's condition [block_q, n or 1] holds, else `otherwise`."""
+    """Return x [rows of the part, n] in rows whose token's condition [block_q, n or 1] holds, else `otherwise`."""
     if plan.block_q == 1:
         return jnp.where(condition, x, otherwise)
     if plan.by_token:
@@ -326,7 +330,7 @@ def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
 
 
 def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
-    """f32 [rows, LANES]: the sink, to base 2, of each row's query head; NOTHING_SEEN for heads of padding."""
+    """Return f32 [rows, LANES]: the sink, to base 2, of each row's query head; NOTHING_SEEN for heads of padding."""
     row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
     member = row % plan.group if plan.by_token else row // plan.block_q
     sink = jnp.full((plan.rows, LANES), NOTHING_SEEN, jnp.float32)

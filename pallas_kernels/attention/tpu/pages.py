@@ -157,7 +157,7 @@ def segments_before(refs: Refs, tile) -> jax.Array:
 
 
 def read_segment(refs: Refs, item: Item) -> Segment:
-    """Segment of an item; for an item past the end, which is never worked, the last one."""
+    """Return the segment of an item; for an item past the end, which is never worked, the last segment."""
     index = jnp.minimum(item[0], refs.walk.seq.shape[0] - 1)
     return Segment(*(getattr(refs.walk, field)[index] for field in Segment._fields))
 
@@ -171,7 +171,7 @@ def is_last_block(segment: Segment, item: Item, plan: Plan) -> jax.Array:
 
 
 def next_item(refs: Refs, plan: Plan, segment: Segment, item: Item) -> Item:
-    """Next item of this core after `item`, which is of `segment`."""
+    """Return the next item of this core after `item`, which belongs to `segment`."""
     last = is_last_block(segment, item, plan)
     return jnp.where(last, _next_segment(refs, plan, item[0]), item[0]), jnp.where(last, 0, item[1] + 1)
 

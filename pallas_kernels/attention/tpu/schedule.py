@@ -46,7 +46,9 @@ class Schedule:
 
 
 def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
-    """Tokens per tile of `runs`: smaller where few tokens or large groups would make most rows of a tile idle."""
+    """Return the number of tokens per tile of `runs`: smaller where few tokens or large groups would leave most rows of
+    a tile idle.
+    """
     wanted = min(sizes.max_block_q, num_tokens // sizes.run_tiles, sizes.run_rows // group_size)
     return max(1 << max(wanted, 1).bit_length() - 1, sizes.min_block_q)
 
@@ -88,7 +90,7 @@ def attention_schedule(
 
 
 def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_q: int, page_size: int) -> Walk:
-    """Segments of the `chosen` sequences (bool [S]) among the first `num_tokens` tokens."""
+    """Return the Walk over segments of the `chosen` sequences (bool [S]) among the first `num_tokens` tokens."""
     num_seqs = chosen.shape[0]
     start, end = batch.cu_q_lens[:-1], batch.cu_q_lens[1:]
     chosen = chosen & (end > start)

@@ -37,7 +37,10 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention output o [T, N, Hv] in q's dtype and lse f32 [T, N]; the public operation has checked the arguments."""
+    """Attend queries to the pages of their sequences in plain XLA: o [T, N, Hv] in q's dtype and lse f32 [T, N].
+
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them.
+    """
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)
     num_tokens, num_q_heads, head_dim = q.shape
@@ -124,7 +127,7 @@ def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, ja
 
 
 def _zeros(step: _Step, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Initial outputs and log-sum-exps: zeros of (*shape, Hv) and of `shape`."""
+    """Return initial outputs, zeros [*shape, Hv], and log-sum-exps, zeros of `shape`."""
     data = step.kv.data
     return zeros_in_layer(data, (*shape, step.spec.v_head_dim)), zeros_in_layer(data, shape)
 
@@ -178,7 +181,7 @@ def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) 
 
 
 def _fold_block(softmax, q, keys: _Keys, visible, step: _Step):
-    """Online softmax: (largest, total [B, K, M], acc [B, K, M, Hv]) after the keys and values of a block.
+    """Add the keys and values of a block to an online softmax: returns (largest, total [B, K, M], acc [B, K, M, Hv]).
 
     q: [B, K, M, H]. visible: bool [B, Q, kv]; the G rows of a token see the same keys.
     """
@@ -202,12 +205,12 @@ def _fold_block(softmax, q, keys: _Keys, visible, step: _Step):
 
 
 def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp; a row that has seen nothing gives 0 and -inf."""
+    """Return output and log-sum-exp of an online softmax; a row that has seen nothing gives 0 and -inf."""
     return acc / jnp.where(total > 0, total, 1.0)[..., None], largest + jnp.log(total)
 
 
 def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch) -> jax.Array:
-    """bool [B, Q, block_kv]: the keys of a block that each token of a tile sees; tree: its tree mask or None."""
+    """Return bool [B, Q, block_kv]: the keys of a block that each token of a tile sees. tree: its tree mask or None."""
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     visible = (positions >= tiles.start[tile][..., None]) & (positions < tiles.end[tile][..., None])
     if tree is None:

@@ -49,9 +49,8 @@ class Schedule:
 
 
 def block_kv_of(sizes: XlaAttention, page_size: int, num_rows: int) -> int:
-    """Keys per block: full pages, `block_kv` where the page size divides it; twice that for a tile of one row.
-
-    One row's work on a block costs less than starting the block.
+    """Return the number of keys per block: full pages, `block_kv` where the page size divides it; twice that for a tile
+    of one row, whose work on a block costs less than starting the block.
     """
     wanted = sizes.block_kv if num_rows > 1 else 2 * sizes.block_kv
     return max(wanted // page_size, 1) * page_size
@@ -139,7 +138,7 @@ def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Til
 
 
 def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array]:
-    """Range [start, end) of keys that new token `index` of sequence `seqs` sees; empty where not `valid`."""
+    """Return the range [start, end) of keys that new token `index` of sequence `seqs` sees; empty where not `valid`."""
     batch, q_lens, spec, limits = keys
     position = batch.kv_lens[seqs] - q_lens[seqs] + index
     end = jnp.where(valid, position + 1 if spec.causal else batch.kv_lens[seqs], 0)

@@ -21,11 +21,11 @@ BLOCK = LENGTHS[-1]
 
 
 class Schedule(NamedTuple):
-    """The prompts of a step by their padded lengths.
+    """Prompts of a step, ordered by padded length.
 
     Attributes:
       order: i32[S], prompts ordered by padded length, those without tokens last.
-      ends: i32[C], for each length that a step can have, and for longer prompts, one past its last place in `order`.
+      ends: i32[C], for each length that a step can have, and for longer prompts, one past its last index in `order`.
       first, length: i32[S], of each prompt the first token and the number of tokens.
     """
 
@@ -36,12 +36,12 @@ class Schedule(NamedTuple):
 
 
 def _lengths(num_tokens: int) -> tuple[int, ...]:
-    """The padded lengths that prompts of a step of `num_tokens` tokens can have."""
+    """Return the padded lengths that prompts of a step of `num_tokens` tokens can have."""
     return tuple(each for each, below in zip(LENGTHS, (0, *LENGTHS), strict=False) if below < num_tokens)
 
 
 def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_tokens: int) -> Schedule:
-    """Implement jaxengine.pallas_kernels.attention.whole_prompts.whole_prompt_schedule."""
+    """Order the prompts of a step by padded length; arguments as of attention.whole_prompts.whole_prompt_schedule."""
     lengths = jnp.array(_lengths(num_tokens))
     live = jnp.arange(len(cu_q_lens) - 1) < num_seqs
     length = jnp.where(live, jnp.diff(cu_q_lens), 0)
@@ -53,7 +53,9 @@ def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_toke
 def whole_prompt_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, schedule: Schedule, *, spec: AttentionSpec
 ) -> jax.Array:
-    """Implement jaxengine.pallas_kernels.attention.whole_prompts.whole_prompt_attention."""
+    """Attend q [T, N, H] to keys and values of each token's own prompt on a CPU: [T, N, Hv] in q's dtype; arguments as
+    of attention.whole_prompts.whole_prompt_attention, which has checked them.
+    """
     num_tokens, own_dtype = q.shape[0], q.dtype
     lengths = _lengths(num_tokens)
     # bfloat16 operands keep bfloat16 products; sums are float32.
@@ -78,7 +80,7 @@ def whole_prompt_attention(
 
 
 def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
-    """Attend a prompt of more than BLOCK tokens and write its rows of o."""
+    """Attend a prompt of more than BLOCK tokens, number `place` of the schedule's order, and write its rows of o."""
     prompt = schedule.order[place]
     first, length = schedule.first[prompt], schedule.length[prompt]
     num_blocks = (length + BLOCK - 1) // BLOCK
@@ -116,10 +118,10 @@ def _rows(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
 def _fold(
     softmax: _Softmax | None, q, k, v, first_query, first_key, length: jax.Array, spec: AttentionSpec
 ) -> _Softmax:
-    """Softmax after keys k [L, K, H] and values v [L, K, Hv], for queries q [Q, N, H]; None: after no others.
+    """Add keys k [L, K, H] and values v [L, K, Hv] to the running softmax of queries q [Q, N, H]; None: no keys before.
 
-    first_query, first_key: their places in the prompt, i32 or i32[], of i32[] `length` tokens. A query sees at least
-    one of the keys where there is no softmax before.
+    first_query, first_key: their indices in the prompt, i32 or i32[], of i32[] `length` tokens. A query sees at least
+    one of the keys if there is no softmax before.
     """
     queries = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
     logits = jnp.einsum("qkgh,skh->kgqs", queries, k, preferred_element_type=jnp.float32) * spec.sm_scale
@@ -146,7 +148,8 @@ def _fold(
 
 
 def _write(o: jax.Array, first: jax.Array, is_own: jax.Array, softmax: _Softmax) -> jax.Array:
-    """o f32[T, N, Hv] with the normalised rows of a block from token `first` on, where is_own bool[Q]."""
+    """Return o f32[T, N, Hv] with the normalised rows of a block written from token `first` on, where is_own bool[Q].
+    """
     rows = softmax.values / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None]
     rows = jnp.moveaxis(rows, 2, 0).reshape(len(is_own), *o.shape[1:])
     before = _rows(o, first, len(is_own))

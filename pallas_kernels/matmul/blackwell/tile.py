@@ -30,7 +30,7 @@ def share_work(load: Callable[[], None], compute: Callable[[], None]) -> None:
 
 
 def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[Any], list[Any]]) -> list[Any]:
-    """Scaled sum f32 [128, rows] over `count` (at least 1) tiles of inputs, in pieces of `PIECE` columns.
+    """Return the scaled sum f32 [128, rows] over `count` (at least 1) tiles of inputs, in pieces of `PIECE` columns.
 
     shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of successive products.
     """
@@ -91,7 +91,9 @@ def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int
 
 
 def multiply_plain(shape: Any, refs: Any, rows: int, count: Any) -> list[Any]:
-    """Same as `multiply` for matrices without scales: one sum, which stays in tensor memory until the end."""
+    """Return the sum f32 [128, rows] over `count` (at least 1) tiles of inputs, in pieces of `PIECE` columns, for
+    matrices without scales: one sum, which stays in tensor memory until the end. shape, refs: of `matmul.hopper`.
+    """
     sums = refs.sums_tmem.at[:, pl.ds(0, rows)]
 
     def add(step, carry):

@@ -22,7 +22,9 @@ _BITS = jnp.uint16, jnp.int16
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """Product float32 [R, out]; the public operation has checked the arguments."""
+    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: float32 [R, out]; matmul.dense.matmul
+    has checked the arguments.
+    """
     rows = x.shape[0]
     if rows == 1 and x.dtype == jnp.float32 and contract == 0 and (parts := _num_parts(weight.shape[0])):
         # As a batch of partial sums XLA:CPU reads the weights faster: `jaxengine bench peers --workloads W1`. They are
@@ -38,9 +40,9 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
 
 
 def _num_parts(inputs: int) -> int:
-    """Number of partial sums into which one row's float32 product is cut, 0 for none.
+    """Return the number of partial sums into which one row's float32 product is cut, 0 for none.
 
-    Parts are full blocks where those divide the inputs, so that one row has the same bits as among others.
+    Parts are full blocks if those divide the inputs, so that one row has the same bits as among others.
     """
     if inputs % _BLOCK == 0 and inputs > _BLOCK:
         return inputs // _BLOCK
@@ -48,7 +50,7 @@ def _num_parts(inputs: int) -> int:
 
 
 def _num_terms(shape: tuple[int, ...], contract: int) -> int:
-    """Number of terms into which one row's product is cut along the inputs, 0 for none."""
+    """Return the number of terms into which one row's product is cut along the inputs, 0 for none."""
     inputs = shape[contract]
     fits = [count for count in _TERMS[contract] if inputs % (count * _LANES[contract]) == 0]
     count = max(fits, default=0)

@@ -19,7 +19,9 @@ _MIN_BLOCK, _MAX_BLOCK = 2, 16  # rows; XLA:CPU is slow with a single bfloat16 r
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments."""
+    """Multiply rows x [M, in] by the matrix of their group, w [G, in, out], on a CPU: [M, out] in out_dtype;
+    matmul.grouped.grouped_matmul has checked the arguments.
+    """
 
     def matrix_of(group: jax.Array) -> Callable[[jax.Array], jax.Array]:
         # Without the barrier XLA:CPU converts all of a bfloat16 w to float32 before the loop.
@@ -68,6 +70,6 @@ def over_groups(
 
 
 def block_rows_of(num_rows: int, num_groups: int) -> int:
-    """Rows of a block: about the size of an average group, a power of two."""
+    """Return the number of rows of a block: about the size of an average group, a power of two."""
     average = -(-num_rows // num_groups)
     return min(max(1 << (average - 1).bit_length(), _MIN_BLOCK), _MAX_BLOCK)

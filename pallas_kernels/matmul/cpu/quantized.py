@@ -33,8 +33,9 @@ def quantized_matmul(
     dtype: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype, computed in float32 whatever `dtype`; the public operation has checked the
-    arguments."""
+    """Multiply x [M, in] by codes * scales - zeros on a CPU: [M, out] in out_dtype, computed in float32 whatever
+    `dtype`; matmul.quantized.quantized_matmul has checked the arguments.
+    """
     del dtype
     wide = widened_rows(x, x_scales)
     if x.shape[0] == 1 and (terms := _num_terms(codes, scales)):
@@ -84,7 +85,7 @@ def columns_product(
 
 
 def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
-    """Number of rows of codes that are added per sum of one row's product; 0 where that form does not apply."""
+    """Return the number of rows of codes that are added per sum of one row's product; 0 if that form does not apply."""
     if not jnp.issubdtype(codes.dtype, jnp.integer):
         return 0
     group = codes.shape[0] // scales.shape[0]
@@ -153,5 +154,5 @@ def wide_parts(codes: jax.Array) -> list[jax.Array]:
 
 
 def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Float32 product, into which XLA fuses nothing."""
+    """Multiply x by y in float32, in a product into which XLA fuses nothing."""
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)

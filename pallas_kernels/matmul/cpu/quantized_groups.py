@@ -21,8 +21,9 @@ def quantized_grouped_matmul(
     dtype: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype, computed in float32 whatever `dtype`; the public operation has checked the
-    arguments."""
+    """Multiply rows x [M, in] by the quantised matrix of their group on a CPU: [M, out] in out_dtype, computed in
+    float32 whatever `dtype`; matmul.quantized.quantized_grouped_matmul has checked the arguments.
+    """
     del dtype
     wide = widened_rows(x, x_scales)
 

@@ -24,8 +24,9 @@ _MOST_GROUPS = 96
 def quantized_table_matmul(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, dtype: Any, out_dtype: Any
 ) -> jax.Array:
-    """Product [M, V] in out_dtype, computed in float32 whatever `dtype`; the public operation has checked the
-    arguments."""
+    """Multiply x [M, in] by the transpose of a quantised table [V, in] on a CPU: [M, V] in out_dtype, computed in
+    float32 whatever `dtype`; matmul.quantized_table.quantized_table_matmul has checked the arguments.
+    """
     del dtype
     x = x.astype(jnp.float32)
     if len(x) == 1 and len(scales) <= _MOST_GROUPS:
@@ -83,5 +84,5 @@ def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: ja
 
 
 def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Product [M, V] of x [M, n] and y [V, n] in float32, into which XLA fuses nothing."""
+    """Multiply x [M, n] by y [V, n] transposed, in float32: [M, V], in a product into which XLA fuses nothing."""
     return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

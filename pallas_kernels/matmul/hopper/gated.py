@@ -28,8 +28,9 @@ _AROUND = {"jit", "pjit", "convert_element_type"}
 
 
 def why_not_fused(width: int, activation: Gating) -> str:
-    """Reason why the kernel cannot activate the gates and ups that it multiplies, `width` columns of each; "" if it
-    can."""
+    """Return the reason why the kernel cannot activate the gates and ups that it multiplies, `width` columns of each;
+    "" if it can.
+    """
     if width % 8:
         return f"{width} columns are no multiple of 8"
     tile = jax.ShapeDtypeStruct((WARPGROUP_ROWS, 8), jnp.float32)
@@ -48,7 +49,9 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
-    """Scratch of a gated kernel: bias and ups in shared memory, and a barrier for each; None for absent ones."""
+    """Return the scratch of a gated kernel: bias and ups in shared memory, and a barrier for each; None for absent
+    ones.
+    """
     if shape.gating is None:
         return [None] * 4
     has_bias = bias is not None

@@ -66,8 +66,8 @@ def gated_matmul(
 ) -> jax.Array:
     """Return activation(gate, up) of rows times their group's matrix, [M, F] in out_dtype.
 
-    The public operation has checked the arguments. What the kernel cannot do in one is a product, and then `activated`.
-    sizes, interpret and tensor_memory: as
+    The public operation has checked the arguments. If the kernel cannot fuse both steps, it is a product, then
+    `activated`. sizes, interpret and tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     _, size, out = w.shape
@@ -124,8 +124,8 @@ def quantized_gated_matmul(
 ) -> jax.Array:
     """Return activation(gate, up) of rows times their group's quantised matrix, [M, F] in out_dtype.
 
-    The public operation has checked the arguments. What the kernel cannot do in one is a product, and then `activated`.
-    sizes, interpret and tensor_memory: as
+    The public operation has checked the arguments. If the kernel cannot fuse both steps, it is a product, then
+    `activated`. sizes, interpret and tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     reason = why_xla_of(x, x_scales, codes, scales, dtype)
@@ -148,7 +148,9 @@ class _Matrix(NamedTuple):
 
 
 def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> str:
-    """Reason why XLA multiplies operands of these shapes and dtypes, computed in `dtype`; "" where the kernel does."""
+    """Return the reason why XLA multiplies operands of these shapes and dtypes, computed in `dtype`; "" if the kernel
+    does.
+    """
     _, num_scales, out = scales.shape
     reason = why_xla(x.shape[1], out, num_scales, codes.dtype, dtype)
     if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
@@ -234,9 +236,10 @@ def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -
 
 
 def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
-    """Rows of a tile, at most `most`: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay below.
+    """Return the rows of a tile, at most `most`: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay
+    below.
 
-    Twice MOST_SHARED_ROWS where groups are large.
+    It is twice MOST_SHARED_ROWS if groups are large.
     """
     average = max(num_rows // num_groups, 1)
     if average >= _MANY_ROWS * 2 * MOST_SHARED_ROWS:
@@ -245,13 +248,14 @@ def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
 
 
 def most_rows_of(num_rows: int, num_groups: int, step: int) -> int:
-    """Upper bound of the rows where each group's begin at a multiple of `step`."""
+    """Return an upper bound of the number of rows if each group's begin at a multiple of `step`."""
     return (num_rows + min(num_rows, num_groups) * (step - 1)) // step * step
 
 
 def most_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """Upper bound of the number of tiles, however rows are spread over the groups: a first one of each, and full
-    ones."""
+    """Return an upper bound of the number of tiles, however rows are spread over the groups: a first one of each, and
+    full ones.
+    """
     return min(num_rows, num_groups) + max(num_rows - num_groups, 0) // tile_rows
 
 

@@ -50,10 +50,11 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Return y f32[T, out] with what the adapters add; the public operation has checked the arguments.
+    """Add the adapters of its rows to y f32[T, out] on a Hopper GPU; arguments as of matmul.lora.lora_product, which
+    has checked them.
 
-    XLA computes it where the kernels cannot. sizes: those that the visits were made with, None for the default.
-    interpret: see `mosaic_gpu.launch`.
+    XLA computes it if the kernels cannot. sizes: those that the visits were made with, None for the default. interpret:
+    see `mosaic_gpu.launch`.
     """
     tile = Tuning().lora_tiles if sizes is None else sizes
     widths = tuple(b.shape[1] for b in bs)
@@ -162,7 +163,7 @@ def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, coun
 
 
 def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
-    """Sum of products f32 [64, tile rows] of the warpgroup's columns, over `count` tiles of inputs."""
+    """Return the sum of products f32 [64, tile rows] of the warpgroup's columns, over `count` tiles of inputs."""
     own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def factors(slot):
@@ -173,7 +174,8 @@ def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
 
 
 def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Array:
-    """Product with its slot's A of each row, in the columns of the slot: bfloat16 [padded rows, modules * COLUMNS].
+    """Return each row's product with its slot's A, in the columns of that slot: bfloat16 [padded rows, modules *
+    COLUMNS].
 
     sums: of `_times_a`. Other columns, rows without a slot and padding are zeros.
     """
@@ -188,7 +190,7 @@ def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Ar
 
 
 def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: LoraVisits, interpret: Any) -> jax.Array:
-    """Run the second kernel: the additions of all visits, f32 [T, out]."""
+    """Run the second kernel; return the additions of all visits, f32 [T, out]."""
     rows, stages = shape.parts * WARPGROUP_ROWS, shape.stages_of_b
     # Where the visits of each tile of rows begin, and the last ones end.
     index, tile = jnp.arange(len(visits.row_tile)), jnp.arange(shape.row_tiles + 1)[:, None]
@@ -298,7 +300,7 @@ def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
 
 
 def _sum_of_b(shape: Shape, refs: _OfB, warpgroup, first, count) -> list[Any]:
-    """Sums f32 [64, 64] for each 64 rows and the warpgroup's outputs, over `count` visits from `first` on."""
+    """Return sums f32 [64, 64] for each 64 rows and the warpgroup's outputs, over `count` visits from `first` on."""
     area = WARPGROUP_ROWS, COLUMNS
 
     def multiply(*accumulators):

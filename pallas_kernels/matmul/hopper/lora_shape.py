@@ -18,7 +18,9 @@ _CTAS = 2  # CTAs per multiprocessor that inputs are split over
 
 
 def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
-    """Reason why XLA multiplies adapters of `size` inputs and sources of these outputs; "" if the kernels do."""
+    """Return the reason why XLA multiplies adapters of `size` inputs and sources of these outputs; "" if the kernels
+    do.
+    """
     if dtype != BFLOAT16:
         return "kernels multiply bfloat16"
     if rank % BOX_ROWS or COLUMNS % rank:

@@ -61,9 +61,10 @@ def quantized_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments.
+    """Multiply x [M, in] by codes * scales - zeros on a Hopper or Blackwell GPU: [M, out] in out_dtype;
+    matmul.quantized.quantized_matmul has checked the arguments.
 
-    XLA multiplies where the kernel cannot; a log line says why. sizes: by default those of the table. interpret: see
+    XLA multiplies if the kernel cannot; a log line says why. sizes: by default those of the table. interpret: see
     `mosaic_gpu.launch`. tensor_memory: True for the kernel of Blackwell cards, False for that of Hopper ones, None for
     that of the trace's card.
     """
@@ -319,7 +320,7 @@ def _load(shape: Shape, refs: _Refs, item: _Work, rows: int, first, count) -> No
 
 
 def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
-    """Scaled sum f32 [64, rows] over `count` tiles of inputs, for the warpgroup's outputs."""
+    """Return the scaled sum f32 [64, rows] over `count` tiles of inputs, for the warpgroup's outputs."""
     own, columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), shape.columns // shape.sums
     area, rows_of_tile = (WARPGROUP_ROWS, num_rows), pl.ds(0, num_rows)
     of_own = own if shape.gating is None else warpgroup
@@ -356,8 +357,9 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
 
 
 def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
-    """Same as `_multiply` for matrices without scales: one sum, and a product in progress while the next tile
-    arrives."""
+    """Return the sum f32 [64, rows] over `count` tiles of inputs, for the warpgroup's outputs of a matrix without
+    scales; one product is in progress while the next tile arrives.
+    """
     own, rows_of_tile = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, num_rows)
 
     def factors(slot):

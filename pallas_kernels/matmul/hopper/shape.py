@@ -26,11 +26,11 @@ FEWER_ROWS = 96  # most rows of a tile of pairs of codes with more than two sums
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, grouped: bool = False) -> str:
-    """Reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if the kernel
-    does.
+    """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
+    the kernel does.
 
-    codes: dtype of the stored codes. dtype: what they are widened to. grouped: each group of rows has a matrix of its
-    own. Those may be bfloat16, without scales.
+    codes: dtype of the stored codes. dtype: dtype that they are widened to. grouped: each group of rows has a matrix of
+    its own, which may be bfloat16, without scales.
     """
     name = jnp.dtype(codes).name
     if dtype != jnp.bfloat16:
@@ -49,12 +49,14 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, gro
 
 
 def tile_inputs(size: int) -> int:
-    """Inputs of a tile of a matrix with `size` inputs, 0 where no tile size divides them."""
+    """Return the inputs of a tile of a matrix with `size` inputs, 0 if no tile size divides them."""
     return next((inputs for inputs in TILES if size % inputs == 0), 0)
 
 
 def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memory: bool = False) -> int:
-    """Most rows of a tile, `usual` or fewer: registers must hold a tile, and tensor memory the sums of two steps."""
+    """Return the most rows of a tile, `usual` or fewer: registers must hold a tile, and tensor memory the sums of two
+    steps.
+    """
     sums = max(tile_inputs(size) * num_scales // size, 1)
     if tensor_memory:
         return min(usual, FEWER_ROWS if sums > 1 else usual, TENSOR_COLUMNS // 2 // sums)
@@ -62,7 +64,9 @@ def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memo
 
 
 def step_of(tile_rows: int, *, tensor_memory: bool) -> int:
-    """Granularity of the rows of groups' tiles: the fewest of a product for which there are at most eight sizes."""
+    """Return the granularity of the rows of groups' tiles: the fewest of a product for which there are at most eight
+    sizes.
+    """
     return PRODUCT_COLUMNS[tensor_memory or tile_rows > MOST_SHARED_ROWS]
 
 

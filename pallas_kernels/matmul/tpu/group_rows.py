@@ -19,15 +19,16 @@ _ALIGNED_ROWS = 64
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """Number of rows that group sizes should be padded to a multiple of."""
+    """Return the number of rows that group sizes should be padded to a multiple of."""
     return STEP if num_rows >= _ALIGNED_ROWS * num_groups else 1
 
 
 def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
-    """Number of rows multiplied with a matrix for groups of these sizes, padding included; 0 where XLA multiplies.
+    """Return the number of rows multiplied with a matrix for groups of these sizes, padding included; 0 if XLA
+    multiplies.
 
-    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None where there are none. gated: whether
-    they are gates and ups, to be activated.
+    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None for absent ones. gated: whether they
+    are gates and ups, to be activated.
     """
     (num_rows, size), (num_groups, _, out), count = x.shape, codes.shape, 0 if scales is None else scales.shape[1]
     if why_not_aligned(size, count or 1, jnp.bfloat16):

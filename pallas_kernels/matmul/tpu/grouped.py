@@ -59,10 +59,11 @@ def quantized_grouped_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments.
+    """Multiply rows x [M, in] by the quantised matrix of their group on a TPU: [M, out] in out_dtype;
+    matmul.quantized.quantized_grouped_matmul has checked the arguments.
 
-    XLA multiplies where the kernel cannot. sizes: by default those of the chip that the trace is for. interpret:
-    argument of `pl.pallas_call`.
+    XLA multiplies if the kernel cannot. sizes: by default those of the chip that the trace is for. interpret: argument
+    of `pl.pallas_call`.
     """
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
         y = quantized_groups_xla.quantized_grouped_matmul(
@@ -112,8 +113,8 @@ def gated_product_of_groups(
     out_dtype: Any,
     *options: Any,
 ) -> jax.Array:
-    """Activated product [M, F] in out_dtype: by one kernel, or, where that is impossible, by a kernel for gates and ups
-    with their bias, activated from memory.
+    """Compute the activated product [M, F] in out_dtype: by one kernel, or, if that is impossible, by a kernel for
+    gates and ups with their bias, activated from memory.
 
     Arguments as for `product_of_groups`; options: its sizes and interpret.
     """
@@ -132,7 +133,7 @@ def log_not_fused(size: int, width: int, why: str) -> None:
 
 
 def why_not_fused(width: int) -> str:
-    """Reason why one kernel cannot multiply and activate gates and ups, `width` of each; "" if it can."""
+    """Return the reason why one kernel cannot multiply and activate gates and ups, `width` of each; "" if it can."""
     return f"{width} columns do not fill whole registers" if width % LANES else ""
 
 
@@ -167,7 +168,7 @@ def product_of_groups(
     sizes: TpuProducts | None,
     interpret: Any,
 ) -> jax.Array:
-    """Product [M, out], or activated [M, out / 2], in out_dtype; the operations have checked the arguments.
+    """Compute the product [M, out], or activated [M, out / 2], in out_dtype; the operations have checked the arguments.
 
     matrix: with codes [G, in, out]. activation: None for the plain product. sizes, interpret: as
     `quantized_grouped_matmul`'s.
@@ -257,7 +258,7 @@ def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
 
 
 def blocks_of(mean: int, most: int) -> tuple[int, ...]:
-    """Numbers of rows, at most `most`, that there is code for: closely spaced up to the size of most groups.
+    """Return the numbers of rows, at most `most`, that there is code for: closely spaced up to the size of most groups.
 
     The block of a group of about `mean` rows is about a tenth larger than the group.
     """
@@ -404,7 +405,7 @@ def _body(
 
 
 def _row_of(biases: jax.Array, group: Any) -> jax.Array:
-    """Row f32 [1, columns] of the group's bias among _BIASES rows; the others may be anything."""
+    """Return f32 [1, columns], the row of the group's bias among _BIASES rows; the others may be anything."""
     row = lax.broadcasted_iota(jnp.int32, (_BIASES, 1), 0)
     own = jnp.where(row == lax.rem(group, _BIASES), biases.astype(jnp.float32), 0)
     return jnp.sum(own, axis=0, keepdims=True)

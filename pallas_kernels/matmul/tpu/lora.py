@@ -37,10 +37,11 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """Return y f32[T, out] with what the adapters add; the public operation has checked the arguments.
+    """Add the adapters of its rows to y f32[T, out] on a TPU; arguments as of matmul.lora.lora_product, which has
+    checked them.
 
-    XLA computes it where the kernels cannot. sizes: those that the visits were made with, None for the default.
-    interpret: argument of `pl.pallas_call`.
+    XLA computes it if the kernels cannot. sizes: those that the visits were made with, None for the default. interpret:
+    argument of `pl.pallas_call`.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     widths = [b.shape[1] for b in bs]
@@ -55,7 +56,9 @@ def lora_product(
 
 
 def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
-    """Reason why XLA multiplies adapters of `size` inputs and sources of these outputs; "" if the kernels do."""
+    """Return the reason why XLA multiplies adapters of `size` inputs and sources of these outputs; "" if the kernels
+    do.
+    """
     if dtype != jnp.bfloat16:
         return "kernels multiply bfloat16"
     if rank % SUBLANES:
@@ -68,7 +71,8 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 def _of_slots(
     rank: int, columns: int, each: int, row_and_column: Callable, *, visits_first: bool
 ) -> list[pl.BlockSpec]:
-    """BlockSpecs [rank, columns] for the `each` slots of a visit's tile, in an array of `rank` contiguous rows a slot.
+    """Return BlockSpecs [rank, columns] for the `each` slots of a visit's tile, in an array of `rank` contiguous rows a
+    slot.
 
     row_and_column: (slot, the grid's other index) to the block's index. visits_first: whether visits are the grid's
     first dimension.
@@ -87,8 +91,8 @@ def _of_slots(
 def _times_a(
     x: jax.Array, a: jax.Array, visits: LoraVisits, num_modules: int, rank: int, sizes: LoraTiles, interpret
 ) -> jax.Array:
-    """Rows times A of their visits: bfloat16 [T, modules * columns of all tiles of slots]; parts without a visit are
-    never read.
+    """Multiply rows by A of their visits: bfloat16 [T, modules * columns of all tiles of slots]; parts without a visit
+    are never read.
     """
     (num_rows, size), each = x.shape, slots_of_tile(rank, sizes)
     num_slots, num_tiles, columns = len(a) // (num_modules * rank), len(visits.slots) // each, each * rank

@@ -30,7 +30,8 @@ _ALIGNED = 8
 def microscaled_rows(
     x: jax.Array, global_scale: jax.Array | None, *, group: int, dtype: str, kind: str, interpret: Any = False
 ) -> jax.Array:
-    """Rounded rows [M, in] in x's dtype; the public operation has checked the arguments.
+    """Round rows [M, in] to a microscaled format on a TPU and return their values in x's dtype; matmul.microscaled.
+    microscaled_rows has checked the arguments.
 
     interpret: argument of `pl.pallas_call`.
     """
@@ -68,8 +69,9 @@ def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
         return x[rows, register * LANES : (register + 1) * LANES].astype(jnp.float32)
 
     def scales(rows) -> jax.Array:
-        """Scales of every group of some rows, [rows, LANES]: a group's first lanes hold those of the first
-        registers."""
+        """Return the scales of every group of some rows, [rows, LANES]: a group's first lanes hold those of the first
+        registers.
+        """
         largest = _combined([jnp.abs(part(rows, register)) for register in range(registers)], group)
         return held_scales(largest, dtype, kind=kind, global_scale=global_scale_of(rows))
 
@@ -98,7 +100,9 @@ def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
 
 
 def _combined(parts: list[jax.Array], group: int) -> jax.Array:
-    """Largest magnitude of each `group` lanes of up to `group` parts: that of part `n` in lane `n` of the group."""
+    """Return the largest magnitude of each `group` lanes of up to `group` parts: that of part `n` in lane `n` of the
+    group.
+    """
     found, lane = dict(enumerate(parts)), lax.broadcasted_iota(jnp.int32, parts[0].shape, 1)
     step = group // 2
     while step:

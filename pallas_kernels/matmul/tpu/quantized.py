@@ -38,9 +38,10 @@ def quantized_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments.
+    """Multiply x [M, in] by codes * scales - zeros on a TPU: [M, out] in out_dtype; matmul.quantized.quantized_matmul
+    has checked the arguments.
 
-    XLA multiplies where the kernel cannot, see `why_xla`. sizes: by default those of the chip that the trace is for.
+    XLA multiplies if the kernel cannot, see `why_xla`. sizes: by default those of the chip that the trace is for.
     interpret: argument of `pl.pallas_call`.
     """
     (num_rows, size), (count, out) = x.shape, scales.shape
@@ -57,13 +58,14 @@ def quantized_matmul(
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """Reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if the kernel
-    does."""
+    """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
+    the kernel does.
+    """
     return why_not(size, num_scales, dtype)
 
 
 def sums_are_smaller(rows: int, group: int, sizes: TpuProducts) -> bool:
-    """Whether to scale sums of groups rather than the matrix, as sums are no larger for so few rows.
+    """Whether to scale sums of groups rather than the matrix, because for so few rows there are fewer sums.
 
     Per group, the sums have a number for each row, the matrix one for each input.
     """
@@ -129,7 +131,7 @@ def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> Prep
 
 
 def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
-    """Sum of each group of each row as bfloat16 [M, 3 n]: high bits, low bits, high bits.
+    """Return the sum of each group of each row as bfloat16 [M, 3 n]: high bits, low bits, high bits.
 
     Times zeros as high, high, low bits, this gives a product in 16 bits of mantissa in one pass.
     """
@@ -213,7 +215,8 @@ def clear(total: Any, sums: Any, zeros: Any) -> None:
 def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
-    """Rows and columns of a tile with all `size` inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the smallest.
+    """Return the rows and columns of a tile with all `size` inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the
+    smallest.
 
     num_scales: along the inputs, 0 for a plain matrix.
     """
@@ -236,18 +239,18 @@ def tiles(
 
 
 def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: Any, codes_dtype: Any) -> tuple[int, int]:
-    """Bytes in VMEM of two tiles: of rows with their results, and of a matrix's columns."""
+    """Return the bytes in VMEM of two tiles: of rows with their results, and of a matrix's columns."""
     of_rows = rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
     return 2 * of_rows, 2 * columns * column_bytes(size, num_scales, codes_dtype)
 
 
 def column_bytes(size: int, num_scales: int, codes: Any) -> int:
-    """Bytes of a matrix's column: its codes, scales and zeros."""
+    """Return the bytes of a matrix's column: its codes, scales and zeros."""
     return size * jnp.dtype(codes).itemsize // per_byte(codes) + 8 * num_scales
 
 
 def vmem_limit(tile: tuple[int, int], rows: PreparedRows, codes: jax.Array, scales: Any, zeros: Any, most: int) -> int:
-    """VMEM limit in bytes for a kernel with such tiles, at most `most`.
+    """Return the VMEM limit in bytes for a kernel with such tiles, at most `most`.
 
     XLA keeps nothing between kernels in memory that one of them reserves, so the limit is no larger than needed.
     """

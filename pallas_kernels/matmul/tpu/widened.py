@@ -35,14 +35,17 @@ SUBLANES = 16
 
 
 def why_not(size: int, num_scales: int, dtype: Any) -> str:
-    """Reason why a matrix of `size` inputs in `num_scales` groups is not multiplied here; "" if it is."""
+    """Return the reason why this form does not support a matrix of `size` inputs in `num_scales` groups; "" if it does.
+    """
     if num_scales == 1:
         return "with one scale a channel XLA's product is as good"
     return why_not_aligned(size, num_scales, dtype)
 
 
 def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
-    """Reason why a matrix is not multiplied here, as `why_not`, for kernels that also take one scale per channel."""
+    """Return the reason why a matrix is not supported, as `why_not`, for kernels that also take one scale per channel;
+    "" if it is.
+    """
     if dtype != jnp.bfloat16:
         return "kernels widen to bfloat16"
     if size % ALIGNED or size // num_scales % SUBLANES:
@@ -51,7 +54,7 @@ def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
 
 
 def chunk_of(group: int) -> int:
-    """Inputs that are widened at a time: a number of groups, or a divisor of one."""
+    """Return the number of inputs that are widened at a time: a number of groups, or a divisor of one."""
     if group > CHUNK and group % ALIGNED == 0:
         return math.gcd(group, CHUNK)
     step = math.lcm(group, ALIGNED)
@@ -128,7 +131,7 @@ def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length)
 
 
 def _column(array: Any, index: Any) -> jax.Array:
-    """Column [M, 1] at a dynamic index of an array [M, n] in VMEM."""
+    """Return column [M, 1] at a dynamic index of an array [M, n] in VMEM."""
     own = lax.broadcasted_iota(jnp.int32, array.shape, 1) == index
     return jnp.sum(jnp.where(own, array[...], 0.0), axis=1, keepdims=True)
 

@@ -9,7 +9,9 @@ from jaxengine.pallas_kernels.matmul.xla import dense as dense_xla
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """Product float32 [R, out]; the public operation has checked the arguments."""
+    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CUDA card: float32 [R, out];
+    matmul.dense.matmul has checked the arguments.
+    """
     rows = x.shape[0]
     if rows == 1:
         # For one row XLA:GPU writes all products, a float32 array of the matrix's size, to memory before it sums them.

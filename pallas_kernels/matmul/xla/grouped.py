@@ -25,7 +25,8 @@ _TRIP_ROWS = 8192  # most rows of a trip
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, transposed: bool = False
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments.
+    """Multiply rows x [M, in] by the matrix of their group, w [G, in, out], over tiles of rows: [M, out] in out_dtype;
+    matmul.grouped.grouped_matmul has checked the arguments.
 
     transposed: each column of a matrix is contiguous in memory. Without it XLA would reorder all matrices.
     """
@@ -79,12 +80,13 @@ def over_tiles(
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Rows of a tile: a power of two, at most the size of an average group, so that padding at most doubles the
-    rows."""
+    """Return the rows of a tile: a power of two, at most the size of an average group, so that padding at most doubles
+    the rows.
+    """
     average = max(num_rows // num_groups, 1)
     return min(max(1 << average.bit_length() - 1, _MIN_TILE), _MAX_TILE)
 
 
 def most_tiles_of(num_rows: int, num_groups: int) -> int:
-    """Upper bound of the number of tiles, however rows are spread over the groups."""
+    """Return an upper bound of the number of tiles, however rows are spread over the groups."""
     return min(num_rows, num_rows // tile_rows_of(num_rows, num_groups) + num_groups)

@@ -23,7 +23,8 @@ def lora_product(
     rank: int,
     sizes: LoraTiles | None = None,
 ) -> jax.Array:
-    """Return y f32[T, out] with what the adapters add; the public operation has checked the arguments.
+    """Add the adapters of its rows to y f32[T, out] in plain XLA; arguments as of matmul.lora.lora_product, which has
+    checked them.
 
     sizes: those that the visits were made with.
     """
@@ -57,5 +58,5 @@ def lora_product(
 
 
 def dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
-    """Product over axis `contract` of the matrix, in float32."""
+    """Multiply x by a matrix over the matrix's axis `contract`, in float32."""
     return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

@@ -9,7 +9,9 @@ from jaxengine.pallas_kernels.matmul.rounding import as_rows, by_group, held_sca
 
 
 def microscaled_rows(x: jax.Array, global_scale: jax.Array | None, *, group: int, dtype: str, kind: str) -> jax.Array:
-    """Rounded rows [M, in] in x's dtype; the public operation has checked the arguments."""
+    """Round rows [M, in] to a microscaled format in plain XLA and return their values in x's dtype;
+    matmul.microscaled.microscaled_rows has checked the arguments.
+    """
     values = by_group(x.astype(jnp.float32), x.shape[1] // group)
     if global_scale is not None:
         global_scale = of_groups(jnp.broadcast_to(global_scale, (len(x), values.shape[1])), values)

@@ -81,7 +81,7 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
-    """Product f32 of rows, or their codes, with codes: in eight bits where both have them, else in `dtype`.
+    """Multiply rows, or their codes, by codes: f32, in eight bits if both have them, else in `dtype`.
 
     dims: as `lax.dot_general`'s.
     """
@@ -132,10 +132,10 @@ def widened_product(
 def _group_sums(
     x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any
 ) -> jax.Array:
-    """Sum over groups of inputs of (x @ codes) * scales, less x @ zeros, for any group size: f32 [M, out].
+    """Sum over groups of inputs (x @ codes) * scales, less x @ zeros, for any group size: f32 [M, out].
 
-    x_scales: [M, m], where m divides the matrix's number of groups; None for rows that are not rounded. dtype: what is
-    multiplied in where eight bits are not.
+    x_scales: [M, m], where m divides the matrix's number of groups; None for rows that are not rounded. dtype: dtype of
+    the products that are not in eight bits.
     """
     rows, (count, out_size) = x.shape[0], scales.shape
     y = jnp.zeros(())

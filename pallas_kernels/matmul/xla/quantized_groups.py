@@ -29,7 +29,8 @@ def quantized_grouped_matmul(
     transposed: bool = False,
     fine: Any = jnp.float16,
 ) -> jax.Array:
-    """Product [M, out] in out_dtype; the public operation has checked the arguments.
+    """Multiply rows x [M, in] by the quantised matrix of their group, over tiles of rows: [M, out] in out_dtype;
+    matmul.quantized.quantized_grouped_matmul has checked the arguments.
 
     transposed: as `matmul.xla.grouped.grouped_matmul`'s. fine: see `matmul.xla.quantized.fine_rows`.
     """
