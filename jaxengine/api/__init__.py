@@ -1,1 +1,1 @@
-"""What a program touches: LLM, AsyncLLM, and the engine behind both."""
+"""Python interface for programs: LLM, AsyncLLM, and the engine that both run."""

@@ -1,4 +1,4 @@
-"""Loads LoRA adapters into an engine, in this process or another; their files are read on a thread of the engine's
+"""Loading of LoRA adapters into an engine, in this process or another; their files are read on a thread of the engine's
 process.
 """
 
@@ -17,12 +17,10 @@ _POLL_SECONDS = 0.01
 
 
 async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None) -> None:
-    """Loads an adapter from a path on the engine's machine, and waits until it is loaded.
-
-    Raises RequestError, with nothing changed, or EngineDeadError.
+    """Load an adapter from a path on the engine's machine; returns when it is loaded.
 
     utility: `EngineClient.utility`. number: the adapter's lora_int_id; None makes it an error that the adapter is
-      already loaded.
+    loaded already. Raises RequestError, with nothing changed, or EngineDeadError.
     """
     ticket = await utility("load_adapter", name, path, number)
     while ticket and not await utility("adapter_is_loaded", ticket):
@@ -30,7 +28,7 @@ async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: 
 
 
 def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
-    """Loads the request's adapter unless it is loaded, and returns its name; None without a request.
+    """Load the request's adapter unless it is loaded already, and return its name; None without a request.
 
     lock: guards `core`; files are read without holding it. Raises ModelFileError or RequestError, with nothing changed.
     """

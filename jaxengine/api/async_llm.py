@@ -1,4 +1,4 @@
-"""The online API: requests as async streams over one engine, which steps on its own thread."""
+"""Online API: requests as async streams over one engine, which steps on its own thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class _Reader:
-    """Passes outputs from the engine's thread to a stream that is read on an event loop."""
+    """Bridge that passes outputs from the engine's thread to a stream read on an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, stream: OutputStream):
         self._loop = loop
@@ -58,7 +58,7 @@ class _Reader:
 
 
 class AsyncLLM(AsyncWeightMethods, VllmMethods):
-    """Streams outputs of many requests at once.
+    """Engine that streams the outputs of many requests at once, for use from async code.
 
     Args:
       model, devices, mesh, mesh_axes, options: as for `LLM`.
@@ -93,11 +93,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         usage_context: Any = None,
         stat_loggers: None = None,
     ) -> Self:
-        """Makes an engine of `EngineArgs`, or of an EngineConfig. usage_context: for vLLM's statistics of usage, which
-        are not collected here.
+        """Make an engine from `EngineArgs` or an EngineConfig. usage_context: for vLLM's usage statistics, which are
+        not collected here.
 
-        Raises ConfigError for other values of start_engine_loop and stat_loggers than the defaults; otherwise the same
-        errors as `LLM`.
+        Raises ConfigError for start_engine_loop or stat_loggers other than the defaults; otherwise the same errors as
+        `LLM`.
         """
         for name, value, only in (("start_engine_loop", start_engine_loop, True), ("stat_loggers", stat_loggers, None)):
             if value is not only:
@@ -106,7 +106,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     @property
     def core(self) -> EngineCore:
-        """The engine. Raises EngineDeadError in a fork of its process."""
+        """Return the engine. Raises EngineDeadError in a fork of its process."""
         self._core.check_process()
         return self._core
 
@@ -115,12 +115,12 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has failed or was shut down, or this process is a fork of its own."""
+        """Whether the engine has failed or was shut down, or this process is a fork of the engine's."""
         return self._dead is not None or not self._core.owner.is_here
 
     @property
     def inputs(self) -> InputProcessor:
-        """The engine's limits, tokenizer and default sampling parameters."""
+        """Return the engine's InputProcessor: limits, tokenizer and default sampling parameters."""
         return self.core.inputs
 
     def generate(
@@ -165,8 +165,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         decode: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> CompletionLogprobs:
-        """Do as `LLM.get_logprobs`, of a list of prompts and with one adapter for all. After an error of one request
-        the others still run to their ends.
+        """Return the raw log-probability of each token of a completion of each prompt, as `LLM.get_logprobs` does, with
+        one adapter for all. After an error of one request the others still run to their ends.
         """
         known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
         asked = zip(known.prompts, known.params, strict=True)
@@ -174,7 +174,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return known.result(outputs)
 
     async def _last(self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None) -> RequestOutput:
-        """The last output of a request."""
+        """Run a request and return its last output."""
         output = None
         async for each in self.generate(prompt, params, lora_request=lora_request):
             output = each
@@ -182,13 +182,13 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return output
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter unless it is loaded. Returns True. Raises RequestError, with nothing changed."""
+        """Load an adapter unless it is loaded. Returns True. Raises RequestError, with nothing changed."""
         number = lora_request.lora_int_id
         await load_adapter(self.utility, lora_request.lora_name, lora_request.path, number)
         return True
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Closes the adapter with this lora_int_id to new requests. Returns whether there was one."""
+        """Close the adapter with this lora_int_id to new requests. Returns whether there was one."""
         for each in await self.utility("adapters"):
             if each["number"] == lora_int_id:
                 await self.utility("unload_adapter", each["name"])
@@ -196,19 +196,23 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return False
 
     async def list_loras(self) -> set[int]:
-        """Returns the lora_int_id of each loaded adapter."""
+        """Return the lora_int_id of each loaded adapter."""
         return {each["number"] for each in await self.utility("adapters")}
 
     async def reset_mm_cache(self) -> None:
-        """As `LLM.reset_mm_cache`."""
+        """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""
         await self.utility("reset_mm_cache")
 
     async def start_profile(self) -> None:
-        """As `LLM.start_profile`."""
+        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, and while one is
+        running.
+        """
         await self.utility("start_profile")
 
     async def stop_profile(self) -> None:
-        """As `LLM.stop_profile`."""
+        """Write the profile into the folder of profiler_config. Raises RequestError if none was started, or it cannot
+        be written.
+        """
         await self.utility("stop_profile")
 
     async def _with_adapter(
@@ -229,8 +233,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         timeout: float | None = None,
         client: str | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yields the one output of a request to a pooling model; otherwise as `generate`. pooling_params: None for the
-        model's defaults.
+        """Yield the one output of a request to a pooling model: its vector. pooling_params: None for the model's
+        defaults. Other arguments and errors as of `generate`.
         """
         params = copy.copy(pooling_params)
         return self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client))
@@ -242,7 +246,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Same as `EngineClient.stream`: `generate` for callers that already hold RequestOptions."""
+        """Yield outputs of a request like `generate`, for callers that already have RequestOptions; implements
+        `EngineClient.stream`.
+        """
         params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
         return self._outputs(prompt, params, request_id, options)
 
@@ -253,7 +259,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Same as `EngineClient.pool`: `encode` for callers that already hold RequestOptions."""
+        """Yield the one output of a request to a pooling model like `encode`, for callers that already have
+        RequestOptions; implements `EngineClient.pool`.
+        """
         params = PoolingParams() if pooling_params is None else pooling_params
         return self._outputs(prompt, params, request_id, options)
 
@@ -264,9 +272,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None,
         options: RequestOptions | None,
     ) -> AsyncIterator[Any]:
-        """Submits a request to the engine's thread and yields its outputs; aborts it if the caller stops reading.
+        """Submit a request to the engine's thread and yield its outputs; abort it if the caller stops reading.
 
-        None for request_id: a new one; for options: the defaults. The iteration raises RequestError and
+        request_id: None for a new one; options: None for the defaults. The iteration raises RequestError and
         EngineDeadError.
         """
         if request_id is None:
@@ -291,27 +299,27 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                     self._run_command(lambda: self._stop(reader, request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream yields a last output with finish_reason "abort".
+        """End a request; its stream yields a last output with finish_reason "abort".
 
         Returns before the engine has done so. Ignores an unknown id. Raises EngineDeadError.
         """
         self._run_command(lambda: self._abort(request_id))
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError once the engine has failed or was shut down, and in a fork of its process."""
+        """Raise EngineDeadError once the engine has failed or was shut down, and in a fork of its process."""
         self._core.check_process()
         if self._dead is not None:
             raise self._dead
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of `EngineCore.utilities` between two steps; returns its result, a plain JSON value.
+        """Call a function of `EngineCore.utilities` between two steps; return its result, a plain JSON value.
 
         Raises RequestError for an unknown name, the function's own errors, and EngineDeadError.
         """
         return await self.between_steps(lambda: self.core.utility(name, *arguments))
 
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Calls a function on the engine's thread before its next step, and waits for it.
+        """Call a function on the engine's thread before its next step, and wait for it.
 
         Returns the function's result, or raises its error or EngineDeadError.
         """
@@ -335,24 +343,24 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Periods in which tokens were turned into text: (start, end, outputs), seconds of time.monotonic; the latest,
-        in order.
+        """Return the latest periods in which tokens were turned into text, in order: (start, end, outputs), seconds of
+        time.monotonic.
         """
         return self.core.text_spans()
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """As `LLM.get_tokenizer`."""
+        """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
         return self._core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
-        """As `LLM.get_metrics`."""
+        """Return counters, gauges and histograms, each with `name` and `value`."""
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Stops the engine; streams still open end with EngineDeadError. Does nothing in a fork of its process.
+        """Stop the engine; open streams end with EngineDeadError. Does nothing in a fork of its process.
 
         timeout: seconds to wait for the engine's thread to end; None for no limit. The engine is shut down in either
-          case.
+        case.
         """
         if not self._core.owner.is_here:
             return
@@ -362,7 +370,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         self.core.shutdown()
 
     def _run_command(self, command: Callable[[], None]) -> None:
-        """Queues `command` for the engine's thread, which runs it before its next step; does not wait for it.
+        """Queue `command` for the engine's thread, which runs it before its next step; does not wait for it.
 
         Raises EngineDeadError.
         """
@@ -397,7 +405,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._readers[request_id] = reader
 
     def _stop(self, reader: _Reader, request_id: str) -> None:
-        """Aborts the request of a reader that left, unless the id now belongs to another request (this one was a
+        """Abort the request of a reader that left, unless the id now belongs to another request (this one was a
         duplicate).
         """
         if self._readers.get(request_id) is reader:
@@ -441,7 +449,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                 del self._readers[output.request_id]
 
     def _end(self, error: EngineDeadError) -> None:
-        """Ends all streams and queued commands with `error`. Once `_dead` is set nothing more is queued."""
+        """End all streams and queued commands with `error`. Once `_dead` is set nothing more is queued."""
         with self._command_lock:
             self._dead = error
         while self._commands:

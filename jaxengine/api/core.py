@@ -1,6 +1,6 @@
-"""A model ready to serve: prompts in, outputs out, one `step` at a time. What LLM and AsyncLLM both stand on.
+"""EngineCore, a model ready to serve: prompts in, outputs out, one `step` at a time. LLM and AsyncLLM run it.
 
-`inputs` makes requests of what callers ask for; here they are queued, run and reported.
+`inputs` turns prompts and parameters into requests; here they are queued, run and reported.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Loads the model, compiles every step, and then serves. Not thread-safe.
+    """Engine with request preparation and output processing: loads the model, compiles every step, and then serves. Not
+    thread-safe.
 
     Attributes:
-      config: nothing left open.
+      config: resolved configuration, with no option left open.
       inputs: prepares requests for this engine.
       model_path: file or folder of the model.
       owner: the process that may use it.
-      dead: why no request is taken and no step made any more, once a step has failed or after `shutdown`.
+      dead: why no request is accepted and no step run any more, once a step has failed or after `shutdown`.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class EngineCore:
         mesh: Mesh | None = None,
         mesh_axes: Mapping[str, str] | None = None,
     ):
-        """devices: to take from, default all; or a mesh that says how to use which, with mesh_axes as `LLM` has it.
+        """Load the model and compile its steps.
 
-        Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change; ClusterError with several
-        nodes.
+        devices: candidates, default all; or mesh and mesh_axes, as of `LLM`. Raises ConfigError, ModelConfigError or
+        ModelFileError, each saying what to change; ClusterError with several nodes.
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
@@ -84,8 +85,8 @@ class EngineCore:
         self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the engine and its other processes, if it has any; writes a profile that is being taken. Does nothing in
-        a fork.
+        """End the engine and its other processes, if it has any; write a profile that is running. Does nothing in a
+        fork.
 
         reason: why it has failed, sent to the other processes; None for an ordinary end.
         """
@@ -99,7 +100,9 @@ class EngineCore:
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Functions an operator may call between two steps, by name; arguments and results are plain JSON values."""
+        """Return the functions, by name, that an operator may call between two steps; arguments and results are plain
+        JSON values.
+        """
         return {
             "reset_prefix_cache": self._reset_prefix_cache,
             "metrics": self.metrics.snapshot,
@@ -113,7 +116,7 @@ class EngineCore:
         }
 
     def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls one of `utilities`. Raises RequestError for another name, and the function's own errors."""
+        """Call one of `utilities`. Raises RequestError for another name, and the function's own errors."""
         if name not in self.utilities:
             raise RequestError(f"there is no {name!r}; allowed: {', '.join(self.utilities)}", param="name", value=name)
         return self.utilities[name](*arguments)
@@ -123,26 +126,26 @@ class EngineCore:
         return self.engine.has_unfinished
 
     def rest(self) -> float:
-        """Does what is due while `has_unfinished` is False; returns after how many seconds to call again, inf for
-        never: requests time out in a pause too.
+        """Do periodic work while `has_unfinished` is False; return in how many seconds to call again, inf for never.
+        Requests time out in a pause, too.
         """
         scheduler, due = self.engine.scheduler, self.engine.extensions.rest()
         return max(0.0, min(due, scheduler.next_deadline - time.monotonic())) if scheduler.paused else due
 
     def check_process(self) -> None:
-        """Raises EngineDeadError in a fork."""
+        """Raise EngineDeadError in a fork of the engine's process."""
         if not self.owner.is_here:
             self.owner.check()
 
     def check(self) -> None:
-        """Raises EngineDeadError once a step has failed, after `shutdown`, and in a fork."""
+        """Raise EngineDeadError once a step has failed, after `shutdown`, and in a fork."""
         if not self.owner.is_here:
             self.owner.check()
         if self.dead is not None:
             raise self.dead
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Queues a prepared request. Raises RequestError, with nothing changed, or the same errors as `check`."""
+        """Queue a prepared request. Raises RequestError, with nothing changed, or the same errors as `check`."""
         self.check()
         if prepared.request_id in self._processor:
             raise RequestError(
@@ -152,24 +155,24 @@ class EngineCore:
         self._processor.add(prepared)
 
     def abort(self, request_id: str) -> list[AnyOutput]:
-        """Ends a request and frees its pages; returns its last outputs, [] when there is no such request."""
+        """End a request and free its pages; return its last outputs, [] if there is no such request."""
         running = self._processor.running(request_id)
         for request in running:
             self.engine.finish(request, FinishReason.ABORT)
         return self._process(EngineOutput(finished=running))
 
     def step(self) -> list[AnyOutput]:
-        """Runs one step; returns the outputs it brought. `pop_rejected` returns the requests that ended without one.
+        """Run one step; return its outputs. `pop_rejected` returns the requests that ended without one.
 
         Raises the same errors as `advance`.
         """
         return self._process(self.advance())
 
     def advance(self) -> EngineOutput:
-        """Runs one step; returns its tokens, for a caller who makes text of them elsewhere.
+        """Run one step; return its tokens, for a caller that turns them into text elsewhere.
 
-        Raises EngineDeadError as `check`, and if the step fails. From then on every step raises it: nobody knows in
-        what state device buffers were left.
+        Raises EngineDeadError as `check` does, and if the step fails. From then on every step raises it: the state of
+        device buffers is unknown.
         """
         self.check()
         try:
@@ -182,14 +185,14 @@ class EngineCore:
         return output
 
     def pop_rejected(self) -> list[tuple[str, RequestError]]:
-        """Returns the requests that `step` has found not to be servable since the last call: ids and their callers'
-        errors.
-        """
+        """Return the requests that `step` has refused since the last call: ids and the errors for their callers."""
         rejected, self._rejected = self._rejected, []
         return rejected
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """The latest periods in which tokens were made text here: (start, end, outputs), seconds of time.monotonic."""
+        """Return the latest periods in which this process turned tokens into text: (start, end, outputs), seconds of
+        time.monotonic.
+        """
         return list(self._processor.spans)
 
     def _reset_prefix_cache(self) -> bool:
@@ -197,11 +200,11 @@ class EngineCore:
         return True
 
     def _count_rejections(self, count: int) -> None:
-        """Counts requests that a process in front of the engine has refused because too many waited."""
+        """Count requests that a process in front of the engine has refused because too many waited."""
         self.engine.request_stats.num_rejections += count
 
     def _trace(self, seconds: float) -> dict[str, Any]:
-        """Returns the last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""
+        """Return the last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:
@@ -219,6 +222,6 @@ class EngineCore:
         return [*outputs]
 
     def _stop(self, request: Request, text: str, num_tokens: int) -> None:
-        """Ends a request in which a stop string was found. text: that string; num_tokens: of the output, up to it."""
+        """End a request in which a stop string was found. text: that string; num_tokens: output tokens up to it."""
         self.engine.finish(request, FinishReason.STOP, text)
         self.engine.record_finish(request, FinishReason.STOP, num_tokens)

@@ -17,15 +17,15 @@ if TYPE_CHECKING:  # imports tokenizers and models, which code that only catches
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has failed or was shut down; a new one must be started."""
+    """Raised if the engine has failed or was shut down; a new one must be started."""
 
 
 class EngineDrainingError(EngineDeadError):
-    """The server is shutting down and takes no new requests."""
+    """Raised if the server is shutting down and accepts no new requests."""
 
 
 class EngineClient(Protocol):
-    """An engine that serves many requests at once. All methods are called on one event loop.
+    """Interface of an engine that serves many requests at once. All methods are called on one event loop.
 
     Attributes:
       inputs: limits, tokenizer, chat template and default sampling parameters.
@@ -45,7 +45,7 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields outputs as `sampling_params.output_kind` specifies, until the request is finished.
+        """Yield outputs as `sampling_params.output_kind` specifies, until the request is finished.
 
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages. A
         request that takes longer than `options.timeout` seconds ends with finish_reason "abort" and stop_reason
@@ -64,7 +64,7 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yields the one output of a request to a pooling model; otherwise same as `stream`."""
+        """Yield the one output of a request to a pooling model. Arguments and errors as of `stream`."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -84,14 +84,14 @@ class EngineClient(Protocol):
         ...
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Periods in which this process turned tokens into text: (start, end, outputs), seconds of time.monotonic, in
-        order.
+        """Return the periods in which this process turned tokens into text, in order: (start, end, outputs), seconds of
+        time.monotonic.
         """
         ...
 
 
 class EngineWrapper:
-    """The part of an EngineClient around another one that only passes calls on."""
+    """Base class of an EngineClient that wraps another one and passes calls on to it."""
 
     def __init__(self, engine: EngineClient):
         self.inputs: InputProcessor = engine.inputs

@@ -17,25 +17,25 @@ def print_embeddings(embeds: Sequence[Any], prefix: str = "Embeddings") -> None:
 
 
 def get_open_port() -> int:
-    """A TCP port of this host that nobody listens on at the moment."""
+    """Return a TCP port of this host on which nobody listens at the moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Frees the devices' memory of engines that nobody holds any more. shutdown_ray: changes nothing, no engine starts
+    """Free the devices' memory of engines that are no longer referenced. shutdown_ray: ignored, since no engine starts
     Ray.
     """
     gc.collect()
 
 
 class CurrentPlatform:
-    """What the devices are, asked of jax when it is needed."""
+    """Description of the devices, read from jax on demand; stands for vLLM's current_platform."""
 
     @property
     def device_type(self) -> str:
-        """ "cpu", "tpu", "cuda" or "rocm"."""
+        """Return "cpu", "tpu", "cuda" or "rocm"."""
         name = jax.default_backend()
         if name != "gpu":
             return name
@@ -54,22 +54,22 @@ class CurrentPlatform:
         return self.device_type == "rocm"
 
     def is_cuda_alike(self) -> bool:
-        """Whether it is a GPU of NVIDIA or AMD."""
+        """Whether the devices are GPUs of NVIDIA or AMD."""
         return self.device_type in ("cuda", "rocm")
 
     def is_xpu(self) -> bool:
         return self.device_type == "xpu"
 
     def device_count(self) -> int:
-        """Devices of this process."""
+        """Return the number of devices of this process."""
         return jax.local_device_count()
 
     def get_device_name(self, device_id: int = 0) -> str:
-        """The device's name, such as "NVIDIA H100 80GB HBM3"."""
+        """Return the device's name, such as "NVIDIA H100 80GB HBM3"."""
         return jax.local_devices()[device_id].device_kind
 
     def empty_cache(self) -> None:
-        """Frees the memory of arrays that nobody holds any more; jax keeps no others."""
+        """Free the memory of arrays that are no longer referenced; jax keeps no others."""
         gc.collect()
 
 

@@ -15,14 +15,14 @@ from typing import Any
 
 
 class FairLock:
-    """A context manager that locks; not reentrant.
+    """Lock that serves waiters in order; a context manager, not reentrant.
 
     In the main thread the first Ctrl-C, while locked or waiting for the lock, is deferred until the lock is released; a
     second one interrupts at once.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None):
-        """check: called before the lock is taken or waited for; what it raises propagates."""
+        """Make an unlocked lock. check: called before the lock is taken or waited for; its errors propagate."""
         self._check = check
         self._guard = threading.Lock()
         self._is_taken = False
@@ -77,16 +77,16 @@ class FairLock:
 
 
 class _CtrlC:
-    """A deferred Ctrl-C."""
+    """Deferral of Ctrl-C."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]):
         self._handler, self._waits = handler, False
 
     @classmethod
     def held(cls) -> _CtrlC | None:
-        """Starts to defer SIGINT; returns the object whose `let_go` ends that.
+        """Start to defer SIGINT; return the object whose `let_go` ends that.
 
-        Returns None where it cannot be deferred: outside the main thread, or without a Python handler.
+        Returns None if it cannot be deferred: outside the main thread, or without a Python handler.
         """
         if threading.current_thread() is not threading.main_thread():
             return None

@@ -1,4 +1,4 @@
-"""The offline API: `LLM(...)`, `generate`, `chat`, with vLLM's names and results."""
+"""Offline API: `LLM(...)`, `generate`, `chat`, with vLLM's names and results."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LLM(WeightMethods, VllmMethods):
 
     @property
     def core(self) -> EngineCore:
-        """The engine. Raises EngineDeadError in a fork of its process."""
+        """Return the engine. Raises EngineDeadError in a fork of its process."""
         self._core.check_process()
         return self._core
 
@@ -106,7 +106,7 @@ class LLM(WeightMethods, VllmMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Makes an LLM of `EngineArgs`, or of an EngineConfig. Raises the same errors as `LLM`."""
+        """Make an LLM from `EngineArgs` or an EngineConfig. Raises the same errors as `LLM`."""
         return cls(**engine_options(engine_args))
 
     def __enter__(self) -> LLM:
@@ -255,8 +255,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns an embedding of each prompt, `outputs.embedding`, a list of floats. Otherwise same as `encode`;
-        raises RequestError also for a model that classifies.
+        """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors as of
+        `encode`; raises RequestError also for a model that classifies.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
@@ -270,8 +270,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Returns label probabilities of each prompt, `outputs.probs`, a list of floats. Otherwise same as `encode`;
-        raises RequestError also for an embedding model.
+        """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors as of
+        `encode`; raises RequestError also for an embedding model.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
@@ -286,8 +286,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Returns a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
-        pooling_params.use_activation is set. Otherwise same as `encode`.
+        """Return a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
+        pooling_params.use_activation is set. Arguments and errors as of `encode`.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
@@ -396,7 +396,7 @@ class LLM(WeightMethods, VllmMethods):
             return self.core.utility("reset_prefix_cache")
 
     def reset_mm_cache(self) -> None:
-        """Drops cached pictures and videos, both preprocessed and encoded; running requests keep theirs."""
+        """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""
         with self._lock:
             self.core.utility("reset_mm_cache")
 
@@ -472,8 +472,8 @@ class LLM(WeightMethods, VllmMethods):
                 shown = num_ended
 
     def _step(self) -> None:
-        """Runs one step, for a caller who holds the lock, and hands its outputs and rejected requests to the calls
-        that own them.
+        """Run one step, for a caller that holds the lock, and pass its outputs and rejected requests to the calls that
+        own them.
         """
         for output in self.core.step():
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
@@ -490,7 +490,7 @@ class LLM(WeightMethods, VllmMethods):
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
-    """Returns several prompts as they are, and a single one as a list of one. Raises RequestError for anything else."""
+    """Return several prompts as they are, and a single one as a list of one. Raises RequestError for anything else."""
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
     if not isinstance(batch, (Sequence, np.ndarray)):
         allowed = "a string, a list of token ids, a dict, or a list of them"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(VllmMethods):
-    """An engine without a loop: `step` runs one step for all requests that were added. For one thread at a time.
+    """Engine without a loop: `step` runs one step for all requests that were added. For one thread at a time.
 
     Args:
       model, devices, mesh, mesh_axes, options: as for `LLM`.
@@ -55,8 +55,8 @@ class LLMEngine(VllmMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, usage_context: Any = None) -> Self:
-        """Makes an engine of `EngineArgs`, or of an EngineConfig. usage_context: for vLLM's statistics of usage, which
-        are not collected here.
+        """Make an engine from `EngineArgs` or an EngineConfig. usage_context: for vLLM's usage statistics, which are
+        not collected here.
 
         Raises the same errors as `LLM`.
         """
@@ -98,7 +98,7 @@ class LLMEngine(VllmMethods):
             self.core.abort(each)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether `step` has work left."""
         return self.core.has_unfinished or bool(self._outputs or self._errors)
 
     def get_num_unfinished_requests(self) -> int:
@@ -106,11 +106,12 @@ class LLMEngine(VllmMethods):
         return self.core.engine.scheduler.num_unfinished
 
     def step(self) -> list[AnyOutput]:
-        """Runs one step and returns the outputs that it brought.
+        """Run one step and return its outputs.
 
         Raises:
-          RequestError: a request turned out to be wrong, such as one whose grammar cannot be compiled. It has ended and
-            others go on. The next call runs no step: it raises the next such error or returns the outputs of this step.
+          RequestError: a request turned out to be invalid, such as one whose grammar cannot be compiled. It has ended
+            and others go on. The next call runs no step: it raises the next such error or returns the outputs of this
+            step.
           EngineDeadError: the engine has failed or was shut down.
         """
         if not self._outputs and not self._errors:
@@ -122,17 +123,17 @@ class LLMEngine(VllmMethods):
         return outputs
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """As `LLM.get_tokenizer`."""
+        """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
         return self.core.inputs.require_tokenizer().hf
 
     def get_metrics(self) -> list[Metric | Histogram]:
-        """As `LLM.get_metrics`."""
+        """Return counters, gauges and histograms, each with `name` and `value`."""
         return self.core.metrics.collect()
 
     def reset_prefix_cache(self) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Drop all cached prefixes. Returns True."""
         return self.core.utility("reset_prefix_cache")
 
     def shutdown(self) -> None:
-        """Stops the engine."""
+        """Stop the engine and free its devices' memory."""
         self.core.shutdown()

@@ -1,4 +1,4 @@
-"""Methods and attributes of vLLM's engines that are not built here."""
+"""Methods and attributes of vLLM's engines that this engine does not have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOT_BUILT: dict[str, str] = {
 
 
 class NotBuiltError(NotImplementedError, AttributeError):
-    """vLLM has a method or attribute of this name, and this engine does not. For `hasattr` it is absent."""
+    """Raised for a method or attribute that vLLM has and this engine lacks. To `hasattr` it is absent."""
 
 
 class VllmMethods:

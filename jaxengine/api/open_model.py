@@ -1,6 +1,6 @@
-"""A model to look into: its module, its weights, and a forward pass over plain token ids, without an engine.
+"""Model for inspection: its module, its weights, and a forward pass over plain token ids, without an engine.
 
-`jaxengine.checkpoint.model_source.open_model`, below this, opens the files of a model for an engine.
+`jaxengine.checkpoint.model_source.open_model`, which this uses, opens the files of a model for an engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class OpenModel:
     path: Path
 
     def forward(self, tokens: Tokens) -> jax.Array:
-        """Return logits f32[T, V] of token ids [T], or f32[B, T, V] of [B, T]: those of the token after each.
+        """Return logits f32[T, V] of token ids [T], or f32[B, T, V] of [B, T]: at each position those of the next
+        token.
 
         Raises ValueError for ids that the vocabulary does not have, no tokens, other shapes, and numbers that are no
         integers.
@@ -59,15 +60,17 @@ class OpenModel:
         """Return the hidden states [T, layers + 1, D] of token ids [T], or [B, T, layers + 1, D] of [B, T], in the
         model's dtype.
 
-        Counted as transformers counts them: 0 is the embeddings, n is what layer n gives, and the last is taken after
-        the final norm. Raises as `forward`.
+        Numbered as in transformers: 0 is the embeddings, n is the output of layer n, and the last is taken after the
+        final norm. Raises as `forward` does.
         """
         rows, is_one = self._rows(tokens)
         states = hidden_states(self.module, self.params, rows)
         return states[0] if is_one else states
 
     def _rows(self, tokens: Tokens) -> tuple[jax.Array, bool]:
-        """i32[B, T], and whether `tokens` are those of one sequence, [T]. Raises ValueError as `forward`."""
+        """Return tokens as i32[B, T], and whether they were given as one sequence, [T]. Raises ValueError as `forward`
+        does.
+        """
         found = np.asarray(tokens)
         if found.ndim not in (1, 2) or found.size == 0 or not np.issubdtype(found.dtype, np.integer):
             raise ValueError(f"tokens must be integers [T] or [B, T], got {found.dtype}{list(found.shape)}")

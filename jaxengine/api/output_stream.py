@@ -10,20 +10,22 @@ from jaxengine.requests.pooling.outputs import PoolingRequestOutput
 
 
 class OutputStream:
-    """Holds at most one output and merges later ones into it, so that a slow reader costs no memory.
+    """Buffer of at most one output that merges later ones into it, so that a slow reader costs no memory.
 
     All methods are called on one event loop.
     """
 
     def __init__(self, aggregate: bool):
-        """aggregate: outputs carry only new tokens (RequestOutputKind.DELTA), so that merging concatenates them."""
+        """Make an empty buffer. aggregate: outputs carry only new tokens (RequestOutputKind.DELTA), so that merging
+        concatenates them.
+        """
         self._aggregate = aggregate
         self._waiting: RequestOutput | PoolingRequestOutput[Any] | None = None
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
     def put(self, item: RequestOutput | PoolingRequestOutput[Any] | BaseException) -> None:
-        """Adds an output, or the error that ends the stream."""
+        """Add an output, or the error that ends the stream."""
         if isinstance(item, BaseException):
             self._error = item
         elif isinstance(self._waiting, RequestOutput) and isinstance(item, RequestOutput):
@@ -33,8 +35,7 @@ class OutputStream:
         self._ready.set()
 
     async def get(self) -> Any:
-        """Waits for an output and returns what has arrived since the last call. Raises the error once no output is
-        left.
+        """Wait for an output and return what has arrived since the last call. Raises the error once no output is left.
         """
         await self._ready.wait()
         self._ready.clear()

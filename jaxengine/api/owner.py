@@ -1,4 +1,4 @@
-"""The process that an engine belongs to. A forked copy of it has the engine's memory, and none of its threads."""
+"""Process that an engine belongs to. A forked copy has the engine's memory, and none of its threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Owner:
     """The process that created this object.
 
     Attributes:
-      is_here: whether this is that process, and no fork of it.
+      is_here: whether the code runs in that process, not in a fork of it.
       has_devices: whether it uses jax's devices; in other processes, a fork must not open them.
     """
 
@@ -30,7 +30,7 @@ class Owner:
         _watch_forks()
 
     def check(self) -> None:
-        """Raises EngineDeadError in a fork, where every call would wait for ever for a thread of the owner."""
+        """Raise EngineDeadError in a fork, where every call would wait for ever for a thread of the owner."""
         if not self.is_here:
             raise EngineDeadError(
                 f"this engine belongs to process {self._pid}, and process {os.getpid()} is a fork without its threads "
@@ -40,7 +40,7 @@ class Owner:
 
 
 def refuse_pickle(kind: str) -> TypeError:
-    """Returns the error for an engine that should be sent to another process; kind: the class."""
+    """Return the error to raise when an engine is pickled for another process. kind: the name of its class."""
     return TypeError(
         f"{kind} cannot be pickled or copied: its devices and threads belong to this process; create it in the process "
         "that uses it, or send requests to `jaxengine serve`"
@@ -53,10 +53,10 @@ def _watch_forks() -> None:
 
 
 def _after_fork() -> None:
-    """Tells the owners, in a forked process, that they are not here, and lets the fork end.
+    """Mark the owners, in a forked process, as not here, and let the fork end.
 
     At exit a process deletes jax's clients, which would wait for threads that a fork does not have. They are kept by
-    references that are never returned.
+    references that are never released.
     """
     owners = list(_OWNERS)
     for owner in owners:

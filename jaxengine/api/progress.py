@@ -8,7 +8,7 @@ from jaxengine.requests.outputs import AnyOutput, RequestOutput
 
 
 def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Adds the tokens of `outputs` to the counts `before`; both are (prompt tokens, generated tokens)."""
+    """Return the counts `before` plus the tokens of `outputs`; both are (prompt tokens, generated tokens)."""
     prompt, generated = before
     for output in outputs:
         prompt += len(output.prompt_token_ids)
@@ -18,6 +18,6 @@ def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0))
 
 
 def speed_text(num_prompt_tokens: int, num_generated_tokens: int, seconds: float) -> str:
-    """Formats token rates with the wording of vLLM's progress bar."""
+    """Format token rates in the wording of vLLM's progress bar."""
     rates = num_prompt_tokens / max(seconds, 1e-6), num_generated_tokens / max(seconds, 1e-6)
     return f"est. speed input: {rates[0]:.2f} toks/s, output: {rates[1]:.2f} toks/s"

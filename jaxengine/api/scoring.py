@@ -17,10 +17,10 @@ def params_for(
     truncate_prompt_tokens: int | None = None,
     task: str | None = None,
 ) -> list[PoolingParams]:
-    """Copies of the parameters, one per prompt. truncate_prompt_tokens, task: for those that leave these fields at
-    None.
+    """Return copies of pooling parameters, one for each of `count` prompts.
 
-    params: one for all, one for each of `count` prompts, or None for defaults. Raises RequestError for anything else.
+    params: one for all, one per prompt, or None for defaults. truncate_prompt_tokens, task: values for params that
+    leave these fields at None. Raises RequestError for anything else.
     """
     each: Any = [params or PoolingParams()] * count if params is None or isinstance(params, PoolingParams) else params
     if not isinstance(each, Sequence) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
@@ -41,7 +41,7 @@ def params_for(
 
 
 def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of texts to compare: one with one, one of data_1 with each of data_2, or pairwise.
+    """Return pairs of texts to compare: one with one, one of data_1 with each of data_2, or pairwise.
 
     Raises RequestError for an empty text or none, and if data_1 has neither one text nor as many as data_2.
     """
@@ -57,11 +57,11 @@ def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[t
 
 
 def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str | list[int]:
-    """Prompt of a cross-encoder for a pair of texts: formatted by a template; without one, token ids joined by the
-    tokenizer of an encoder, or the texts of a decoder one after the other.
+    """Return a cross-encoder's prompt for a pair of texts: formatted by a template; without one, token ids joined by
+    the tokenizer of an encoder, or the texts of a decoder one after the other.
 
-    chat_template: None for the engine's option. Raises RequestError for a model that does not score pairs, and where
-    the template fails.
+    chat_template: None for the engine's option. Raises RequestError for a model that does not score pairs, and if the
+    template fails.
     """
     model = inputs.require_pooling()
     classifier = model.pooler.classifier
@@ -82,6 +82,6 @@ def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template
 
 
 def refuse_template(chat_template: str | None) -> None:
-    """Raises RequestError if a pair template is given to an embedding model, which reads texts one by one."""
+    """Raise RequestError if a pair template is given to an embedding model, which reads texts one by one."""
     if chat_template is not None:
         raise RequestError("chat_template is for models that read both texts at once", param="chat_template")

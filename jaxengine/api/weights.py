@@ -1,6 +1,6 @@
-"""Pauses and new weights as LLM and AsyncLLM offer them; names and phases are vLLM's where it has them.
+"""Pauses and weight updates of LLM and AsyncLLM; names and phases are vLLM's where it has them.
 
-What replaces weights is imported when it is first asked for.
+The code that replaces weights is imported on first use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SETTLE_SECONDS = 0.002
 
 
 class WeightMethods(ABC):
-    """Methods of an engine that the calling threads step in turn."""
+    """Methods that replace weights, pause and sleep, of an engine that the calling threads step in turn."""
 
     _lock: AbstractContextManager[Any]
     _step: Callable[[], None]
@@ -35,7 +35,7 @@ class WeightMethods(ABC):
     @property
     @abstractmethod
     def core(self) -> EngineCore:
-        """The engine."""
+        """Return the engine."""
 
     def update_weights(
         self,
@@ -119,9 +119,9 @@ class WeightMethods(ABC):
         self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Calls a function while no request runs, and returns its result; begins and ends no pause but its own.
+        """Call a function while no request runs, and return its result; begins a pause and ends it again.
 
-        mode: as of `pause_generation`, whose errors and the function's it raises.
+        mode: as of `pause_generation`. Raises that method's errors and the function's.
         """
         key = object()
         with self._lock:
@@ -134,7 +134,7 @@ class WeightMethods(ABC):
                 weights.release(key)
 
     def _once_paused(self, key: object, function: Callable[[], _T]) -> _T:
-        """Steps until a pause is there, then calls a function and returns its result. key: as of `Weights.hold`."""
+        """Step until a pause is complete, then call a function and return its result. key: as of `Weights.hold`."""
         while True:
             with self._lock:
                 if _weights_of(self.core).settle(key):
@@ -142,23 +142,26 @@ class WeightMethods(ABC):
                 self._step()
 
     def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Lets no request run until `resume_generation`; those of other threads wait. Returns once the pause is there.
+        """Pause: let no request run until `resume_generation`; requests of other threads wait. Returns once the pause
+        is complete.
 
-        mode: what becomes of running requests: "keep" stops them where they are, "wait" lets them end first, "abort"
-          ends them. Raises RequestError for another one, for "wait" while the engine sleeps and has requests, and if
-          another thread ends the pause before it is there.
+        mode: what happens to running requests: "keep" stops them where they are, "wait" lets them end first, "abort"
+          ends them. Raises RequestError for another mode, for "wait" while the engine sleeps and has requests, and if
+          another thread ends the pause before it is complete.
         """
         with self._lock:
             _weights_of(self.core).pause(mode)
         self._once_paused(None, lambda: None)
 
     def resume_generation(self) -> None:
-        """Ends a pause; updates that are under way keep theirs. Raises RequestError while the engine sleeps."""
+        """End the pause of `pause_generation`; pauses of weight updates stay. Raises RequestError while the engine
+        sleeps.
+        """
         with self._lock:
             _weights_of(self.core).resume()
 
     def is_paused(self) -> bool:
-        """Whether requests wait for `resume_generation`."""
+        """Whether the engine is paused, so that requests wait for `resume_generation`."""
         with self._lock:
             return _weights_of(self.core).is_paused
 
@@ -187,7 +190,7 @@ class WeightMethods(ABC):
             _weights_of(self.core).wake(tags)
 
     def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices."""
+        """Whether weights or pages are not on the devices, after `sleep`."""
         with self._lock:
             return bool(_weights_of(self.core).asleep)
 
@@ -211,11 +214,11 @@ class AsyncWeightMethods(ABC):
     @property
     @abstractmethod
     def core(self) -> EngineCore:
-        """The engine."""
+        """Return the engine."""
 
     @abstractmethod
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Calls a function on the engine's thread and waits for it; returns its result, or raises its error or
+        """Call a function on the engine's thread and wait for it; return its result, or raise its error or
         EngineDeadError.
         """
 
@@ -232,7 +235,9 @@ class AsyncWeightMethods(ABC):
         target: Target = "model",
         chunk_bytes: int | None = None,
     ) -> WeightUpdate:
-        """As `LLM.update_weights`; requests that arrive while the engine is paused wait."""
+        """Replace the model's weights between two steps; requests that arrive while the engine is paused wait.
+        Arguments, result and errors as of `LLM.update_weights`.
+        """
         weights = await self._weights()
         weights.check(version, mode, kv)
         new = await asyncio.to_thread(_read_new, self.core, params, mapping, strict, donate, target, chunk_bytes)
@@ -248,7 +253,8 @@ class AsyncWeightMethods(ABC):
         mode: PauseMode = "keep",
         kv: KVMode = "recompute",
     ) -> None:
-        """As `LLM.update_lora`."""
+        """Replace an adapter's matrices, or add an adapter, from memory. Arguments and errors as of `LLM.update_lora`.
+        """
         weights = await self._weights()
         weights.check(None, mode, kv)
         adapters = await self.between_steps(lambda: _adapters_of(self.core))
@@ -256,7 +262,10 @@ class AsyncWeightMethods(ABC):
         await self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     async def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Calls a function on the engine's thread while no request runs; otherwise as `WeightMethods._in_pause`."""
+        """Call a function on the engine's thread while no request runs, in a pause of its own, and return its result.
+
+        mode: as of `pause_generation`. Raises that method's errors and the function's.
+        """
         weights, key = await self._weights(), object()
         try:
             # Also if this task is cancelled meanwhile the release comes after it: commands keep their order.
@@ -266,7 +275,7 @@ class AsyncWeightMethods(ABC):
             await self.between_steps(lambda: weights.release(key))
 
     async def _once_paused(self, weights: Any, key: object, function: Callable[[], _T]) -> _T:
-        """Waits until a pause is there, then calls a function on the engine's thread and returns its result.
+        """Wait until a pause is complete, then call a function on the engine's thread and return its result.
 
         weights: as of `_weights`; key: as of `Weights.hold`.
         """
@@ -277,40 +286,42 @@ class AsyncWeightMethods(ABC):
             await asyncio.sleep(_SETTLE_SECONDS)
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """As `LLM.pause_generation`."""
+        """Pause: let no request run until `resume_generation`. Returns once the pause is complete. mode and errors as
+        of `LLM.pause_generation`.
+        """
         weights = await self._weights()
         await self.between_steps(lambda: weights.pause(mode))
         await self._once_paused(weights, None, lambda: None)
 
     async def resume_generation(self) -> None:
-        """Do as `LLM.resume_generation`."""
+        """End the pause of `pause_generation`. Raises RequestError while the engine sleeps."""
         weights = await self._weights()
         await self.between_steps(weights.resume)
 
     async def is_paused(self) -> bool:
-        """Whether requests wait for `resume_generation`."""
+        """Whether the engine is paused, so that requests wait for `resume_generation`."""
         weights = await self._weights()
         return await self.between_steps(lambda: weights.is_paused)
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As `LLM.sleep`."""
+        """Free device memory until `wake_up`. level, mode and errors as of `LLM.sleep`."""
         weights = await self._weights()
         weights.check_sleep(level, mode)
         await self.between_steps(lambda: weights.pause(mode, level > 0))
         await self._once_paused(weights, None, lambda: weights.sleep(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As `LLM.wake_up`."""
+        """Restore what `sleep` freed, and end the pause. tags and errors as of `LLM.wake_up`."""
         weights = await self._weights()
         await self.between_steps(lambda: weights.wake(tags))
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices."""
+        """Whether weights or pages are not on the devices, after `sleep`."""
         weights = await self._weights()
         return await self.between_steps(lambda: bool(weights.asleep))
 
     async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """As `LLM.weight_info`."""
+        """Return the version of the weights and, with `checksum`, their checksums, as `LLM.weight_info` does."""
         return await self.between_steps(lambda: _weight_info(self.core, checksum))
 
     async def _weights(self) -> Any:
@@ -318,7 +329,7 @@ class AsyncWeightMethods(ABC):
 
 
 def _weights_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.weights.Weights. For a caller who may step the engine.
+    """Return the engine's jaxengine.engine.extensions.weights.Weights, for a caller that may step the engine.
 
     Raises EngineDeadError.
     """
@@ -335,7 +346,7 @@ def _read_new(
     target: Target,
     chunk_bytes: int | None,
 ) -> NewWeights:
-    """Read new weights onto the devices, not in use yet; steps may go on meanwhile. Arguments as of
+    """Read new weights onto the devices without using them yet; steps may go on meanwhile. Arguments as of
     `LLM.update_weights`.
 
     Raises WeightUpdateError, and RequestError for another target or chunk_bytes.
@@ -351,7 +362,7 @@ def _read_new(
 
 
 def _adapters_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.adapters.Adapters. For a caller who may step the engine.
+    """Return the engine's jaxengine.engine.extensions.adapters.Adapters, for a caller that may step the engine.
 
     Raises EngineDeadError, and RequestError for an engine without enable_lora.
     """
@@ -360,9 +371,10 @@ def _adapters_of(core: EngineCore) -> Any:
 
 
 def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, Any] | None, number: int | None) -> Any:
-    """An adapter in host memory, a GivenAdapter that is not in use yet; steps may go on meanwhile.
+    """Check an adapter's tensors and return it in host memory, a GivenAdapter not in use yet; steps may go on
+    meanwhile.
 
-    name, params, config, number: as of `LLM.update_lora`, the last its lora_int_id. Raises WeightUpdateError,
+    name, params, config, number: as of `LLM.update_lora`, number its lora_int_id. Raises WeightUpdateError,
     RequestError.
     """
     from jaxengine.runner.weight_update import read_adapter
@@ -374,9 +386,9 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """Return the version, and with `checksum` SHA-256 of each weight as it lies on the devices.
+    """Return the version and, with `checksum`, the SHA-256 of each weight as it lies on the devices.
 
-    Raises EngineDeadError, and RequestError where there are no checksums: weights sleep, or other processes have some.
+    Raises EngineDeadError, and RequestError if there are no checksums: weights sleep, or other processes have some.
     """
     from jaxengine.runner.weight_update import checksums
 

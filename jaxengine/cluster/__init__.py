@@ -1,1 +1,1 @@
-"""Multi-process engines: the other processes, and the messages between them."""
+"""Engines of several processes: the worker processes, and the messages between them and host 0."""

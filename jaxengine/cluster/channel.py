@@ -68,12 +68,12 @@ _ALIVE_SECONDS = 1.0
 
 
 class ClusterError(RuntimeError):
-    """The processes of an engine did not join, or one of them is lost."""
+    """Raised if the processes of an engine did not join, or one of them is lost."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """An operation, its fields as declared in OPERATIONS, and arrays of the dtypes in DTYPES."""
+    """Message: an operation, its fields as declared in OPERATIONS, and arrays of the dtypes in DTYPES."""
 
     op: str
     fields: Mapping[str, Any]
@@ -81,7 +81,7 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """Encodes a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
+    """Encode a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
 
     The arrays' dtypes are of DTYPES; another one raises KeyError. Raises ClusterError for fields that are too large.
     """
@@ -155,7 +155,7 @@ def read_key(file: str | None) -> bytes:
 
 
 class Channel:
-    """An authenticated connection. Any thread may send, one thread receives.
+    """Authenticated connection. Any thread may send, one thread receives.
 
     Raises ClusterError for an invalid message, OSError when the connection has ended.
     """
@@ -168,7 +168,7 @@ class Channel:
         connection.settimeout(SILENCE_SECONDS)
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Sends a message of the operation `op` with these fields; waits until the connection has taken it.
+        """Send a message of the operation `op` with these fields; returns when the connection has taken it.
 
         Raises ClusterError for a message that is too large, OSError when the connection has ended.
         """
@@ -180,7 +180,7 @@ class Channel:
             self.connection.sendall(length + self._code(0, length, payload) + payload)
 
     def receive(self) -> Message:
-        """Waits for the next message and returns it, signs of life too.
+        """Wait for the next message, heartbeats included, and return it.
 
         Raises ConnectionError at the end of the connection, TimeoutError after SILENCE_SECONDS without a byte,
         ClusterError for an invalid message.
@@ -195,7 +195,7 @@ class Channel:
         return decode(payload)
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
-        """Passes messages to `handle`, all but signs of life, until it returns False; sends regular signs of life.
+        """Pass messages, except heartbeats, to `handle` until it returns False; send heartbeats meanwhile.
 
         Raises OSError or ClusterError once the other end is gone or has been silent for SILENCE_SECONDS.
         """
@@ -257,8 +257,8 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
-    """Authenticates a new connection at host 0. Raises ClusterError or OSError if the peer does not prove in time that
-    it knows the key; the caller closes the connection then.
+    """Authenticate a new connection at host 0. Raises ClusterError or OSError if the peer does not prove in time that
+    it knows the key; the caller then closes the connection.
     """
     deadline = _prepare(connection)
     greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)

@@ -47,7 +47,7 @@ _NEVER_SECONDS = 10**6
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process; plan, ready and ended are as it reported them."""
+    """Worker process as host 0 sees it; plan, ready and ended are as it reported them."""
 
     node_rank: int
     host: str
@@ -61,13 +61,13 @@ class _Worker:
 
 
 class Cluster(Peers):
-    """Host 0's side of the cluster. After construction jax has the devices of all processes.
+    """Host 0's side of an engine of several processes. After construction jax has the devices of all processes.
 
     Once a process is lost every call raises ClusterError, and the interpreter exits with status 1.
     """
 
     def __init__(self, config: EngineConfig):
-        """Waits for the workers. This process must not have used jax's devices before.
+        """Wait for the workers to join. This process must not have used jax's devices before.
 
         Raises:
           ConfigError: an option is invalid or not supported.
@@ -120,7 +120,7 @@ class Cluster(Peers):
         return self.run(function)
 
     def announce(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Sends all workers the operation that this process is about to execute; does not wait until they execute it.
+        """Send all workers the operation that this process is about to execute; does not wait until they execute it.
 
         arrays, fields: of the message. Raises ClusterError if a process is lost.
         """
@@ -133,9 +133,9 @@ class Cluster(Peers):
                 self.check()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Calls `function` on another thread, as devices may wait forever for a lost process; returns its result.
+        """Call `function` on another thread, as devices may wait forever for a lost process; return its result.
 
-        Raises ClusterError once a process is lost, and otherwise what `function` raises, after BLAME_SECONDS in which
+        Raises ClusterError once a process is lost, and otherwise the error of `function`, after BLAME_SECONDS in which
         the loss of a process may show as its reason.
         """
         outcome: Future[_T] = Future()
@@ -146,18 +146,18 @@ class Cluster(Peers):
             return outcome.result()
 
     def check(self) -> None:
-        """Raises ClusterError if a process is lost."""
+        """Raise ClusterError if a process is lost."""
         if self._failure is not None:
             raise ClusterError(self._failure)
 
     def _check_open(self) -> None:
-        """Do as `check`; also raises ClusterError once the engine shuts down, when workers answer no more."""
+        """Raise ClusterError if a process is lost, or once the engine shuts down, when workers answer no more."""
         self.check()
         if self._closing:
             raise ClusterError("the engine has been shut down")
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the workers, and waits up to _END_SECONDS for them.
+        """End the workers, and wait up to _END_SECONDS for them.
 
         reason: of a failure; None for a normal end. A second call does nothing, nor does one in a fork of this process,
         which shares the connections.
@@ -181,10 +181,11 @@ class Cluster(Peers):
             worker.channel.close()
 
     def _await(self, what: str, arrived: Callable[[_Worker], bool]) -> None:
-        """Waits until `arrived` holds for all workers, at most config.cluster_timeout seconds.
+        """Wait until `arrived` holds for all workers, at most config.cluster_timeout seconds.
 
-        what: what they do then, a verb for messages ("join"). From then on a worker that leaves is lost, and none may
-        join. Raises ClusterError with the node ranks of those that are missing, or if a process is lost.
+        what: what the workers do at this point, a verb for messages ("join"). From then on a worker that leaves is
+        lost, and none may join. Raises ClusterError with the node ranks of those that are missing, or if a process is
+        lost.
         """
         config = self._config
         deadline = time.monotonic() + config.cluster_timeout
@@ -213,7 +214,7 @@ class Cluster(Peers):
             del function, outcome  # they hold arrays
 
     def _leave(self) -> None:
-        """Exit handler: ends the workers, and if a process was lost also this process, with status 1.
+        """Exit handler: end the workers, and if a process was lost also this process, with status 1.
 
         Runs before jax's own handler, which would wait for devices that wait for the lost process.
         """
@@ -226,8 +227,8 @@ class Cluster(Peers):
 
     @contextlib.contextmanager
     def _blaming(self) -> Iterator[None]:
-        """Context in which an error becomes a ClusterError about the loss of a process, if one is detected within
-        BLAME_SECONDS after it.
+        """Context manager in which an error becomes a ClusterError about the loss of a process, if one is detected
+        within BLAME_SECONDS after it.
         """
         try:
             yield
@@ -274,7 +275,7 @@ class Cluster(Peers):
             close_connection(connection)
 
     def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker | None:
-        """Admits a worker by its first message, `hello`, and returns it.
+        """Admit a worker by its first message, `hello`, and return it.
 
         address: from which it connects. Sends "refused" and raises ClusterError if it may not join.
         """
@@ -389,12 +390,14 @@ def free_listener() -> socket.socket:
 
 
 def versions() -> str:
-    """Versions that must be equal in all processes, so that they compile the same programs."""
+    """Return the versions that must be equal in all processes, so that they compile the same programs."""
     return f"jaxengine {__version__} with jax {jax.__version__}"
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
-    """Options for the workers, as JSON values, without the key file and hub token, of which each has its own."""
+    """Return the options for the workers, as JSON values, without the key file and hub token, of which each has its
+    own.
+    """
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     for name in ("compilation_config", "structured_outputs_config"):
         chosen[name] = vars(chosen[name])

@@ -32,10 +32,10 @@ _SLEEP = {
 
 
 class OrderTaker:
-    """Executes host 0's orders on a worker, and sends the answers."""
+    """Executor of host 0's orders on a worker; it sends the answers."""
 
     def __init__(self, runner: ModelRunner, send: Callable[..., None]):
-        """send: sends a message to host 0."""
+        """Start without orders. send: sends a message to host 0."""
         self._runner, self._send = runner, send
         self._read: dict[int, _Reading] = {}
         self._part: np.ndarray | None = None  # bytes of the part of a weight that host 0 fetches
@@ -50,9 +50,9 @@ class OrderTaker:
         }
 
     def take(self, message: Message) -> None:
-        """Execute an order. Returns before its answer is sent where a thread sends it.
+        """Execute an order. An answer that a thread sends may follow after the return.
 
-        Raises ClusterError for an order that there is not, and whatever a switch to new weights raises.
+        Raises ClusterError for an unknown order, and whatever a switch to new weights raises.
         """
         name = message.fields["name"]
         if name not in self._does:
@@ -73,7 +73,11 @@ class OrderTaker:
         return do
 
     def _part_of_weight(self, number: int, arrays: Any, *, first: int, count: int, **place: int) -> None:
-        """Answers some bytes of a part; host 0 asks for one part at a time, from its first byte on."""
+        """Answer with some bytes of a part of a weight; host 0 requests one part at a time, from its first byte on.
+
+        number: of the order. first, count: the bytes; place: stage, index and part, as of
+        `jaxengine.runner.process_weights.bytes_of_part`.
+        """
         if first == 0:
             self._part = bytes_of_part(self._runner, **place)
         found = [] if self._part is None else [self._part[first : first + count]]
@@ -108,8 +112,8 @@ class _Reading:
     """New weights that a thread reads, or has read.
 
     Attributes:
-      pieces: of tensors that host 0 sends: (number of the order, bytes, arguments of `_tensors`). Behind the last one
-        the function that sends what has become of the reading, or None if it was given up.
+      pieces: of tensors that host 0 sends: (number of the order, bytes, arguments of `_tensors`). After the last one
+        the function that sends the outcome of the reading, or None if it was given up.
       new: the weights, once they are all there.
     """
 
@@ -121,8 +125,8 @@ class _Reading:
         answer: Callable[..., None],
         tell: Callable[[Mapping[str, Any]], None] | None,
     ):
-        """path: of a folder, None for tensors that are sent. options: those of ReadOptions. answer: answers an order.
-        tell: answers that a folder has been read, or why not.
+        """Start the thread. path: of a folder, None for tensors that are sent. options: those of ReadOptions. answer:
+        answers an order. tell: answers that a folder has been read, or why not.
         """
         self._runner, self._path, self._options, self._answer, self._tell = runner, path, options, answer, tell
         self.pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -132,7 +136,7 @@ class _Reading:
         threading.Thread(target=self._run, name="jaxengine-weights", daemon=True).start()
 
     def give_up(self) -> None:
-        """End the reading, if it goes on, without an answer."""
+        """End the reading, if it still runs, without an answer."""
         self._stopped.set()
         self.pieces.put(None)
 
@@ -150,8 +154,9 @@ class _Reading:
             self._tell(content)
 
     def _messages(self) -> Iterator[tuple[np.ndarray, Mapping[str, Any]]]:
-        """Yields pieces. Each is answered when the next one is asked for: host 0 waits for that, whatever has become of
-        the tensor, so one iterator serves to the end."""
+        """Yield the pieces that host 0 sends. Each is answered when the next one is requested; host 0 waits for that
+        even if the tensor is faulty, so one iterator serves to the end.
+        """
         while self._tell is None and not self._stopped.is_set():
             piece = self.pieces.get()
             if piece is None or callable(piece):
@@ -162,7 +167,7 @@ class _Reading:
             self._answer(number, {})
 
     def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields name and tensor, put together of its pieces."""
+        """Yield the name and the tensor, assembled from its pieces."""
         held = np.empty(0, np.uint8)
         for data, place in self._sent:
             if place["first"] == 0:
@@ -176,7 +181,7 @@ class _Reading:
 
 
 def _fault(error: BaseException) -> dict[str, Any]:
-    """An answer that tells an error: its text, and tensors at fault."""
+    """Return an answer that reports an error: its text, and the faulty tensors."""
     faults = error.faults if isinstance(error, WeightUpdateError) else []
     shown = [[name[:_MAX_TEXT], text[:_MAX_TEXT]] for name, text in faults[:_MAX_FAULTS]]
     while len(json.dumps(shown)) > _MAX_FAULT_BYTES:

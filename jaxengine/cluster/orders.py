@@ -1,4 +1,4 @@
-"""Orders of host 0 to its workers beside steps, and the answers: new weights, sleep, parts of weights.
+"""Orders of host 0 to its workers besides steps, and the answers: new weights, sleep, parts of weights.
 
 An order is a name with arguments; a worker's answers may come in any order, while steps go on.
 """
@@ -29,7 +29,9 @@ class OpenOrders(Orders):
     def __init__(
         self, announce: Callable[..., None], check: Callable[[], None], later: Callable[..., None], num_workers: int
     ):
-        """announce, check: of the Cluster, whose errors they raise. later: calls a function on another thread."""
+        """Start without orders. announce, check: of the Cluster, whose errors they raise. later: calls a function on
+        another thread.
+        """
         self._announce, self._check, self._later, self._num_workers = announce, check, later, num_workers
         self._numbers = itertools.count(1)
         # Of orders whose answers somebody still waits for, or may.
@@ -47,7 +49,7 @@ class OpenOrders(Orders):
         self._later(lambda: self._announce("order", (), number=NO_ANSWER, name=name, arguments=arguments))
 
     def answered(self, who: str, message: Message) -> None:
-        """Take a worker's answer. who: names the worker."""
+        """Record a worker's answer. who: names the worker."""
         with self._changed:
             found = self._answers.get(message.fields["number"])
             if found is not None:  # else nobody waits for it any more

@@ -39,10 +39,10 @@ _MAX_WAITING = 4096
 
 
 class Host0(Peers):
-    """The worker's connection to host 0. The process exits when it is lost."""
+    """A worker's connection to host 0. The process exits when it is lost."""
 
     def __init__(self, config: EngineConfig, node_rank: int):
-        """Connects to host 0 and starts to receive its messages, for which it does not wait.
+        """Connect to host 0 and start to receive its messages in the background.
 
         config: only its cluster options are used. node_rank: number of this process, 1 to nnodes - 1. Raises
         ConfigError for another number or a key that cannot be read, ClusterError if host 0 has another key or does not
@@ -69,7 +69,7 @@ class Host0(Peers):
         self._channel.send("ready")
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Sends host 0 a message; what has become of host 0 shows where its messages are received."""
+        """Send host 0 a message; the loss of host 0 is noticed where its messages are received."""
         with contextlib.suppress(OSError):
             self._channel.send(op, arrays, **fields)
 

@@ -1,6 +1,6 @@
-"""SamplingParams.capture and steer as given: which activations a request gets, and what it adds to them.
+"""Fields `capture` and `steer` of SamplingParams: the activations that a request gets, and the vectors that it adds.
 
-Needs no numpy to import.
+Importing this needs no numpy.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hidden_states: bool) -> int:
-    """Count the bytes of what a request gets of each token. names: of taps; hidden_states: those of capture_layers too.
+    """Return the bytes of captured activations of one token. names: of taps; hidden_states: also those of
+    capture_layers.
 
-    config: of the engine. Raises RequestError for what the engine was started without.
+    config: of the engine. Raises RequestError for activations that the engine was started without.
     """
     number_bytes, total = 4 if str(config.dtype) == "float32" else 2, 0
     for field, option, asked in (
@@ -92,13 +93,13 @@ def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hid
 
 
 def captured_fields(hidden_states: bool, names: Sequence[str] | None) -> dict[str, Any]:
-    """Fields of TokenParams for a request that gets hidden states, and what these names of taps stand for."""
+    """Return fields of TokenParams for a request that gets hidden states, or the activations at these taps."""
     captured = (*((HIDDEN_STATES,) if hidden_states else ()), *(names or ()))
     return {"capture": captured, "reads_prompt": True, "capabilities": CAPTURE} if captured else {}
 
 
 def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
-    """Read the field as given; None for an empty list. Raises RequestError."""
+    """Read the field `steer` as given by a caller; None for an empty list. Raises RequestError."""
     if not isinstance(value, (list, tuple)) or len(value) > MAX_STEER:
         raise _refused(name, value, f"{_FORM}, at most {MAX_STEER}")
     return tuple(_entry(name, each) for each in value) or None

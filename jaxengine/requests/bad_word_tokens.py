@@ -1,4 +1,4 @@
-"""The limit of `bad_words` that only shows once they are tokens."""
+"""Limit of `bad_words` that can be checked only after tokenization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxengine.scheduler.errors import RequestError
 
 
 def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
-    """Raises RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
+    """Raise RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
     total = sum(len(sequence) for sequence in sequences)
     if total > MAX_BAD_WORDS_TOKENS:
         problem = f"bad_words must be at most {MAX_BAD_WORDS_TOKENS} tokens altogether, got {total}"

@@ -41,9 +41,9 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
-        """Raises RequestError for values that are not allowed, or not with these engine options.
+        """Raise RequestError for values that are not allowed, or not with these engine options.
 
-        max_logprobs: as resolved, of which a beam needs two, and not -1.
+        max_logprobs: the engine's resolved option, of which a beam needs two; not -1.
         """
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
@@ -66,8 +66,8 @@ class BeamSearchParams:
             raise RequestError(problem, param="use_beam_search")
 
     def token_params(self) -> SamplingParams:
-        """Sampling parameters of a request for one token after a beam, with the 2 * beam_width likeliest as its
-        logprobs.
+        """Return the sampling parameters of a request for one token after a beam, with the 2 * beam_width likeliest
+        tokens as its logprobs.
         """
         # With temperature 0, processed logprobs would only contain the best token.
         temperature = float(self.temperature) or 1.0
@@ -83,12 +83,12 @@ class BeamSearchParams:
 
 @dataclass
 class BeamSearchSequence:
-    """A beam.
+    """Beam of a search.
 
     Attributes:
-      tokens: of the prompt and the output.
+      tokens: token ids of the prompt and the output.
       logprobs: of the output, see CompletionOutput.logprobs.
-      cum_logprob: their sum.
+      cum_logprob: sum of the output's log-probabilities.
       text: of prompt and output; None without a tokenizer, and before the search has ended.
       finish_reason: "stop" at an end-of-sequence token, else "length".
     """
@@ -109,7 +109,9 @@ class BeamSearchOutput:
 
 
 def candidates(output: RequestOutput) -> PositionLogprobs:
-    """Next tokens of a beam with logprobs, from the output of its request. Raises RequestError if it has none."""
+    """Return the next tokens of a beam with logprobs, from the output of its request. Raises RequestError if it has
+    none.
+    """
     (completion,) = output.outputs
     if not completion.logprobs:
         why = f"{completion.finish_reason} ({completion.stop_reason})"
@@ -138,11 +140,11 @@ class BeamSearch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Token ids of the beams to continue; [] once the search is over."""
+        """Return the token ids of the beams to continue; [] once the search is over."""
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:
-        """Extends the beams by one token. found: logprobs of the next token of each of `prompts`, in their order."""
+        """Extend the beams by one token. found: logprobs of the next token of each of `prompts`, in their order."""
         grown = []
         for beam, position in zip(self._beams, found, strict=True):
             best = sorted(position.items(), key=lambda entry: (entry[1].rank or 0, entry[0]))
@@ -161,7 +163,7 @@ class BeamSearch:
         self._num_left = self._num_left - 1 if self._beams else 0
 
     def result(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Returns the best sequences, both those that ended and those that reached the limit.
+        """Return the best sequences, both those that ended and those that reached the limit.
 
         tokenizer: makes their text; None leaves that None.
         """
@@ -174,7 +176,7 @@ class BeamSearch:
         return BeamSearchOutput(best)
 
     def output_token_ids(self, beam: BeamSearchSequence) -> list[int]:
-        """A beam's tokens after the prompt, without the end-of-sequence token unless it is to be included."""
+        """Return a beam's tokens after the prompt, without the end-of-sequence token unless it is to be included."""
         return self._shown(beam, self._num_prompt)
 
     def _shown(self, beam: BeamSearchSequence, first: int) -> list[int]:

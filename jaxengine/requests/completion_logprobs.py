@@ -1,7 +1,7 @@
-"""Log-probabilities of completions that are known: `LLM.get_logprobs` as requests to the engine, and its result.
+"""Log-probabilities of given completions: `LLM.get_logprobs` as requests to the engine, and its result.
 
-A request reads a prompt and its completion but the last token, whose log-probability is then one of the token that the
-request samples. So a completion may be as long as one that was generated, and needs no token beyond its own. Or the
+A request reads a prompt and its completion except for the last token, whose log-probability is then one of the token
+that the request samples. So a completion may be as long as a generated one, and needs no token beyond its own. Or the
 request reads the prompt alone and decodes the completion (trace_decode_token_ids).
 """
 
@@ -47,7 +47,7 @@ class CompletionLogprobs(Sequence[np.ndarray]):
 
 
 class KnownCompletions:
-    """Completions whose log-probabilities are wanted.
+    """Completions whose log-probabilities are to be computed.
 
     Attributes:
       rows: indexes of the completions that have tokens; the others need no request.
@@ -62,11 +62,10 @@ class KnownCompletions:
         *,
         decode: bool = False,
     ):
-        """prompts: as for `generate`, without pictures. completions: token ids of the completion of each prompt.
-        decode: they are decoded token by token, which needs enable_trace_replay.
+        """Make the requests. prompts: as for `generate`, without images. completions: token ids of the completion of
+        each prompt. decode: decode them token by token, which needs enable_trace_replay.
 
-        Raises RequestError, also for a completion that max_model_len has no room for, and an engine that reports
-        logits.
+        Raises RequestError, also for a completion that exceeds max_model_len, and for an engine that reports logits.
         """
         if decode and not inputs.config.enable_trace_replay:
             raise RequestError("decode needs an engine that was started with enable_trace_replay", param="decode")
@@ -110,7 +109,7 @@ class KnownCompletions:
         self._first.append(len(prompt_ids))
 
     def result(self, outputs: Sequence[RequestOutput]) -> CompletionLogprobs:
-        """The log-probabilities. outputs: of the requests, in the order of `rows`. Raises RequestError if one of
+        """Return the log-probabilities. outputs: of the requests, in the order of `rows`. Raises RequestError if one of
         them ended early.
         """
         lengths = [len(own) for own in self._own]
@@ -131,8 +130,9 @@ class KnownCompletions:
 
 
 def _token_ids(index: int, completion: Any, inputs: InputProcessor) -> list[int]:
-    """A completion as a list, which may be empty. index: its number, for the message. Raises RequestError for what is
-    no list of ids of the model's vocabulary.
+    """Return a completion as a list, which may be empty. index: its number, for the message.
+
+    Raises RequestError unless it is a list of ids of the model's vocabulary.
     """
     name, size = f"completions[{index}]", inputs.model_config.vocab_size
     is_empty = not isinstance(completion, (str, Mapping)) and hasattr(completion, "__len__") and not len(completion)

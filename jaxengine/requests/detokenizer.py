@@ -54,14 +54,16 @@ class IncrementalDetokenizer:
         self._num_taken = 0
 
     def append(self, token_ids: Sequence[int], *, check_stop: bool = True) -> str | None:
-        """Adds ids; returns the stop string that has ended the text, now or before, or None.
+        """Add token ids; return the stop string that has ended the text, now or before, or None.
 
         check_stop=False: stop strings that end within this text are ignored (min_tokens); one may begin in it.
         """
         return self._take(self._decoder.push(token_ids), check_stop)
 
     def finish(self) -> str | None:
-        """Ends the text: releases held text, an incomplete character as U+FFFD. Returns the same as `append`."""
+        """End the text: release held text, an incomplete character as U+FFFD. Returns the stop string or None, as
+        `append` does.
+        """
         self._take(self._decoder.flush(), True)
         if self._stop is None:
             return None
@@ -70,7 +72,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """The settled text, which later ids do not change."""
+        """Return the settled text, which later ids do not change."""
         if len(self._settled) > 1:
             taken = self._num_taken
             head, tail = "".join(self._settled[:taken]), "".join(self._settled[taken:])
@@ -79,7 +81,7 @@ class IncrementalDetokenizer:
         return "".join(self._settled)
 
     def delta(self) -> str:
-        """The part of `text` added since the last call."""
+        """Return the part of `text` added since the last call."""
         new = "".join(self._settled[self._num_taken :])
         self._num_taken = len(self._settled)
         return new

@@ -20,13 +20,12 @@ class FoundRows:
         self._parts.append(rows)
 
     def take(self, count: int, only_new: bool) -> np.ndarray | dict[str, np.ndarray]:
-        """Return the first `count` rows, or fewer if there are fewer; only_new: of these, those that were not returned
-        before, which are dropped then.
+        """Return the first `count` rows, or fewer if there are fewer; only_new: of these, those not returned before,
+        which are then dropped.
 
-        Of rows with named fields, a dict with the rows of each. Needs an `add` before, and the same `only_new` each
-        time. Takes as long as the new rows need; without only_new, on average.
-
-        Steps that ran before it was known that the sequence had ended may have brought more than `count`.
+        For rows with named fields, a dict with the rows of each. Needs an `add` before, and the same `only_new` each
+        time. Takes time in proportion to the new rows; without only_new, on average. Steps that ran before it was known
+        that the sequence had ended may have added more than `count`.
         """
         new = self._take_new(count) if only_new else self._take_all(count)
         return new if new.dtype.names is None else {name: new[name] for name in new.dtype.names}

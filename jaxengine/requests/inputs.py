@@ -1,6 +1,6 @@
-"""Turns prompts and parameters into checked requests of token ids: limits, defaults, bad words.
+"""Preparation of requests: turns prompts and parameters into checked requests of token ids, with limits and defaults.
 
-Everything is checked before anything changes, so that an invalid request affects no other. Needs no engine: an API
+Everything is checked before anything changes, so that an invalid request affects no other. No engine is needed: an API
 process prepares requests for the engine's process.
 """
 
@@ -43,13 +43,13 @@ Processor = OutputProcessor | PoolingProcessor
 
 
 class InputProcessor:
-    """Prepares requests for an engine with this config and model.
+    """Preparation of requests for an engine with this config and model.
 
     Attributes:
       config, model_config, tokenizer: of the engine; tokenizer None with skip_tokenizer_init.
       generation_defaults: the model's default sampling parameters.
-      pooling: how a pooling model answers; None for a generating model.
-      media: preparation of pictures and videos; None for a model that takes none.
+      pooling: how a pooling model computes its answers; None for a generating model.
+      media: preparation of images and videos; None for a text model.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class InputProcessor:
         media: MediaInputs | None = None,
         control_vectors: Mapping[str, ControlVector] | None = None,
     ):
-        """origin: number of this process among those that prepare requests for the engine; makes their seeds differ.
-        control_vectors: those that requests may name, by name; None for none.
+        """Store the parts. origin: number of this process among those that prepare requests for the engine; makes their
+        seeds differ.
+
+        control_vectors: steering vectors that requests may name, by name; None for none.
         """
         self.config = config
         self.model_config = model_config
@@ -79,27 +81,27 @@ class InputProcessor:
 
     @cached_property
     def _structured_defaults(self) -> tuple[str, ...]:
-        """Switches of structured_outputs_config that hold for every request."""
+        """Return the switches of structured_outputs_config that hold for every request."""
         return self.config.structured_outputs_config.chosen
 
     @cached_property
     def _processors(self) -> list[type[LogitsProcessor]]:
-        """The engine's logits processors."""
+        """Return the engine's logits processors."""
         return processor_classes(self.config.logits_processors)
 
     def default_sampling_params(self) -> SamplingParams:
-        """vLLM's defaults, overridden as the options generation_config and override_generation_config say."""
+        """Return vLLM's defaults, overridden as the options generation_config and override_generation_config say."""
         return SamplingParams(**self.generation_defaults)
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises RequestError if the engine was started without one."""
+        """Return the tokenizer. Raises RequestError if the engine was started without one."""
         if self.tokenizer is None:
             raise RequestError("there is no tokenizer: skip_tokenizer_init is set", param="skip_tokenizer_init")
         return self.tokenizer
 
     @cached_property
     def media_reader(self) -> MediaReader:
-        """Reader of the pictures and videos in conversations."""
+        """Return the reader of images and videos in conversations."""
         return MediaReader(None, self.config) if self.media is None else self.media.reader
 
     def chat_prompt(
@@ -114,7 +116,7 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt of a conversation, for `prepare`: its text, token ids and any pictures and videos.
+        """Return the prompt of a conversation, for `prepare`: its text, token ids and any images and videos.
 
         messages, multi_modal_data: from `media_reader.read`. chat_template: None for the engine's option, or else the
         model's. Raises the same errors as Tokenizer.apply_chat_template; RequestError also without a tokenizer.
@@ -142,7 +144,8 @@ class InputProcessor:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> PreparedRequest:
-        """Checks a request and tokenizes its text. Takes long for pictures that `make_ready` has not seen.
+        """Check a request, tokenize its text and return it prepared. Takes long for images that `make_ready` has not
+        processed.
 
         request_id: None for the number of the request. options: None for the defaults.
 
@@ -192,13 +195,13 @@ class InputProcessor:
         return PreparedRequest(request_id, text, params, requests)
 
     def refuse_generation(self) -> None:
-        """Raises RequestError for a pooling model."""
+        """Raise RequestError if the model is a pooling model."""
         if self.pooling is not None:
             problem = f"this model pools (task {self.pooling.task!r}) and generates no text; see docs/pooling_models.md"
             raise RequestError(problem, param="model")
 
     def require_pooling(self) -> PoolingModel:
-        """How the pooling model answers. Raises RequestError for a generating model."""
+        """Return how the pooling model computes its answers. Raises RequestError for a generating model."""
         if self.pooling is None:
             problem = "this model generates text; start it with runner='pooling' for embeddings, labels and scores"
             raise RequestError(problem, param="model")
@@ -207,7 +210,9 @@ class InputProcessor:
     def _prepare_pooling(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
     ) -> PreparedRequest:
-        """Same as `prepare`, for a request to a pooling model; `params` of the result is then a PoolingRecipe."""
+        """Check and prepare a request to a pooling model, as `prepare` does; `params` of the result is then a
+        PoolingRecipe.
+        """
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
         if recipe.dimensions is not None and recipe.dimensions > (
@@ -236,12 +241,12 @@ class InputProcessor:
         return PreparedRequest(request.request_id, text, recipe, [request])
 
     def _count_request(self) -> int:
-        """Counts a request; returns its number, from 1."""
+        """Count a request; return its number, from 1."""
         self._num_requests += 1
         return self._num_requests
 
     def read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
-        """Reads (text, token ids, cache salt) of a prompt, text and salt None if it has none. Raises RequestError.
+        """Return (text, token ids, cache salt) of a prompt, text and salt None if it has none. Raises RequestError.
 
         prefix: prepended to the text before it is tokenized; not to a prompt that has token ids.
         """
@@ -274,11 +279,9 @@ class InputProcessor:
         return prompt, self.tokenizer.encode(prefix + prompt), salt
 
     def make_ready(self, prompt: Prompt) -> Prompt:
-        """Returns a prompt with its pictures and videos preprocessed for the tower, for `prepare`; as it is without
-        any.
+        """Return a prompt with its images and videos preprocessed for the tower, for `prepare`; unchanged without any.
 
-        Takes long if there are any: do not call it on an event loop. Raises RequestError, also for a model that takes
-        none.
+        Takes long if there are any: do not call it on an event loop. Raises RequestError, also for a text model.
         """
         if isinstance(prompt, str) or not has_media(prompt):
             return prompt
@@ -315,7 +318,9 @@ class InputProcessor:
     def _request_fields(
         self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> dict[str, Any]:
-        """Fields of scheduler.Request that the n requests of one from a caller share, apart from its options'."""
+        """Return fields of scheduler.Request that the n requests made of one caller's request share, apart from its
+        options'.
+        """
         room = self.config.max_model_len - len(token_ids)
         if (trace := params.trace_decode_token_ids) is not None:
             room = len(trace)
@@ -337,18 +342,21 @@ class InputProcessor:
         }
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end an output, of the tokenizer and of the model."""
+        """Return all ids that end an output, of the tokenizer and of the model."""
         ids = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
-        """Seed of a request without one: differs per request, equal in every run with the same engine seed."""
+        """Return the seed of a request without one: it differs per request, and is equal in every run with the same
+        engine seed.
+        """
         origin = f"/{self._origin}" if self._origin else ""
         digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of each bad word, at the start of a text and after a space, unless the latter ends with the former.
+        """Return token ids of each bad word, at the start of a text and after a space, unless the latter ends with the
+        former.
 
         vLLM drops the latter if it has a different number of tokens, which would allow the word after a space. Raises
         RequestError for a blank word, and for too many tokens.
@@ -370,14 +378,14 @@ class InputProcessor:
         return sequences
 
     def _tokenize_words(self, text: str) -> tuple[int, ...]:
-        """Token ids of words around reasoning; none if the model cannot write them."""
+        """Return the token ids of words around reasoning; none if the model cannot write them."""
         assert self.tokenizer is not None
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return tuple(ids) if max(ids, default=0) < self.model_config.vocab_size else ()
 
 
 def _option_fields(options: RequestOptions) -> dict[str, Any]:
-    """Fields of scheduler.Request that come from the options."""
+    """Return fields of scheduler.Request that come from the options."""
     return {
         "priority": options.priority,
         "client": options.client or "",
@@ -388,7 +396,7 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
 
 
 def make_processor(inputs: InputProcessor) -> Processor:
-    """Creates the processor for the outputs of requests that `inputs` prepares."""
+    """Return the output processor for requests that `inputs` prepares."""
     return (
         OutputProcessor(inputs.tokenizer, inputs.config.stream_interval)
         if inputs.pooling is None
@@ -403,7 +411,7 @@ def follows_every_step(params: SamplingParams) -> bool:
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
-    """Creates the InputProcessor for an engine of this model; needs no device. origin: see InputProcessor.
+    """Return the InputProcessor for an engine of this model; needs no device. origin: see InputProcessor.
 
     Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer.
     """

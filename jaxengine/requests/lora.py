@@ -11,7 +11,7 @@ from jaxengine.scheduler.errors import RequestError, show_value
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter, loaded when it is first used, and identified by its name afterwards.
+    """LoRA adapter that a request uses: loaded at first use, and identified by its name afterwards.
 
     Attributes:
       lora_name: unique name.
@@ -25,7 +25,7 @@ class LoRARequest:
 
     @property
     def path(self) -> str:
-        """lora_path as text. Raises RequestError if it is not a path."""
+        """Return lora_path as text. Raises RequestError if it is not a path."""
         try:
             return os.fspath(self.lora_path) or "."
         except TypeError:
@@ -34,7 +34,8 @@ class LoRARequest:
 
 
 def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:
-    """The adapter of each of `count` prompts, None for none, given one for all or a list. Raises RequestError."""
+    """Return the adapter of each of `count` prompts, None for none, given one for all or a list. Raises RequestError.
+    """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
         text = f"lora_request must be one LoRARequest, or one or None for each of the {count} prompts"

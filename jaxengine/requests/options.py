@@ -95,7 +95,7 @@ def _refuse(name: str, value: Any, text: str) -> RequestError:
 
 
 def params_for(count: int, params: Any) -> list[SamplingParams]:
-    """Returns copies of sampling parameters that ask for one output at the end: one for each of `count` prompts.
+    """Return copies of sampling parameters that request one output at the end: one for each of `count` prompts.
 
     params: one for all, or one for each. Raises RequestError for anything else.
     """

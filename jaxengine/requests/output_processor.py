@@ -1,5 +1,5 @@
-"""Turns token ids into the caller's outputs: text, stop strings, logprobs, and the combination of a request's n
-outputs.
+"""Processing of outputs: turns token ids into callers' outputs, with text, stop strings and logprobs, and combines a
+request's n outputs.
 
 A request whose caller only waits for the end costs nothing before it.
 """
@@ -56,7 +56,7 @@ class _Sequence:
     stop_reason: int | str | None = None
 
     def append(self, token_id: int) -> str | None:
-        """Adds a token; returns the stop string that it completed, or None."""
+        """Add a token; return the stop string that it completed, or None."""
         self.token_ids.append(token_id)
         if self.detokenizer is None or self._hides(token_id):
             return None
@@ -75,11 +75,11 @@ class _Sequence:
             self.detokenizer.finish()
 
     def is_waiting(self, interval: int) -> bool:
-        """Whether its new tokens wait for more, until there are `interval`. The first and the last do not."""
+        """Whether its new tokens wait until there are `interval` of them. The first and the last do not."""
         return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """Returns the current output, as the output kind specifies, and counts its tokens as sent."""
+        """Return the current output, as the output kind specifies, and count its tokens as sent."""
         first = self.num_sent if kind is RequestOutputKind.DELTA else 0
         self.num_sent = len(self.token_ids)
         text = ""
@@ -105,7 +105,7 @@ class _Sequence:
         )
 
     def _hides(self, token_id: int) -> bool:
-        """Whether a token is hidden: the stop token that ended the request, unless it is to be included."""
+        """Whether a token is left out: the stop token that ended the request, unless it is to be included."""
         request = self.request
         ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
         return ended and token_id in request.stop_token_ids and not self.group.params.include_stop_str_in_output
@@ -113,7 +113,7 @@ class _Sequence:
 
 @dataclass
 class _Group:
-    """A request from the caller's view: n sequences."""
+    """A caller's request: its n sequences."""
 
     request_id: str
     prompt: str | None
@@ -126,7 +126,7 @@ class _Group:
 
 
 class OutputProcessor:
-    """Tracks the requests in an engine by tags, and makes their outputs.
+    """Tracker of an engine's requests, by tags, that makes their outputs.
 
     tokenizer: None for token ids only. stream_interval: tokens of an output that are sent together.
 
@@ -148,7 +148,7 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Starts tracking the n requests of `prepared` and assigns their tags."""
+        """Start tracking the n requests of `prepared` and assign their tags."""
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
@@ -170,7 +170,7 @@ class OutputProcessor:
         return [sequence.request for sequence in sequences if sequence.request.tag in self._sequences]
 
     def forget(self, request: Request) -> tuple[str | None, list[Request]]:
-        """Drops the caller's request to which `request` belongs, without an output.
+        """Drop the caller's request to which `request` belongs, without an output.
 
         Returns its id (None if it is not tracked), and those of its n sequences that had not ended.
         """
@@ -185,7 +185,7 @@ class OutputProcessor:
         return request_id, running
 
     def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]) -> list[RequestOutput]:
-        """Processes the results of a step; returns the outputs for callers: each new piece, or complete requests.
+        """Process the results of a step; return the outputs for callers: each new piece, or complete requests.
 
         now: seconds of time.monotonic. stop: called for each request that met a stop string, with the string and the
         number of its tokens so far; it ends the request in the engine.

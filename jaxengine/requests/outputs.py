@@ -43,10 +43,10 @@ def position_logprobs(
     decode: Callable[[int], str] | None = None,
     given: Iterable[tuple[int, float]] = (),
 ) -> PositionLogprobs:
-    """Logprobs of one position: the chosen token and the `num_logprobs` likeliest (-1: all there are), k or k + 1
-    entries, then those of the `given` tokens, which have no rank unless they are among the others.
+    """Return the logprobs of one position: the sampled token and the `num_logprobs` likeliest (-1: all there are), k or
+    k + 1 entries, then those of the `given` tokens, which have no rank unless they are among the others.
 
-    top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested. decode: gives a token's
+    top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested. decode: returns a token's
     text; None leaves decoded_token None.
     """
     count = len(top_ids) if num_logprobs == -1 else num_logprobs
@@ -64,7 +64,7 @@ def position_logprobs(
 
 
 def sampling_columns(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """SAMPLING_FIELDS of an output, of their rows f32[3], one for each token."""
+    """Return the SAMPLING_FIELDS of an output as arrays by name, from their rows f32[3], one for each token."""
     columns = np.array(rows, np.float32).reshape(-1, len(SAMPLING_FIELDS)).T
     return dict(zip(SAMPLING_FIELDS, np.ascontiguousarray(columns), strict=True))
 
@@ -86,12 +86,12 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds that the request waited in the engine's queue before it first ran."""
+        """Return the seconds that the request waited in the engine's queue before it first ran."""
         return _between(self.queued_time, self.first_scheduled_time)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token."""
+        """Return the seconds from arrival to the first token."""
         return _between(self.arrival_time, self.first_token_time)
 
 
@@ -108,10 +108,10 @@ class WeightSpan(NamedTuple):
 
 
 def weight_spans(versions: Sequence[tuple[int | str, int]], num_tokens: int) -> list[WeightSpan] | None:
-    """Spans of the first `num_tokens` output tokens.
+    """Return the spans of the first `num_tokens` output tokens by weight version.
 
     versions: each version and the number of output tokens before its first, in order. Returns None if there are none,
-    or only the one that the engine started with, 0.
+    or only the version that the engine started with, 0.
     """
     if not versions or versions == [(0, 0)]:
         return None
@@ -205,10 +205,11 @@ class RequestOutput:
     num_cached_tokens: int | None = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
-        """Merges a later output of the same request, per output: appended (aggregate, for DELTA) or replaced.
+        """Merge a later output of the same request into this one, per output: appended (aggregate, for DELTA) or
+        replaced.
 
-        So a reader slower than the engine needs to hold one output, never a queue. Raises ValueError for another
-        request's output.
+        So a reader slower than the engine holds one output, never a queue. Raises ValueError for another request's
+        output.
         """
         if later.request_id != self.request_id:
             raise ValueError(f"cannot add output of request {later.request_id!r} to that of {self.request_id!r}")

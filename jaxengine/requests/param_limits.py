@@ -1,4 +1,4 @@
-"""Limits of sampling parameters, and what an output may contain. Needs nothing to import."""
+"""Limits of sampling parameters, and the kinds of output. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Followed:
-    """A tracked request, and its vector once computed."""
+    """Tracked request, and its vector once computed."""
 
     request: Request
     request_id: str
@@ -49,7 +49,9 @@ class _Followed:
 
 
 class PoolingProcessor:
-    """Tracks the requests in an engine by tags, and makes their outputs. Methods are those of OutputProcessor."""
+    """Tracker of a pooling model's requests, by tags, that makes their outputs. Its interface is that of
+    OutputProcessor.
+    """
 
     def __init__(self):
         self.spans: deque[tuple[float, float, int]] = deque(maxlen=4096)
@@ -64,7 +66,7 @@ class PoolingProcessor:
         return len(self._by_id)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Starts tracking a request and assigns its tag."""
+        """Start tracking a request and assign its tag."""
         (request,), recipe = prepared.requests, prepared.params
         assert isinstance(recipe, PoolingRecipe)
         self._last_tag = request.tag = (self._last_tag + 1) % TAGS
@@ -72,12 +74,12 @@ class PoolingProcessor:
         self._by_id[prepared.request_id] = self._by_tag[request.tag] = followed
 
     def running(self, request_id: str) -> list[Request]:
-        """The request as a list, [] if it has ended."""
+        """Return the request as a list, [] if it has ended."""
         followed = self._by_id.get(request_id)
         return [] if followed is None else [followed.request]
 
     def forget(self, request: Request) -> tuple[str | None, list[Request]]:
-        """Drops a request without an output. Returns its id (None if it is not tracked), and the request."""
+        """Drop a request without an output. Returns its id (None if it is not tracked), and the request."""
         followed = self._by_tag.pop(request.tag, None)
         if followed is None:
             return None, []
@@ -87,7 +89,7 @@ class PoolingProcessor:
     def process(
         self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Processes the results of a step; returns the answers of requests that ended. stop: not called here."""
+        """Process the results of a step; return the outputs of requests that ended. stop: not called here."""
         for emitted in step.emitted:
             assert emitted.vectors is not None
             for tag, token_id, vector in zip(emitted.tags.tolist(), emitted.token_ids, emitted.vectors, strict=True):

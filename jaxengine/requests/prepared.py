@@ -1,4 +1,4 @@
-"""A prepared request (checked and tokenized, not queued yet), and the forms of prompts."""
+"""PreparedRequest (checked and tokenized, not queued yet), and the forms of prompts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | Mapping[
 
 
 def verify_salt(salt: Any) -> None:
-    """Raises RequestError unless the value is a valid cache_salt or None."""
+    """Raise RequestError unless the value is a valid cache_salt or None."""
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
         problem = f"cache_salt is {show_value(salt)}; allowed is a string of 1 to {_MAX_SALT} characters"
         raise RequestError(problem, param="cache_salt", value=salt)
@@ -61,7 +61,7 @@ def is_token_ids(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request that has not changed anything yet. params: a recipe for a pooling model."""
+    """Checked and tokenized request that has not changed any state yet. params: a recipe for a pooling model."""
 
     request_id: str
     prompt: str | None

@@ -16,7 +16,9 @@ _LONG_TEXT = 8192  # characters
 
 
 async def make_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
-    """Returns the prompt so that `inputs.prepare` is fast; slow work runs in a thread. Raises RequestError."""
+    """Do a prompt's slow preparation in a thread, and return the prompt for a fast `inputs.prepare`. Raises
+    RequestError.
+    """
     if has_media(prompt):
         return await inputs.media_reader.loader.process(inputs.make_ready, prompt)
     if isinstance(prompt, str) and len(prompt) >= _LONG_TEXT and inputs.tokenizer is not None:
@@ -30,10 +32,9 @@ async def with_media(
     parts: Sequence[MediaPart],
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Loads and preprocesses the media of a chat prompt of token ids; returns the prompt with them and their
-    placeholders.
+    """Load and preprocess the media of a chat prompt of token ids; return the prompt with them and their placeholders.
 
-    parts: from `inputs.media_reader.collect`. options: mm_processor_kwargs, which a text-only model refuses. Raises
+    parts: from `inputs.media_reader.collect`. options: mm_processor_kwargs, which a text model refuses. Raises
     RequestError, and OverloadedError if too many parts are waiting.
     """
     if not parts and (not options or inputs.media is not None):

@@ -79,7 +79,7 @@ def _optional(rule: Rule) -> Rule:
 
 
 def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
-    """Wraps a rule so that one allowed value is replaced by `meaning`."""
+    """Wrap a rule so that one allowed value is replaced by `meaning`."""
 
     def check(name: str, given: Any) -> Any:
         checked = rule(name, given)
@@ -363,13 +363,16 @@ class SamplingParams(SamplingFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None where no
-        token has any."""
+        """Return the number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None
+        if no token has any.
+        """
         return 0 if self.logprobs is None and (self.logprob_token_ids or self.return_sampling_mass) else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """`num_logprobs` of positions of the prompt."""
+        """Return the number of likeliest tokens with log-probabilities at each position of the prompt, -1 for all; None
+        if no token has any.
+        """
         return 0 if self.prompt_logprobs is None and self.prompt_logprob_token_ids else self.prompt_logprobs
 
     def token_params(
@@ -379,7 +382,7 @@ class SamplingParams(SamplingFields):
         processors: Sequence[type[LogitsProcessor]] = (),
         encode: Callable[[str], Sequence[int]] = lambda text: (),
     ) -> TokenParams:
-        """Parameters that the engine needs.
+        """Return the parameters that the engine needs.
 
         bad_words: token ids of that field. json_switches: see StructuredOutputsParams.switched_on. processors: of the
         engine. encode: turns words around reasoning into token ids, none if the model cannot write them. Raises
@@ -437,11 +440,11 @@ class SamplingParams(SamplingFields):
         return mine
 
     def child(self, index: int) -> SamplingParams:
-        """Parameters of the index-th of `n` outputs: n=1 and, if seeded, its own seed."""
+        """Return the parameters of the index-th of `n` outputs: n=1 and, if seeded, its own seed."""
         return replace(self, n=1, seed=self.child_seed(index))
 
     def child_seed(self, index: int) -> int | None:
-        """Seed of the index-th of `n` outputs, seed + index; None if unseeded."""
+        """Return the seed of the index-th of `n` outputs, seed + index; None if unseeded."""
         if self.seed is None or not index:
             return self.seed
         return (self.seed + index) & limits.INT64_MAX  # never -1, which would mean unseeded

@@ -26,10 +26,10 @@ def steered(
     model: ModelConfig,
     vectors: Mapping[str, ControlVector],
 ) -> TokenParams:
-    """Return the parameters with `steer` replaced by what the entries of a request add at each tap together.
+    """Return the parameters with `steer` replaced by the sum, at each tap, of what the request's entries add there.
 
-    vectors: those that the engine was started with. Raises RequestError for what the engine or the model does not have,
-    for more than MAX_ADDED numbers, and for sums that are not finite in float32.
+    vectors: those that the engine was started with. Raises RequestError for taps or vectors that the engine or the
+    model does not have, for more than MAX_ADDED numbers, and for sums that are not finite in float32.
     """
     if config.steer is None:
         raise RequestError("the engine was started without steer", param="steer")
@@ -84,8 +84,9 @@ def _vectors(
     named: Mapping[str, ControlVector],
     every: Mapping[str, Sequence[int]],
 ) -> ControlVector:
-    """The vectors f32[D] of an entry by the names of their taps, before its scale. Raises RequestError for another
-    size, and for a name or a tap that the engine does not have.
+    """Return the vectors f32[D] of an entry by the names of their taps, before its scale.
+
+    Raises RequestError for another size, and for a name or a tap that the engine does not have.
     """
     if isinstance(vector, bytes):
         assert at is not None

@@ -1,4 +1,4 @@
-"""Where an answer begins, for `stop`: stop strings in the reasoning before it end nothing."""
+"""Beginning of the answer after reasoning: stop strings (`stop`) inside the reasoning end nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StopAfter:
 
 
 def stop_after(name: str, value: Any) -> StopAfter:
-    """Checks a value of SamplingParams.stop_after, a StopAfter or a dict of its fields, and returns it as a StopAfter.
+    """Check a value of SamplingParams.stop_after, a StopAfter or a dict of its fields, and return it as a StopAfter.
 
     name: of the field, for the RequestError.
     """
@@ -53,7 +53,7 @@ def stop_after(name: str, value: Any) -> StopAfter:
 
 
 def _listed(name: str, value: Any) -> Sequence[Any]:
-    """The alternatives or consecutive texts of a value, which may be one text."""
+    """Return the alternatives or consecutive texts of a value, which may be one text."""
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not 1 <= len(listed) <= _MAX_WORDS:
         raise _refuse(name, value)
@@ -89,15 +89,15 @@ class AnswerStops:
 
     @property
     def met(self) -> str | None:
-        """The stop string that was found, else None."""
+        """Return the stop string that was found, else None."""
         return self._stops.met
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Reads text and returns what is settled, as StopStrings.feed."""
+        """Read the next piece of text; return the text that is settled, as StopStrings.feed does."""
         return self._read(text, counts)
 
     def release(self) -> str:
-        """Returns the held text at the end of the input."""
+        """Return the held text at the end of the input."""
         return self._answer_from_beginning() + self._stops.release()
 
     def _at_opening(self, text: str, counts: bool) -> str:
@@ -136,9 +136,9 @@ class AnswerStops:
 
 
 def _end(words: list[Marker], text: str) -> int | None:
-    """Reads text for consecutive words, the last one first in the list; returns where the last one ends, or None.
+    """Search text for consecutive words, the last one first in the list; return where the last one ends, or None.
 
-    Words that were found leave the list, so that the search goes on with the next text.
+    Words that were found are removed from the list, so that the search continues with the next text.
     """
     at = 0
     while words:

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces of any size.
+"""Search for stop strings in text that arrives in pieces of any size.
 
 Each stop string has a Knuth-Morris-Pratt automaton, so that results do not depend on where pieces are cut. The automata
 also determine how much of the text may be the beginning of a stop string.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 
 class _Automaton:
-    """Number of leading characters of `pattern` that end the text read so far."""
+    """Knuth-Morris-Pratt automaton of one pattern: the number of its leading characters that end the text read so far.
+    """
 
     def __init__(self, pattern: str):
         self.pattern = pattern
@@ -24,20 +25,19 @@ class _Automaton:
         return matched + (self.pattern[matched] == char)
 
     def read(self, char: str) -> bool:
-        """Reads a character; returns whether it completes the pattern. After a match only `go_on` may be called."""
+        """Read a character; return whether it completes the pattern. After a match only `go_on` may be called."""
         self.matched = self._after(self.matched, char)
         return self.matched == len(self.pattern)
 
     def go_on(self) -> None:
-        """Continues the search after a match, whose end may begin the next one."""
+        """Continue the search after a match, whose end may begin the next one."""
         self.matched = self._fallback[self.matched]
 
 
 class StopStrings:
-    """Passes text up to the first completed stop string; of several completed at once, the longest.
+    """Filter that passes text up to the first completed stop string; of several completed at once, the longest.
 
-    keep: pass the stop string too; nothing needs to be held back then.
-    met: the stop string that was found, else None.
+    keep: pass the stop string too; nothing needs to be held back then. met: the stop string that was found, else None.
     Raises ValueError for an empty stop string.
     """
 
@@ -51,8 +51,8 @@ class StopStrings:
         self.met: str | None = None
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Reads text; returns the text that is settled: what comes before any stop string and may not be the beginning
-        of one, or with `keep` all up to the end of the first. "" once that was met.
+        """Read text; return the text that is settled: what precedes any stop string and cannot be the beginning of one,
+        or with `keep` all up to the end of the first. "" once a stop string was met.
 
         counts=False: a stop string that ends within this text is ignored; one that begins in it may end, and count,
         later.
@@ -76,6 +76,6 @@ class StopStrings:
         return passed[: len(passed) - held]
 
     def release(self) -> str:
-        """Returns the held text at the end of the input."""
+        """Return the held text at the end of the input."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""A limit of an output's reasoning, in tokens, and the words that separate the reasoning from the answer."""
+"""Limit on an output's reasoning, in tokens, and the words that separate the reasoning from the answer."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class ThinkingWords:
 
 
 def thinking_words(name: str, value: Any) -> ThinkingWords:
-    """Checks a value of SamplingParams.thinking_words, a ThinkingWords or a dict of its fields; returns a
-    ThinkingWords.
+    """Check a value of SamplingParams.thinking_words, a ThinkingWords or a dict of its fields; return a ThinkingWords.
 
     name: of the field, for the RequestError.
     """
@@ -61,11 +60,11 @@ def thinking_words(name: str, value: Any) -> ThinkingWords:
 def limited(
     grammar: Grammar | None, num_tokens: int, words: ThinkingWords, encode: Callable[[str], Sequence[int]]
 ) -> Grammar:
-    """Returns the grammar of an output, with a limit of the reasoning before it.
+    """Return the grammar of an output with a limit on the reasoning before it.
 
     grammar: None for an output of any form. num_tokens: the limit. encode: turns text into token ids of the model's
-    vocabulary, none where it cannot write the text. Raises RequestError where the limit would have no effect, and for
-    a closing text that the model cannot write.
+    vocabulary, none if it cannot write the text. Raises RequestError if the limit would have no effect, and for a
+    closing text that the model cannot write.
     """
     closing = tuple(encode(str(words.closing)))
     if not closing:

@@ -1,4 +1,4 @@
-"""Caches of preprocessed pictures and videos by digest, up to a number of bytes.
+"""Caches of preprocessed images and videos by digest, up to a number of bytes.
 
 Two `LeastRecent` caches used in the same order with the same sizes hold the same keys, so that two processes can agree
 on the content of one without messages.
@@ -71,24 +71,25 @@ class LeastRecent(Generic[T]):
 
 
 class MediaCache(Protocol):
-    """The cache that is consulted before a picture is preprocessed. Thread-safe."""
+    """Interface of the cache that is consulted before an image or video is preprocessed. Thread-safe."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cached pixels, in this process or another."""
+        """Return the bytes of the cached pixels, in this process or another."""
         ...
 
     def get(self, digest: bytes) -> Processed | None:
-        """Returns the item, with or without pixels (`without_pixels`), or None if it must be preprocessed."""
+        """Return the item, with or without pixels (`without_pixels`), or None if it must be preprocessed."""
         ...
 
     def put(self, digest: bytes, item: Processed) -> None:
-        """Stores a preprocessed item."""
+        """Store a preprocessed item under a digest."""
         ...
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
-        """Returns the item to put into the request. made: result of `get` or of the processor; make: preprocesses it
-        again, with pixels.
+        """Return the item to put into the request.
+
+        made: result of `get` or of the processor; make: preprocesses the item again, with pixels.
         """
         ...
 
@@ -138,7 +139,7 @@ class PreparedItem(MediaItem):
     make: Callable[[], Processed] | None
 
     def whole(self) -> PreparedItem:
-        """Returns the item with pixels, preprocessing it again if they are missing."""
+        """Return the item with pixels, preprocessing it again if they are missing."""
         if self.make is None:
             return self
         found = self.make()
@@ -150,9 +151,9 @@ class PreparedItem(MediaItem):
 
 
 def prepared_item(item: MediaItem, made: Processed, make: Callable[[], Processed]) -> PreparedItem:
-    """Implements MediaCache.item for caches whose pixels are in another process.
+    """Return the item for a request, for caches whose pixels are in another process (`MediaCache.item`).
 
-    The item has the pixels of `made`; where that has none, `make` can make them.
+    It has the pixels of `made`; if that has none, `make` can make them.
     """
     has_pixels = made.patches.shape[1] > 0
     return PreparedItem(
@@ -163,8 +164,8 @@ def prepared_item(item: MediaItem, made: Processed, make: Callable[[], Processed
 
 
 def without_pixels(item: Processed) -> Processed:
-    """Replaces patches and columns by empty ones of the same count; enough for `MediaProcessor.expand` and
-    for limits.
+    """Return a copy with empty patches and columns of the same count; enough for `MediaProcessor.expand` and for
+    limits.
     """
     count = len(item.patches)
     return item._replace(patches=np.empty((count, 0), np.float32), columns=np.empty((0, count), np.int32))

@@ -1,6 +1,6 @@
-"""Preprocesses a prompt's pictures and videos for the model's tower and assigns their positions in the prompt.
+"""Preprocessing of a prompt's images and videos for the model's tower, and their positions in the prompt.
 
-Results are cached by digest, so that a repeated picture costs only its digest.
+Results are cached by digest, so that a repeated image costs only its digest.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a prompt has pictures or videos that are not preprocessed yet."""
+    """Whether a prompt has images or videos that are not preprocessed yet."""
     return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS))
 
 
 class _Found(NamedTuple):
-    """A preprocessed item, whether it was cached (None without a cache), and a function that preprocesses it again."""
+    """Preprocessed item, whether it was cached (None without a cache), and a function that preprocesses it again."""
 
     digest: bytes
     made: Processed
@@ -45,7 +45,7 @@ class _Found(NamedTuple):
 
 
 class MediaInputs:
-    """Preprocesses the media of one model's prompts.
+    """Preprocessing of the media of one model's prompts.
 
     Attributes:
       processor: the model's media processor.
@@ -55,7 +55,9 @@ class MediaInputs:
     """
 
     def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig, hidden_size: int = 0):
-        """hidden_size: of the model, for embeddings that are given instead of pictures; 0: they are refused."""
+        """Store the parts. hidden_size: of the model, for embeddings that are given instead of images; 0: they are
+        refused.
+        """
         self.processor = processor
         size = config.mm_processor_cache_bytes
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
@@ -64,7 +66,7 @@ class MediaInputs:
         self._config = config
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Returns a prompt, already tokenized, with a Media object instead of its files and arrays.
+        """Return a prompt, already tokenized, with a Media object in place of its files and arrays.
 
         Waits until they are loaded and preprocessed. Raises RequestError; for too many items before anything is loaded.
         """
@@ -78,7 +80,7 @@ class MediaInputs:
     def read(
         self, token_ids: Sequence[int], values: Mapping[str, Sequence[Any]], options: Any
     ) -> tuple[list[int], Media | None]:
-        """Returns the prompt's token ids with a placeholder for every embedding, and its Media (None without items).
+        """Return the prompt's token ids with a placeholder for every embedding, and its Media (None without items).
 
         token_ids: with one placeholder for each item. values: loaded items by modality; options: mm_processor_kwargs or
         None. Raises RequestError, also for more embeddings than max_model_len has room for.
@@ -126,10 +128,10 @@ class MediaInputs:
     def _find(
         self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
     ) -> _Found:
-        """Takes an item from the cache, or preprocesses and caches it. cache: None for none.
+        """Return an item from the cache, or preprocess and cache it. cache: None for none.
 
-        Raises RequestError for what the processor cannot use, and for more patches or embeddings than the encoder has
-        room for.
+        Raises RequestError for an item that the processor cannot use, and for more patches or embeddings than the
+        encoder has room for.
         """
         kept = None if cache is None else cache.get(digest)
         cached = None if cache is None else kept is not None
@@ -148,7 +150,7 @@ class MediaInputs:
         return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
     def _embedded(self, given: Embeds) -> Processed:
-        """Makes an item of embeddings that the request gives, [n, size]. Raises RequestError for another size than the
+        """Make an item of embeddings that the request brings, [n, size]. Raises RequestError for a size other than the
         tower's and for a grid that does not fit n.
         """
         count, size = given.values.shape
@@ -172,8 +174,8 @@ class MediaInputs:
             raise RequestError(problem, param=DATA, value=found.num_rows)
 
     def _filled_up(self, item: Processed) -> Processed:
-        """Pads an item to a multiple of the tower's unit, at which every item begins: patches with 0, columns and
-        rows with -1.
+        """Pad an item to a multiple of the tower's unit, at which every item begins: patches with 0, columns and rows
+        with -1.
         """
         missing = -len(item.patches) % self._tower.unit
         return item._replace(
@@ -184,7 +186,7 @@ class MediaInputs:
 
 
 def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:
-    """SHA-256 of decoded pixels and of everything that affects their preprocessing.
+    """Return the SHA-256 of decoded pixels and of everything that affects their preprocessing.
 
     value: an array, or a NamedTuple or dataclass of arrays and plain values. options: mm_processor_kwargs; settings: of
     the processor, as text.

@@ -1,4 +1,4 @@
-"""Forbids additional properties in objects of a JSON schema that does not mention them.
+"""Closing of objects: forbids additional properties in objects of a JSON schema that does not mention them.
 
 A schema that lists properties usually means only those, but a weak model may go on inventing others. An object is
 closed only if that is safe: instances of the resulting schema are instances of the original one, and instances of the
@@ -28,11 +28,11 @@ _UNCLEAR = ("not", "if", "then", "else", "contains", "unevaluatedProperties", "d
 
 
 class _UnclearError(ValueError):
-    """The schema has a part whose applicability cannot be determined."""
+    """Raised for a schema with a part whose applicability cannot be determined."""
 
 
 def forbid_additional_properties(text: str) -> str:
-    """Adds `"additionalProperties": false` to each object of the schema (JSON text) that can be closed safely.
+    """Return the schema (JSON text) with `"additionalProperties": false` in each object that can be closed safely.
 
     Such an object lists properties, including all required ones; no other schema applies to the same value (it is not
     part of an allOf, nor next to a $ref or anyOf, wherever it is referred to from); and it is not a branch of a oneOf,
@@ -79,15 +79,15 @@ def _closable(root: Any) -> Iterator[dict[str, Any]]:
 
 
 def _num_rules(schema: dict[str, Any]) -> int:
-    """Number of schemas that apply to the same value."""
+    """Return the number of schemas that apply to the same value."""
     count = bool(_OWN & schema.keys()) + sum(word in schema for word in (*REFERENCES, "anyOf", "oneOf", "not", "if"))
     return count + len(_listed(schema, "allOf"))
 
 
 def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any, bool]]:
-    """Yields subschemas, each with whether it alone applies to its value. Raises _UnclearError.
+    """Yield subschemas, each with whether it alone applies to its value. Raises _UnclearError.
 
-    alone: whether `schema` does; root: the whole schema, in which references are looked up.
+    alone: whether `schema` alone applies to its value; root: the whole schema, in which references are looked up.
     """
     alone = alone and _num_rules(schema) == 1
     for word in REFERENCES:
@@ -111,8 +111,7 @@ def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any
 
 
 def _have_discriminator(branches: list[Any]) -> bool:
-    """Whether a property that all branches require has a different constant in each, a text. branches: resolved
-    schemas.
+    """Whether a property that all branches require has a different string constant in each. branches: resolved schemas.
     """
     constants = []
     for branch in branches:
@@ -131,14 +130,14 @@ def _constant(rule: Any) -> str | None:
 
 
 def _followed(schema: Any, root: Any) -> dict[str, Any]:
-    """Resolves a schema that is only a reference. Raises _UnclearError."""
+    """Return a schema, resolved if it is only a reference. Raises _UnclearError."""
     found = _resolved(schema["$ref"], root) if isinstance(schema, dict) and "$ref" in schema else schema
     return found if isinstance(found, dict) else {}
 
 
 def _resolved(reference: Any, root: Any) -> Any:
-    """The schema at a JSON pointer into `root`, "#" or "#/...". Raises _UnclearError for other references, and where
-    nothing is there.
+    """Return the schema at a JSON pointer into `root`, "#" or "#/...". Raises _UnclearError for other references, and
+    for one that leads nowhere.
     """
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise _UnclearError(f"{reference} is not a pointer")

@@ -1,4 +1,4 @@
-"""Rewrites JSON schemas for the grammar compiler, expressing unsupported keywords in other ways.
+"""Rewriting of JSON schemas for the grammar compiler, which expresses unsupported keywords in other ways.
 
 Instances of the result are instances of the original schema, except for what `lenient` drops and for unsupported
 formats, which the standard calls annotations (JSON Schema 2020-12, Validation, section 7.2.1).
@@ -27,7 +27,7 @@ _KEY_PATTERNS = {
 
 
 def fit_for_grammar(text: str, lenient: bool) -> str:
-    """Rewrites a schema for the grammar compiler, from JSON text to JSON text.
+    """Rewrite a schema for the grammar compiler, from JSON text to JSON text.
 
     lenient: drop patterns that no grammar supports; otherwise they stay, and the compiler refuses them.
     """
@@ -75,8 +75,8 @@ class _Fitting:
             schema["pattern"] = _UUID.format(version.group(1))
 
     def _fit_names(self, schema: dict[str, Any]) -> None:
-        """Rewrites propertyNames, in the schema itself, as properties or patternProperties where possible; otherwise
-        leaves it.
+        """Rewrite propertyNames, in the schema itself, as properties or patternProperties if possible; otherwise leave
+        it.
         """
         names = self._resolved(schema["propertyNames"])
         rules = names.keys() - {"type", "title", "description", "$schema"} if isinstance(names, dict) else None
@@ -97,7 +97,7 @@ class _Fitting:
             schema["additionalProperties"] = False
 
     def _resolved(self, schema: Any) -> Any:
-        """Resolves a schema that is only a reference; others, and references to nowhere, are returned as they are."""
+        """Return a schema, resolved if it is only a reference; references to nowhere are returned as they are."""
         if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
             return schema
         try:
@@ -112,8 +112,8 @@ def _is_beyond(schema: Any) -> bool:
 
 
 def _name_pattern(names: dict[str, Any], rules: Any) -> str | None:
-    """A pattern for `names`, a schema of property names, that fits none but allowed names; None where there is none
-    here.
+    """Return a pattern that matches only names allowed by `names`, a schema of property names; None if this is not
+    supported.
 
     rules: the keywords of `names` that restrict a name; a pattern, a known format or lengths, each without the others.
     """

@@ -136,7 +136,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The given constraint, one of CONSTRAINTS."""
+        """Return the name of the given constraint, one of CONSTRAINTS."""
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
     def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
@@ -180,7 +180,7 @@ class StructuredOutputsParams:
         return forbid_additional_properties(text) if self.disable_additional_properties else text
 
     def _guidance(self) -> dict[str, Any]:
-        """llguidance's options for reading the schema."""
+        """Return llguidance's options for reading the schema."""
         options: dict[str, Any] = {"lenient": True} if self.lenient else {}
         if self.disable_any_whitespace:
             return {**options, "whitespace_flexible": False}
@@ -212,9 +212,10 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
 
 
 def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns alternatives of consecutive words, given as a text, or as a list of texts or of lists of texts.
+    """Return alternatives of consecutive words, given as a text, or as a list of texts or of lists of texts.
 
-    Raises RequestError for owner.name: for other values, more than MAX_WORDS of either, or more than MAX_WORD_BYTES.
+    Raises RequestError for the field owner.name: for other values, more than MAX_WORDS alternatives or words, or more
+    than MAX_WORD_BYTES.
     """
     ends = _few(owner, name, (value,) if isinstance(value, str) else value)
     words = [_few(owner, name, (end,) if isinstance(end, str) else end) for end in ends]
@@ -243,9 +244,10 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema(value: Any) -> str:
-    """Checks a schema, given as JSON text or as a mapping; returns it as text.
+    """Check a schema, given as JSON text or as a mapping; return it as text.
 
-    Raises RequestError for what is no schema, above MAX_SCHEMA_BYTES or MAX_NESTING, or refers to another file.
+    Raises RequestError for an invalid schema, one above MAX_SCHEMA_BYTES or MAX_NESTING, or one that refers to another
+    file.
     """
     allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
     try:
