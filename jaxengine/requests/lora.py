@@ -1,4 +1,4 @@
-"""LoRARequest: the adapter of a request, in the Python API. Fields are vLLM's."""
+"""LoRARequest: the LoRA adapter of a request, in the Python API. Fields are vLLM's."""
 
 from __future__ import annotations
 

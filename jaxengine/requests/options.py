@@ -43,10 +43,9 @@ class RequestOptions:
     owner: str = ""
 
     def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
-        """Raises RequestError, naming the field, its value and what is allowed.
-
-        That is for invalid values, for a priority (but 0) or a client that scheduling_policy does not use, and for an
-        adapter without enable_lora.
+        """Raise RequestError for options that this engine does not support: invalid values, a priority (other than 0)
+        or a client that scheduling_policy does not use, or an adapter without enable_lora. The error names the field
+        and what is allowed.
         """
         if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
             text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"
@@ -74,7 +73,7 @@ class RequestOptions:
 
 
 def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:
-    """The options of each of `count` prompts, given priority and client for all or one per prompt, None for none.
+    """Return the options of each of `count` prompts. priority, client: for all or one per prompt, None for none.
 
     loras: names of adapters, one per prompt. Raises RequestError if the numbers of values and prompts differ.
     """

@@ -1,4 +1,4 @@
-"""The forward pass of a model family as trainers need it: over whole sequences, differentiable."""
+"""Reinforcement learning: a model family's forward pass for trainers, over whole sequences, differentiable."""
 
 from __future__ import annotations
 

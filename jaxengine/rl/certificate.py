@@ -1,4 +1,4 @@
-"""A certificate of how far a trainer and its sampler agree: log-probabilities of the same tokens, bit by bit."""
+"""Certificate of how far a trainer and its sampler agree: log-probabilities of the same tokens, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxengine.version import __version__
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two computations of the same log-probabilities.
+    """Comparison of two computations of the same log-probabilities.
 
     Attributes:
-      mismatches: float32 numbers whose bits differ.
+      mismatches: number of float32 values whose bits differ.
       largest: the largest difference; NaN where either side is no number.
     """
 
@@ -37,12 +37,12 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Findings of `certify` for the tokens that an engine generated.
+    """Result of `certify` for the tokens that an engine generated.
 
     Attributes:
-      rollout, recomputed, trainer: sums of the log-probabilities as they were while the tokens were generated, as
-        `get_logprobs` gives them, and as the trainer's forward pass does.
-      rollout_recomputed, rollout_trainer: how the numbers themselves agree.
+      rollout, recomputed, trainer: sums of the log-probabilities reported during generation, returned by
+        `get_logprobs`, and computed by the trainer's forward pass.
+      rollout_recomputed, rollout_trainer: agreement of the individual numbers.
       num_tokens: tokens that were generated and compared.
       rl_exact, dtype, weight_version: of the engine.
       versions: of jaxengine, jax, jaxlib, the platform and the kind of device.
@@ -145,7 +145,9 @@ def _joined(values: Any) -> np.ndarray:
 def _trained(
     module: Any, params: Any, prompts: Sequence[Sequence[int]], completions: list[list[int]], exact: bool
 ) -> np.ndarray:
-    """Log-probabilities f32[N] of the tokens of the completions, one after the other, by the trainer's forward pass."""
+    """Compute log-probabilities f32[N] of the tokens of the completions, one after the other, by the trainer's forward
+    pass.
+    """
     rows = [[*prompt, *own] for prompt, own in zip(prompts, completions, strict=True)]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
     segments = np.full(tokens.shape, -1, np.int32)

@@ -1,4 +1,4 @@
-"""The forward pass that a trainer differentiates: the modules that serve, over whole sequences."""
+"""Forward pass that a trainer differentiates: the modules that serve, over whole sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def forward(
     exact: bool = False,
     routed_experts: ArrayLike | None = None,
 ) -> jax.Array:
-    """Return the logits float32[B, T, V] of tokens int32[B, T]: those of the token after each.
+    """Return the logits float32[B, T, V] of tokens int32[B, T]: at each position those of the next token.
 
     A pure function, for `jax.grad`, `jax.jit`, `jax.checkpoint` and arrays that are split over any mesh with automatic
     axes.
@@ -42,16 +42,16 @@ def forward(
         sees only its own segment up to itself. Negative ids are padding. None: each row is one segment.
       positions: int32[B, T], for rope; None to count from 0 in each segment. Windows count tokens, whatever these say.
       remat: compute each layer again for its gradient, instead of keeping what it computed.
-      exact: give the bits that an engine with rl_exact computes, by the programs' own kernels in the engine's one form;
-        the gradient is that of the forward pass without it, which is computed for it. On CPUs, for arrays that are not
-        split over devices. Padding has logits of no meaning.
+      exact: return the bits that an engine with rl_exact computes, by the programs' own kernels in the engine's one
+        form; the gradient is that of the forward pass without it, which is computed for it. On CPUs, for arrays that
+        are not split over devices. Logits of padding are meaningless.
       routed_experts: int[B, T, L, k], the experts of each token in the L layers that have some, as an engine returns
         them (rollout routing replay): only the choice is replayed, and gradients reach the router through the weights
         that its scores give the chosen. Where one is negative the router chooses. None: it always does.
 
     Raises ValueError for a model that has no such forward pass (a pooling model, a pipeline stage, one built for
-    several devices, quantised weights), for arguments whose shape or dtype does not fit, for arrays over explicit
-    mesh axes, for routed_experts of a model without experts, and for exact=True where bits cannot be the same.
+    several devices, quantised weights), for arguments whose shape or dtype does not fit, for arrays over explicit mesh
+    axes, for routed_experts of a model without experts, and for exact=True where bits cannot be the same.
     """
     given = _checked(model, params, tokens, segment_ids, positions)
     experts = None if routed_experts is None else _experts(model, routed_experts, given[0].shape, exact)
@@ -91,10 +91,10 @@ def hidden_states(
     segment_ids: ArrayLike | None = None,
     positions: ArrayLike | None = None,
 ) -> jax.Array:
-    """Return what goes from layer to layer, [B, T, layers + 1, D] in the model's dtype.
+    """Return the hidden states between layers, [B, T, layers + 1, D] in the model's dtype.
 
-    Counted as transformers counts `hidden_states`: 0 is the embeddings, n is what layer n gives, and the last is taken
-    after the final norm. Arguments and errors are `forward`'s.
+    Numbered as transformers numbers `hidden_states`: 0 is the embeddings, n is the output of layer n, and the last is
+    taken after the final norm. Arguments and errors are `forward`'s.
     """
     given = _checked(model, params, tokens, segment_ids, positions)
     return _states(nnx.split(model)[0], params, *given)
@@ -127,7 +127,9 @@ def _exact_logits(
     *,
     remat: bool,
 ) -> jax.Array:
-    """Logits f32[B, T, V] of the engine's form, with the gradient of `_logits`, whose arguments it has."""
+    """Compute logits f32[B, T, V] in the engine's exact form, with the gradient of `_logits`; arguments as of
+    `_logits`.
+    """
 
     @jax.custom_vjp
     def logits_of(params: Any, given: tuple[Any, ...]) -> jax.Array:
@@ -147,9 +149,9 @@ def _exact_logits(
 
 @jax.jit
 def _token_log_probs(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    """Log-probabilities f32[B, T] from logits f32[B, T, V], by the arithmetic of what an engine reports.
+    """Compute log-probabilities f32[B, T] from logits f32[B, T, V], by the same arithmetic as an engine's logprobs.
 
-    0 for the first token of each segment and for padding; segment_ids: None where each row is one segment.
+    0 for the first token of each segment and for padding; segment_ids: None if each row is one segment.
     """
     before = logits[:, :-1]
     chosen = jnp.take_along_axis(before, tokens[:, 1:, None], axis=2).reshape(-1, 1)
@@ -175,7 +177,7 @@ def _states(
 def _checked(
     model: CausalLM, params: Any, tokens: Any, segment_ids: Any, positions: Any
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Tokens, segments and positions as int32[B, T], None where they are None; raises as `forward`."""
+    """Return tokens, segments and positions as int32[B, T], None for those that are None. Raises as `forward` does."""
     check_unpaged(model)
     if jax.tree.structure(params) != jax.tree.structure(nnx.state(model)):
         text = "params must be an nnx.State of the model's structure, as nnx.state(model) gives"
@@ -187,7 +189,7 @@ def _checked(
 
 
 def _experts(model: CausalLM, values: Any, shape: tuple[int, ...], exact: bool) -> dict[int, jax.Array]:
-    """Experts int32[B * T, k] of tokens [B, T], this shape, by the numbers of the layers; raises as `forward`."""
+    """Return the experts int32[B * T, k] of tokens [B, T] (`shape`), by layer number. Raises as `forward` does."""
     experts, values = model.config.experts, jnp.asarray(values)
     if experts is None:
         raise ValueError(f"routed_experts must be None for {model.config.architecture}, which has no experts")
@@ -211,8 +213,8 @@ def _check_axes(arguments: dict[str, Any]) -> None:
 
 
 def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> jax.Array:
-    """Integers [B, T] as int32; raises ValueError for others. shape: that they must have, None for any [B, T] but an
-    empty one.
+    """Return integers [B, T] as int32. Raises ValueError for others. shape: the shape that they must have, None for any
+    [B, T] that is not empty.
     """
     values = jnp.asarray(values)
     wanted = "[B, T] with B, T >= 1" if shape is None else list(shape)

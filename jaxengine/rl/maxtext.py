@@ -80,12 +80,12 @@ _PAIRED = re.compile(r"([a-z_]+?)_(local|global)\.(.+)")
 
 @dataclass(frozen=True)
 class _Family:
-    """Names and layouts by which MaxText keeps a family.
+    """Names and layouts in which MaxText stores a family.
 
     Attributes:
-      layer: names within a layer, with Hugging Face's and how an array is turned.
+      layer: names within a layer, with Hugging Face's and how an array is transposed.
       query_scaled: the query kernel is divided by the root of the head dimension.
-      norm_offset: what norms have more than those of Hugging Face.
+      norm_offset: number that norms have in addition to those of Hugging Face.
       embedding_scaled: the dtype of the root of the hidden size that embeddings are multiplied by; None for none.
       paired: a layer of MaxText is two of Hugging Face, a local one and a global one.
     """
@@ -113,7 +113,7 @@ MODEL_TYPES = (*_FAMILIES, "gemma3")
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a tensor of MaxText: the layers that it holds, its name in them, and whether they are scanned."""
+    """Location of a MaxText tensor: the layers that it holds, its name in them, and whether they are scanned."""
 
     name: str
     layers: Sequence[int] = field(default=())
@@ -130,9 +130,9 @@ def named_tensors(
       config: the fields of the Hugging Face model's config.json, or the folder with it.
       scan_axis: the axis of scanned arrays that counts layers, MaxText's `param_scan_axis`.
 
-    An array is turned when its tensors are asked for, in host memory. Raises ValueError for a family or names that are
-    not known, OSError for a folder without config.json; the iterator raises ValueError for an array that has another
-    number of layers than `config`.
+    An array is converted when its tensors are requested, in host memory. Raises ValueError for an unknown family or
+    names, OSError for a folder without config.json; the iterator raises ValueError for an array that has another number
+    of layers than `config`.
     """
     outer = config if isinstance(config, Mapping) else json.loads((Path(config) / "config.json").read_text())
     text = outer.get("text_config", outer)
@@ -164,7 +164,7 @@ class _Model:
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
 
     def place(self, name: str) -> _Place | None:
-        """Find where a tensor belongs; None for a name that is not known."""
+        """Return the location of a tensor by its MaxText name; None for an unknown name."""
         if name in _TOP:
             return _Place(name)
         if match := _OF_BLOCK.fullmatch(name):
@@ -189,7 +189,7 @@ class _Model:
     def tensors(self, arrays: Mapping[str, Any], scan_axis: int) -> Iterator[tuple[str, np.ndarray]]:
         """Yield Hugging Face names and arrays. arrays: by MaxText's names, all of which are known.
 
-        scan_axis, and the ValueError that is raised: as of `named_tensors`.
+        scan_axis and errors: as of `named_tensors`.
         """
         for name, array in arrays.items():
             place, host = self.place(name), on_host(array)
@@ -209,8 +209,8 @@ class _Model:
                     yield full.replace("{expert}", str(number)), turn(expert)
 
     def _top(self, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-        """The Hugging Face name and array of a tensor outside the layers, whose MaxText name is in _TOP. Rows that pad
-        the vocabulary are left out, and the family's scales undone.
+        """Return the Hugging Face name and array of a tensor outside the layers, whose MaxText name is in _TOP. Rows
+        that pad the vocabulary are left out, and the family's scales undone.
         """
         family, size = self.family, int(self.config["vocab_size"])
         hf_name = _TOP[name] if name == "decoder.logits_dense.kernel" else self.prefix + _TOP[name]
@@ -223,10 +223,10 @@ class _Model:
         return hf_name, array
 
     def _turned(self, name: str, turn: Turn) -> Turn:
-        """Make the function that turns an array of a layer: it undoes the family's scales and order of rope dimensions,
-        then applies `turn`.
+        """Return the function that converts an array of a layer: it undoes the family's scales and order of rope
+        dimensions, then applies `turn`.
 
-        name: within a layer, or that of the last norm. Of a norm with an offset only that is taken away.
+        name: within a layer, or that of the last norm. For a norm with an offset, only the offset is subtracted.
         """
         if name.endswith("norm.scale") and self.family.norm_offset:
             return in_float32(lambda values: values - np.float32(self.family.norm_offset))
@@ -247,14 +247,15 @@ class _Model:
 
     @property
     def _rope_is_interleaved(self) -> bool:
-        """Whether neighbours are turned together: MaxText does so for Llama 3.1 and later, by their kind of rope."""
+        """Whether rope rotates neighbouring elements: MaxText does so for Llama 3.1 and later, by their kind of rope.
+        """
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type"))
         return self.config.get("model_type") == "llama" and kind == "llama3"
 
 
 def _by_layer(name: str, array: np.ndarray, axis: int, count: int) -> np.ndarray:
-    """A scanned array with its layers first. Raises ValueError if they are not as many as they should be."""
+    """Return a scanned array with its layers as first axis. Raises ValueError unless there are `count` of them."""
     if array.ndim <= axis or array.shape[axis] != count:
         raise ValueError(f"{name} must have {count} layers along axis {axis}, got shape {array.shape}")
     return np.moveaxis(array, axis, 0)

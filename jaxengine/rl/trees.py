@@ -1,4 +1,4 @@
-"""Trees of a trainer's parameters as names and arrays, and how their shapes become those of Hugging Face."""
+"""Trees of a trainer's parameters as names and arrays, and conversions of their shapes to those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_unknown(names: Iterable[str], is_known: Callable[[str], bool], kind: str) -> None:
-    """Raise ValueError that lists the names which are not known. kind: what they should be, in its text."""
+    """Raise ValueError that lists the unknown names. kind: what they should be, for its text."""
     if unknown := [name for name in names if not is_known(name)]:
         more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
         raise ValueError(f"params has names that are not {kind}: {', '.join(unknown[:MAX_SHOWN])}{more}")
 
 
 def same(array: np.ndarray) -> np.ndarray:
-    """The array as it is."""
+    """Return the array unchanged."""
     return array
 
 
 def in_first(array: np.ndarray) -> np.ndarray:
-    """[in, ...] as [out, in]: heads and their dimensions are joined."""
+    """Transpose [in, ...] to [out, in]; heads and their dimensions are joined."""
     return array.reshape(array.shape[0], -1).T
 
 
 def out_last(array: np.ndarray) -> np.ndarray:
-    """[..., out] as [out, in]: heads and their dimensions are joined."""
+    """Transpose [..., out] to [out, in]; heads and their dimensions are joined."""
     return array.reshape(-1, array.shape[-1]).T
 
 
 def flat(array: np.ndarray) -> np.ndarray:
-    """[heads, head dimension] as one axis."""
+    """Reshape [heads, head dimension] to one axis."""
     return array.reshape(-1)
 
 
 def in_float32(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """Wrap a function of arrays so that it computes in float32 and gives the dtype that it got."""
+    """Wrap a function of arrays so that it computes in float32 and returns the dtype of its argument."""
     return lambda array: function(array.astype(np.float32)).astype(array.dtype)

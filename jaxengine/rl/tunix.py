@@ -1,4 +1,4 @@
-"""jaxengine as the rollout engine of Tunix, and its models as those that Tunix trains.
+"""jaxengine as the rollout engine of Tunix, and its models as models that Tunix trains.
 
     ClusterConfig(rollout_engine=functools.partial(JaxengineRollout, llm=llm), ...)
 
@@ -38,24 +38,24 @@ _INT63 = 2**63 - 1
 
 
 class Frozen(nnx.Variable[jax.Array]):
-    """A weight that Tunix's optimizer leaves as it is."""
+    """Weight that Tunix's optimizer does not change."""
 
 
 class TunixModel(nnx.Module):
-    """A model of jaxengine as Tunix calls it: the modules that serve, over whole rows of tokens.
+    """Model of jaxengine with Tunix's calling convention: the modules that serve, over whole rows of tokens.
 
     Attributes:
-      module: the family's own module, as `jaxengine.open_model` gives it.
+      module: the family's own module, as `jaxengine.open_model` returns it.
     """
 
     def __init__(
         self, module: CausalLM, *, is_trained: Callable[[tuple[Any, ...]], bool] | None = None, remat: bool = False
     ):
-        """is_trained: whether the weight at a path, such as ("layers", 3, "mlp", ...), is trained; None for all. The
-        others become Frozen.
+        """Wrap a module. is_trained: whether the weight at a path, such as ("layers", 3, "mlp", ...), is trained; None
+        for all. The others become Frozen.
 
         remat: compute each layer again for its gradient. Raises ValueError for a model without such a forward pass, and
-        where no weight is trained.
+        if no weight is trained.
         """
         check_unpaged(module)
         graph, state = nnx.split(module)
@@ -135,13 +135,13 @@ class JaxengineRollout(_tunix.BaseRollout):
             self.update_params(nnx.state(rollout_actor, nnx.Param))
 
     def generate(self, prompts: list[str], rollout_config: Any, **kwargs: Any) -> Any:
-        """Answer each prompt once: a RolloutOutput, as a RolloutConfig asks for it.
+        """Answer each prompt once, as the RolloutConfig says; return a RolloutOutput.
 
-        kwargs: fields of SamplingParams, which go before those of the config. With a seed each prompt of each call
-        draws its own numbers, and the same calls give the same answers. Tokens have no padding, and end with the token
-        that ended them.
+        kwargs: fields of SamplingParams, which override those of the config. With a seed each prompt of each call draws
+        its own numbers, and the same calls give the same answers. Tokens have no padding, and end with the token that
+        ended them.
 
-        Raises ValueError for a config that the engine does not do, RuntimeError for an answer that was aborted or
+        Raises ValueError for a config that the engine does not support, RuntimeError for an answer that was aborted or
         failed; else as `LLM.generate`.
         """
         self._check(rollout_config)
@@ -226,7 +226,7 @@ class JaxengineRollout(_tunix.BaseRollout):
                 self._llm.update_weights(named_tensors(params))
 
     def _check(self, config: Any) -> None:
-        """Raise ValueError for what a RolloutConfig asks and the engine does not do; otherwise take note of its
+        """Raise ValueError for settings of a RolloutConfig that the engine does not support; otherwise store its
         temperature.
         """
         engine = self._llm.core.config
@@ -253,8 +253,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         self._temperature = float(config.temperature)
 
     def _params(self, config: Any, more: Mapping[str, Any], call: int, index: int) -> SamplingParams:
-        """Sampling parameters of the prompt `index` of the call numbered `call`, which with `config.seed` decide its
-        seed.
+        """Return the sampling parameters of the prompt `index` of the call numbered `call`, which with `config.seed`
+        decide its seed.
 
         more: fields that replace those of the config. Raises RequestError for an invalid one.
         """
@@ -283,7 +283,9 @@ class JaxengineRollout(_tunix.BaseRollout):
         return ids[:-1] if ids and answer.finish_reason == "stop" and ids[-1] in self._ends(config) else ids
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
-        """Token ids of a text, with the token that begins texts once, as Tunix's samplers do it; ids as they are."""
+        """Return the token ids of a text, with one begin-of-text token, as Tunix's samplers do; ids are returned
+        unchanged.
+        """
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
         ids, begin = [int(token) for token in self._tokenizer.encode(prompt)], self._tokenizer.bos_id()
@@ -294,7 +296,7 @@ class JaxengineRollout(_tunix.BaseRollout):
 
 
 def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> None:
-    """Put a variable in the place of the one at `path`."""
+    """Replace the variable at `path` of a module."""
     *outer, last = path
     owner: Any = module
     for key in outer:
@@ -306,20 +308,20 @@ def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> N
 
 
 def _chosen(answer: Any) -> np.ndarray:
-    """Log-probabilities float32[tokens] of an answer's tokens."""
+    """Return the log-probabilities float32[tokens] of an answer's tokens."""
     pairs = zip(answer.token_ids, answer.logprobs, strict=True)
     return np.array([found[token].logprob for token, found in pairs], np.float32)
 
 
 def _length(row: np.ndarray, pad: int) -> int:
-    """Tokens before the padding at the end of a row."""
+    """Return the number of tokens before the padding at the end of a row."""
     used = np.flatnonzero(row != pad)
     return int(used[-1]) + 1 if used.size else 0
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
-    """Prompts int32[B, width], with `pad` in front. If one is longer, the width is the next power of two of the
-    longest, as Tunix's own engines have it.
+    """Return prompts int32[B, width], padded with `pad` on the left. If one is longer, the width is the next power of
+    two of the longest, as in Tunix's own engines.
     """
     longest = max(map(len, prompts), default=0)
     if longest > width:
@@ -331,6 +333,6 @@ def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.n
 
 
 def _key_data(seed: Any) -> Any:
-    """Numbers of a seed: an int, an array, or a key of jax.random."""
+    """Return the numbers of a seed: an int, an array, or a key of jax.random."""
     is_key = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(seed) if is_key else seed

@@ -23,7 +23,7 @@ _TOP: dict[str, tuple[str, Turn]] = {
 
 
 def _heads_first(array: np.ndarray) -> np.ndarray:
-    """[heads, in, head dimension] as [heads * head dimension, in]."""
+    """Transpose [heads, in, head dimension] to [heads * head dimension, in]."""
     return array.transpose(0, 2, 1).reshape(-1, array.shape[1])
 
 
@@ -66,8 +66,8 @@ _OF_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 def named_tensors(params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Return an iterator over (Hugging Face name, array) of the parameters of one of Tunix's models.
 
-    params: an nnx.State, an nnx.Module, or nested mappings. An array is turned, in host memory, when its tensors are
-    asked for. Raises ValueError for names that are not known.
+    params: an nnx.State, an nnx.Module, or nested mappings. An array is converted, in host memory, when its tensors are
+    requested. Raises ValueError for unknown names.
     """
     arrays = dict(named_arrays(params))
     refuse_unknown(arrays, _is_known, "those of Tunix's Llama 3, Qwen 2, Qwen 3, Gemma and Gemma 3")

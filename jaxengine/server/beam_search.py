@@ -1,4 +1,4 @@
-"""Runs a beam search as one request of a server: many one-token requests, and one output at the end."""
+"""Beam search as one request of a server: many one-token requests to the engine, and one output at the end."""
 
 from __future__ import annotations
 

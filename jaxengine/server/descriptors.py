@@ -12,14 +12,14 @@ _SPARE = 256
 
 
 def max_connections(config: ServerConfig) -> int:
-    """Limit of a process's connections, for HTTP and gRPC each, given the system's limit of open files."""
+    """Return the limit of a process's connections, for HTTP and gRPC each, given the system's limit of open files."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = _MOST_CONNECTIONS if allowed == resource.RLIM_INFINITY else max(1, (allowed - _SPARE) // 2)
     return min(config.max_connections or _MOST_CONNECTIONS, room)
 
 
 def raise_descriptor_limit() -> None:
-    """Raises this process's limit of open files to what the most connections need, as far as the system allows."""
+    """Raise this process's limit of open files to the number that its connections need, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2 * _MOST_CONNECTIONS + _SPARE
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)

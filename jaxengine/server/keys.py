@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Keys:
-    """Holds the digests of the valid keys. Comparison time depends neither on the key given nor on how nearly it is
-    right.
+    """Digests of the valid keys. Comparison takes the same time whatever key is given, and however nearly it is right.
 
     Args:
       client_keys: none: the server is open to everyone who reaches it.
@@ -44,7 +43,8 @@ class Keys:
         return bool(self._clients)
 
     def turn_of(self, key: bytes) -> str | None:
-        """Returns the `name_of` the holder of `key`, who takes turns with others; None where there is only one key."""
+        """Return the `name_of` the holder of `key`, who takes turns with other holders; None if there is only one key.
+        """
         return self.name_of(key) if len(self._clients) + len(self._admins) > 1 else None
 
     def admits(self, key: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Request ids of each owner apart: two owners may use one id, and neither sees the other's.
+"""Separation of request ids by owner: two owners may use one id, and neither sees the other's.
 
 In the engine, the id of a request whose owner has a key is "ID@OWNER". Clients write and see the first part.
 """
@@ -38,8 +38,8 @@ class OwnedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Implements EngineClient.stream. Outputs, and the error for an id in use, have `request_id` as it is given,
-        whatever the owner of `options` adds to it in the engine.
+        """Yield the outputs of a request, as EngineClient.stream. Outputs, and the error for an id in use, have
+        `request_id` as given, whatever the owner of `options` adds to it in the engine.
         """
         return self._named(self._engine.stream, prompt, sampling_params, request_id, options)
 
@@ -50,7 +50,7 @@ class OwnedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Implements EngineClient.pool, with ids as in `stream`."""
+        """Yield the output of a pooling request, as EngineClient.pool, with ids as in `stream`."""
         return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
 
     async def abort(self, request_id: str) -> None:
@@ -94,9 +94,9 @@ def owned(engine: EngineClient) -> EngineClient:
 
 
 class Viewer:
-    """What one client sees of request ids: its own, and numbers in place of others'.
+    """View of request ids by one client: its own ids, and numbers in place of others'.
 
-    owner: the client's `RequestOptions.owner`; None for an operator and where there are no keys, who see all.
+    owner: the client's `RequestOptions.owner`; None for an operator and if there are no keys, who see all.
     """
 
     def __init__(self, owner: str | None):
@@ -114,8 +114,8 @@ class Viewer:
         return {**status, "requests": [self._named(request) for request in status["requests"]]}
 
     def timeline(self, timeline: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of an engine's timeline, a dict with "steps" and "requests", with request ids as `show` has
-        them.
+        """Return a copy of an engine's timeline, a dict with "steps" and "requests", with request ids replaced by
+        `show`.
         """
         steps = [
             {

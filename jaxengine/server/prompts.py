@@ -114,7 +114,7 @@ class PromptEncoder:
             raise RequestError(problem, param=param)
 
     def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
-        """Returns a prompt's token ids truncated as its request asks.
+        """Return a prompt's token ids truncated as its request says.
 
         keep: truncate_prompt_tokens, 1 or more; None: all; -1: as many as leave room for max_tokens, or for one token
         if that is None or 0, but at least one. side: truncation_side; "right" keeps the first tokens, any other value
@@ -131,7 +131,7 @@ class PromptEncoder:
         return await self._workers.run(function)
 
     def _most_chars(self) -> int:
-        """Most characters of a prompt that may fit into max_model_len."""
+        """Return the most characters of a prompt that may fit into max_model_len."""
         tokenizer = self._inputs.require_tokenizer()
         if self._longest_token is None:
             vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)

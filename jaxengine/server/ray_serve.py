@@ -78,7 +78,7 @@ class RayConfig:
 
 
 class Call(msgspec.Struct):
-    """A request sent to a replica.
+    """Request sent to a replica.
 
     Attributes:
       params: fields of SamplingParams that differ from their defaults. The replica makes the object, so that its rules
@@ -95,7 +95,7 @@ class Call(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """An output sent back, or the reason why there is none.
+    """Output sent back, or the reason why there is none.
 
     Attributes:
       error: message of a RequestError; param: its field.
@@ -109,14 +109,16 @@ class Answer(msgspec.Struct):
 
 
 def _pack_other(value: Any) -> Any:
-    """An array as its dtype's name, its shape and its bytes. Raises NotImplementedError for another kind of object."""
+    """Encode an array as its dtype's name, its shape and its bytes. Raises NotImplementedError for another kind of
+    object.
+    """
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"{type(value).__name__} cannot be sent to or from a replica")
     return [value.dtype.name, value.shape, value.tobytes()]
 
 
 def _unpack_other(kind: type, value: Any) -> Any:
-    """Inverse of _pack_other. kind: the annotated type, np.ndarray."""
+    """Decode what _pack_other encoded. kind: the annotated type, np.ndarray."""
     if kind is not np.ndarray:
         raise NotImplementedError(f"{kind.__name__} cannot be sent to or from a replica")
     name, shape, data = value
@@ -130,24 +132,24 @@ _DEFAULTS = SamplingParams()
 
 
 def _pack_params(params: SamplingParams) -> dict[str, Any]:
-    """Fields of `params` that differ from their defaults."""
+    """Return the fields of `params` that differ from their defaults."""
     given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     return {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
 
 
 def _unpack_params(given: Mapping[str, Any]) -> SamplingParams:
-    """Inverse of _pack_params, after a way through msgpack, which turns enums into their values."""
+    """Make SamplingParams of the fields from _pack_params, after msgpack has turned enums into their values."""
     if "output_kind" in given:
         given = {**given, "output_kind": RequestOutputKind(given["output_kind"])}
     return SamplingParams(**given)
 
 
 def _last_of_aborted(call: Call, newest: Mapping[int, CompletionOutput]) -> RequestOutput:
-    """Returns the last output of an aborted request, without an id: its completions that have not ended, now with
+    """Return the last output of an aborted request, without an id: its completions that have not ended, now with
     finish_reason "abort".
 
-    newest: what came last of each completion, by index; one of which nothing came is empty. If the request asked for
-    deltas, none has new text or tokens.
+    newest: last output of each completion so far, by index; a missing one is empty. If the request is for deltas, none
+    has new text or tokens.
     """
     nothing_new: dict[str, Any] = {}
     if call.params.get("output_kind") is RequestOutputKind.DELTA:
@@ -160,7 +162,7 @@ def _last_of_aborted(call: Call, newest: Mapping[int, CompletionOutput]) -> Requ
 
 
 class Replica:
-    """One engine. It starts the engine's other hosts."""
+    """Ray Serve replica with one engine. It starts the engine's other hosts."""
 
     def __init__(self, options: dict[str, Any]):
         options = dict(options)
@@ -178,7 +180,7 @@ class Replica:
         return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
 
     async def generate(self, call: bytes) -> AsyncIterator[bytes]:
-        """Yields Answers to a Call, all of them encoded as msgpack. A RequestError comes as the `error` of the last
+        """Yield Answers to a Call, all of them encoded as msgpack. A RequestError comes as the `error` of the last
         answer; EngineDeadError is raised.
         """
         asked = _decode_call(call)
@@ -208,7 +210,7 @@ class Replica:
 
 
 class RayEngine:
-    """EngineClient over replicas."""
+    """EngineClient over Ray Serve replicas."""
 
     def __init__(self, replicas: Any, inputs: InputProcessor, num_attempts: int):
         self.inputs = inputs
@@ -225,7 +227,8 @@ class RayEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Implements EngineClient.stream, except that pictures and videos are refused with RequestError.
+        """Yield the outputs of a request, as EngineClient.stream, except that images and videos are refused with
+        RequestError.
 
         A request whose replica is lost is tried on another one, at most `num_attempts` in all; EngineDeadError once
         there is output, and after the last attempt.
@@ -266,8 +269,8 @@ class RayEngine:
             raise EngineDeadError("no replica answers") from error
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a utility of one of the replicas, whichever Ray picks, so that orders need a single one. Raises what it
-        raises, and EngineDeadError if the replica is lost.
+        """Call a utility of one of the replicas, whichever Ray picks, so that orders need a single replica. Raises its
+        errors, and EngineDeadError if the replica is lost.
         """
         try:
             return await self._replicas.utility.remote(name, list(arguments))
@@ -277,7 +280,7 @@ class RayEngine:
             raise EngineDeadError("the replica was lost") from error
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Returns nothing: text is made on the replicas, each with its own clock."""
+        """Return an empty list: text is made on the replicas, each with its own clock."""
         return []
 
     async def _attempts(self, request_id: str, call: Call) -> AsyncIterator[RequestOutput]:
@@ -310,7 +313,7 @@ class RayEngine:
 
 @serve.ingress()
 class Ingress:
-    """The HTTP side; it gets the served model's config from a replica."""
+    """HTTP deployment; it gets the served model's config from a replica."""
 
     async def __init__(self, replicas: Any, options: dict[str, Any], server: ServerConfig, num_attempts: int):
         config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
@@ -373,7 +376,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 class Node:
-    """Another host of a replica's engine."""
+    """Actor for another host of a replica's engine."""
 
     def __init__(self, words: list[str], key: str):
         self._folder = tempfile.TemporaryDirectory()
@@ -386,7 +389,7 @@ class Node:
 
 
 def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
-    """Starts host `rank` of the engine, in bundle `rank` of this replica's placement group; returns its actor.
+    """Start host `rank` of the engine, in bundle `rank` of this replica's placement group; return its actor.
 
     options: of EngineConfig. key: the cluster's secret. Does not wait until the host is there. A replica without a
     placement group fails an assertion.

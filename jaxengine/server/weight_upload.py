@@ -1,7 +1,7 @@
-"""Weights that a trainer sends: a safetensors file that arrives in pieces and is kept until the engine has read it.
+"""Weights sent by a trainer: a safetensors file that arrives in pieces and is kept until the engine has read it.
 
 Nothing is allocated for what a header claims: it must fit its limits, and its tensors the disk, before their bytes are
-taken. Names, shapes and numbers are checked by the engine.
+accepted. The engine checks names, shapes and numbers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _num_uploads = 0
 
 @contextlib.asynccontextmanager
 async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Path of the file that these pieces make, which is removed when the context ends. folder: weight_upload_dir.
+    """Context manager that receives a file in pieces and gives its path; the file is removed when the context ends.
 
-    Raises RequestError where `folder` is None or cannot be written, for a file that is not whole or not safetensors,
-    and for one that the disk has no room for; OverloadedError if MAX_UPLOADS are under way in this process.
+    folder: weight_upload_dir. Raises RequestError if `folder` is None or cannot be written, for a file that is
+    incomplete or not safetensors, and for one that the disk has no room for; OverloadedError if MAX_UPLOADS are under
+    way in this process.
     """
     global _num_uploads
     if folder is None:
@@ -94,7 +95,7 @@ def _write(descriptor: int, block: bytearray) -> None:
 
 
 def _size_of(start: bytearray, folder: str) -> int | None:
-    """Bytes of the whole file that starts so; None while not all of its header is there.
+    """Return the bytes of the whole file that begins with `start`; None while its header is incomplete.
 
     Raises RequestError for a header that is too large or unusable, and for a file that `folder` has no room for.
     """
@@ -113,7 +114,7 @@ def _size_of(start: bytearray, folder: str) -> int | None:
 
 
 def _data_bytes(header: bytes) -> int:
-    """Bytes of the data that a safetensors header describes: where its last tensor ends, 0 without tensors.
+    """Return the bytes of the data that a safetensors header describes: the end of its last tensor, 0 without tensors.
 
     header: JSON, without the length before it. Raises RequestError for other texts, and for more than MAX_TENSORS
     tensors.

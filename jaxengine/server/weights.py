@@ -1,4 +1,4 @@
-"""Pauses, sleep and new weights as an operator asks for them, over either protocol: calls of an engine's utilities."""
+"""Pauses, sleep and new weights for operators, over either protocol: calls of an engine's utilities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class UpdateOptions(NamedTuple):
 
 
 async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
-    """Pauses the engine; returns when the pause is there. clear_cache: also drop cached prefixes."""
+    """Pause the engine; returns when the pause is complete. mode: see PauseMode; clear_cache: also drop cached
+    prefixes.
+    """
     await engine.utility("pause_engine", mode)
     while not await engine.utility("pause_is_there"):
         await asyncio.sleep(_POLL_SECONDS)
@@ -39,7 +41,7 @@ async def resume(engine: EngineClient) -> None:
 
 
 async def sleep(engine: EngineClient, level: int, mode: str) -> None:
-    """Gives up device memory, as `LLM.sleep`. Raises RequestError for another level or mode."""
+    """Free device memory; level and mode as of `LLM.sleep`. Raises RequestError for another level or mode."""
     await engine.utility("check_sleep", level, mode)
     await engine.utility("pause_engine", mode, level > 0)
     while not await engine.utility("fall_asleep", level):
@@ -47,13 +49,13 @@ async def sleep(engine: EngineClient, level: int, mode: str) -> None:
 
 
 async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]:
-    """Puts back what `sleep` gave up, as `LLM.wake_up`; returns what still sleeps."""
+    """Put the freed parts back on the devices; tags as of `LLM.wake_up`. Returns the parts that still sleep."""
     await engine.utility("wake_engine", None if tags is None else list(tags))
     return (await state(engine))["asleep"]
 
 
 async def state(engine: EngineClient) -> dict[str, Any]:
-    """Returns `is_paused`, `asleep`, the parts that sleep, and `weight_version`."""
+    """Return `is_paused`, `asleep` (the parts that sleep), and `weight_version`."""
     return await engine.utility("engine_pause")
 
 
@@ -64,10 +66,10 @@ async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
 
 
 async def update_from_path(engine: EngineClient, path: str, options: UpdateOptions) -> dict[str, Any]:
-    """Replaces the weights by those of a folder or file that the engine's process can read; returns a WeightUpdate's
-    fields. Requests go on while they are read; for the switch the engine is paused, apart from any other pause.
+    """Replace the weights by those of a folder or file that the engine's process can read; return a WeightUpdate's
+    fields. Requests go on while they are read; for the switch the engine is paused, in addition to any other pause.
 
-    Raises RequestError, which lists what does not fit, and the old weights stay then; EngineDeadError.
+    Raises RequestError, which lists all faults, after which the old weights stay; EngineDeadError.
     """
     version, mode, kv, strict, chunk_bytes = options
     check_version(version)
@@ -86,7 +88,8 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
 async def update_from_pieces(
     engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
 ) -> dict[str, Any]:
-    """Replaces the weights by those of a safetensors file that arrives in pieces; otherwise as `update_from_path`.
+    """Replace the weights by those of a safetensors file that arrives in pieces; return a WeightUpdate's fields. Errors
+    as of `update_from_path`.
 
     The file is kept in weight_upload_dir until it has been read.
     """

@@ -15,19 +15,19 @@ STOP = "stop"
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """The answer of a pooling model. data: f32[N], an embedding or the scores of labels."""
+    """Result of a pooling model. data: f32[N], an embedding or the scores of labels."""
 
     data: np.ndarray
 
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[Output]):
-    """The answer to a request to a pooling model.
+    """Output of a request to a pooling model.
 
     Attributes:
       num_cached_tokens: prompt tokens found in the prefix cache.
       finished: always True, as there is one output.
-      finish_reason: "stop"; "abort" or "error" if there is no answer and `outputs` is empty.
+      finish_reason: "stop"; "abort" or "error" if there is no result and `outputs` is empty.
       stop_reason: details of "abort" or "error".
     """
 
@@ -40,7 +40,7 @@ class PoolingRequestOutput(Generic[Output]):
     stop_reason: int | str | None = None
 
     def check(self) -> None:
-        """Raises RequestError if there is no answer."""
+        """Raise RequestError if there is no result."""
         if self.finish_reason != STOP:
             why = f"{self.finish_reason} ({self.stop_reason})" if self.stop_reason else self.finish_reason
             raise RequestError(f"request {self.request_id!r} has no answer: {why}")
@@ -102,14 +102,15 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
-        """Converts the output of a request whose data is a single score."""
+        """Convert the output of a request whose data is a single score."""
         return ScoringRequestOutput(*_rest(output, ScoringOutput(float(output.outputs.data.item()))))
 
     @staticmethod
     def of_pair(
         first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
     ) -> ScoringRequestOutput:
-        """Cosine similarity of two embeddings, 0 if one has no length; prompts are concatenated, as in vLLM."""
+        """Return the cosine similarity of two embeddings, 0 if one has no length; prompts are concatenated, as in vLLM.
+        """
         one, other = (each.outputs.data.astype(np.float64) for each in (first, second))
         lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
         score = float(one @ other) / lengths if lengths else 0.0
@@ -122,5 +123,5 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def _rest(output: PoolingRequestOutput[PoolingOutput], outputs: Any) -> tuple[Any, ...]:
-    """The fields of an answer in order, with `outputs` replaced."""
+    """Return the fields of an output in order, with `outputs` replaced."""
     return output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens

@@ -29,7 +29,7 @@ _SWITCHES = ("normalize", "use_activation", "softmax", "activation", "skip_readi
 
 @dataclass(frozen=True)
 class PoolingRecipe:
-    """How the answer is computed from a request's vector.
+    """How a pooling model's answer is computed from a request's vector.
 
     Attributes:
       dimensions: number of leading dimensions to keep; None for all.
@@ -40,7 +40,7 @@ class PoolingRecipe:
     activation: str
 
     def finish(self, vector: np.ndarray) -> np.ndarray:
-        """Computes the answer f32[dimensions] from the model's vector f32[N]; f32[N] where dimensions is None."""
+        """Compute the answer f32[dimensions] (f32[N] if dimensions is None) from the model's vector f32[N]."""
         kept = vector[: self.dimensions].astype(np.float64)
         if self.activation == NORMALIZE:
             kept /= max(float(np.linalg.norm(kept)), _LEAST_LENGTH)
@@ -82,7 +82,7 @@ class PoolingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def recipe(self, model: PoolingModel) -> PoolingRecipe:
-        """How the answer is computed. Raises RequestError for parameters that this model does not support."""
+        """Return how the answer is computed. Raises RequestError for parameters that this model does not support."""
         for name in _SWITCHES:
             if getattr(self, name) not in (None, True, False):
                 raise _refuse(name, getattr(self, name), "True, False or None")
@@ -104,7 +104,7 @@ class PoolingParams:
         return PoolingRecipe(dimensions or model.dimensions, model.activation if use_activation else IDENTITY)
 
     def prefix(self, model: PoolingModel) -> str:
-        """Text to prepend to the input: of prompt_name, else of the model's default prompt; "" without one.
+        """Return the text to prepend to the input: of prompt_name, else of the model's default prompt; "" without one.
 
         Raises RequestError for a prompt_name that the model does not have.
         """
@@ -122,7 +122,7 @@ class PoolingParams:
         return prompts[name]
 
     def cut(self, token_ids: list[int], longest: int, model: PoolingModel) -> list[int]:
-        """Returns the token ids that truncate_prompt_tokens keeps (see there), all for None. longest: max_model_len.
+        """Return the token ids that truncate_prompt_tokens keeps (see there), all for None. longest: max_model_len.
 
         Raises RequestError for a number that is not allowed.
         """
@@ -134,7 +134,7 @@ class PoolingParams:
         return model.cut(token_ids, longest if keep == -1 else keep)
 
     def token_params(self, model: PoolingModel) -> TokenParams:
-        """Parameters that the engine's steps need."""
+        """Return the parameters that the engine's steps need."""
         reads_prompt = model.pooler.reads_all or self.skip_reading_prefix_cache is True
         return TokenParams(temperature=0.0, reads_prompt=reads_prompt)
 

@@ -1,4 +1,4 @@
-"""The Admin service: an operator's inspection and control. Callers have been authenticated as operators."""
+"""Admin service: inspection and control by operators, who have been authenticated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Context = grpc.aio.ServicerContext
 
 
 class AdminService(WeightMethods):
-    """Implements admin.proto; methods have its names and raise the exceptions that status.status_of handles."""
+    """Implementation of admin.proto; methods have its names and raise the exceptions that status.status_of handles."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], calls: OpenCalls):
         self._engine = engine

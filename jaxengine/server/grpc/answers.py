@@ -17,7 +17,7 @@ FINISH_REASONS = {
 
 
 class AnswerWriter:
-    """Writes the answer to one request, complete or in chunks."""
+    """Writer of the answer to one request, complete or in chunks."""
 
     def __init__(self, request_id: str, model: str, wanted: Wanted):
         self._request_id, self._model = request_id, model
@@ -27,7 +27,7 @@ class AnswerWriter:
         self._prompt_sent = False
 
     def response(self, output: RequestOutput) -> pb.GenerateResponse:
-        """The answer of a finished request; output: its only one, of kind FINAL_ONLY. To be called once."""
+        """Return the answer of a finished request. output: its only output, of kind FINAL_ONLY. To be called once."""
         return pb.GenerateResponse(
             prompt_info=self.prompt_info(output),
             outputs=[self._sequence(completion) for completion in output.outputs],
@@ -53,7 +53,7 @@ class AnswerWriter:
             yield chunk
 
     def prompt_info(self, output: RequestOutput) -> pb.PromptInfo:
-        """The prompt's number of tokens, and their ids and log-probabilities as far as they are wanted.
+        """Return the prompt's number of tokens, and their ids and log-probabilities if requested.
 
         Log-probabilities are left out unless the output has those of all tokens; the first token's are 0.
         """
@@ -67,7 +67,7 @@ class AnswerWriter:
         return info
 
     def usage(self, output: RequestOutput) -> pb.Usage:
-        """Token counts: of the prompt, and of the outputs as far as they have been written."""
+        """Return token counts: of the prompt, and of the outputs as far as they have been written."""
         return pb.Usage(
             num_prompt_tokens=len(output.prompt_token_ids),
             num_output_tokens=sum(self._num_tokens.values()),

@@ -16,11 +16,11 @@ ADMIN = "/jaxengine.v1.Admin/"
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that ends calls without a valid key before their message is read, also those of unknown methods.
+    """Interceptor that ends calls without a valid key before their message is read, calls of unknown methods included.
 
     The status is UNAUTHENTICATED, or PERMISSION_DENIED for a client's key at the Admin service, which accepts only
-    operators' keys. The health service needs no key. Sets OWNER for the call, which then reads images at that client's
-    turn.
+    operators' keys. The health service needs no key. Sets OWNER for the call, by which the reading of images is shared
+    fairly among clients.
     """
 
     def __init__(self, keys: Keys):
@@ -49,7 +49,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def key_of(metadata: Any) -> bytes:
-    """The key in a call's metadata, which is pairs of name and value or None; b"" for no key, or different ones."""
+    """Return the key in a call's metadata (pairs of name and value, or None); b"" for no key, or several different
+    ones.
+    """
     values = [value for name, value in metadata or () if name.lower() == "authorization"]
     return bearer_key([value if isinstance(value, bytes) else value.encode() for value in values])
 

@@ -116,8 +116,9 @@ class Client:
 
 
 def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
-    """The message for the arguments of `Client.generate`. Raises TypeError for an unknown option, and TypeError or
-    ValueError for a value that its field cannot hold."""
+    """Return the message for the arguments of `Client.generate`. Raises TypeError for an unknown option, and TypeError
+    or ValueError for a value that its field cannot hold.
+    """
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     for name, value in options.items():
@@ -132,7 +133,7 @@ def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
 
 
 def bad_fields(error: grpc.RpcError) -> list[str]:
-    """The fields for which a call was refused, as spelt in the proto; [] if its error names none."""
+    """Return the fields for which a call was refused, as spelt in the proto; [] if its error names none."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     found = []
     for detail in () if status is None else status.details:

@@ -69,7 +69,7 @@ _PARAM_FIELDS = {param: field for field, param in SAMPLING_FIELDS.items()}
 
 @dataclass(frozen=True)
 class Wanted:
-    """The parts of an output that the caller wants."""
+    """Parts of an output that the caller has requested."""
 
     text: bool = False
     token_ids: bool = False
@@ -82,7 +82,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Generation:
-    """Request for a generation, in the engine's terms; `wanted` says what its answer has."""
+    """Generation request in the engine's terms; `wanted` says which parts of the output its answer has."""
 
     request_id: str
     prompt: dict[str, Any]
@@ -92,7 +92,7 @@ class Generation:
 
 
 class RequestReader:
-    """Reads requests for one engine. Raises RequestError for invalid ones."""
+    """Reader of requests for one engine. Raises RequestError for invalid ones."""
 
     def __init__(self, inputs: InputProcessor, config: ServerConfig):
         self._inputs = inputs
@@ -299,8 +299,9 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
 
 
 def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
-    """The caller's request id, or a new one if it is empty. Raises RequestError for one that is not of the allowed
-    form, see names.REQUEST_ID."""
+    """Return the caller's request id, or a new one if it is empty. Raises RequestError for one that is not of the
+    allowed form, see names.REQUEST_ID.
+    """
     if not request.request_id:
         return f"grpc-{uuid.uuid4().hex}"
     if not REQUEST_ID.fullmatch(request.request_id):
@@ -313,8 +314,9 @@ def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
 
 
 def field_of(request: Message, param: str | None) -> str | None:
-    """Name of the proto field that corresponds to a RequestError's param, in groups as "group.field"; `param` itself,
-    which may be None, if none is known."""
+    """Return the name of the proto field that corresponds to a RequestError's param, in groups as "group.field";
+    `param` itself, which may be None, if none is known.
+    """
     names = request.DESCRIPTOR.fields_by_name
     if param is None or param in names:
         return param
@@ -330,8 +332,9 @@ def field_of(request: Message, param: str | None) -> str | None:
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raises RequestError for a field, also of a message within, that this server does not know, or that was sent as
-    another type. It names the field unless the unknown ones are large."""
+    """Raise RequestError for a field, in nested messages, too, that this server does not know or that was sent as
+    another type. The error names the field unless the unknown ones are large.
+    """
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
@@ -391,7 +394,8 @@ def _wanted(response: pb.ResponseOptions) -> Wanted:
 
 
 def _num_candidates(candidates: pb.CandidateTokens, field: str, asked: bool = True) -> int:
-    """Number of likeliest tokens to report: -1 for all; 0, which reports only the chosen one, if not `asked`.
+    """Return the number of likeliest tokens to report: -1 for all; 0, which reports only the sampled one, if not
+    `asked`.
 
     Raises RequestError, naming `field`, if candidates select nothing.
     """

@@ -24,7 +24,7 @@ MAX_WATCHES_OF_ADDRESS, MAX_WATCHES = 16, 128
 
 
 class Health(HealthServicer):
-    """grpc.health.v1 for the entire server (""), for each of its services, and for LIVE."""
+    """Implementation of grpc.health.v1 for the entire server (""), for each of its services, and for LIVE."""
 
     def __init__(self, services: tuple[str, ...]):
         super().__init__()
@@ -62,7 +62,7 @@ class Health(HealthServicer):
 
 
 def health_handlers(servicer: Health, read_timeout: float) -> grpc.GenericRpcHandler:
-    """Handlers of grpc.health.v1's Check and Watch.
+    """Return the handlers of grpc.health.v1's Check and Watch.
 
     A call whose message does not arrive within `read_timeout` seconds is ended with DEADLINE_EXCEEDED.
     """

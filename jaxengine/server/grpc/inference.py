@@ -1,4 +1,4 @@
-"""The Inference service: passes requests to the engine and its outputs to the caller, within the deadline."""
+"""Inference service: passes requests to the engine and its outputs to the caller, within the deadline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Context = grpc.aio.ServicerContext
 
 
 class InferenceService:
-    """Implements inference.proto; methods have its names and raise the exceptions that status.status_of handles."""
+    """Implementation of inference.proto; methods have its names and raise the exceptions that status.status_of handles.
+    """
 
     def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], keys: Keys):
         self._engine = engine
@@ -140,14 +141,14 @@ class InferenceService:
                 await outputs.aclose()
 
     def _client(self, context: Context) -> str | None:
-        """Name of the client, by its key, if the engine's policy distinguishes clients."""
+        """Return the name of the client, by its key, if the engine's policy distinguishes clients; else None."""
         if self._engine.inputs.config.scheduling_policy != "fair":
             return None
         return self._keys.name_of(key_of(context.invocation_metadata()))
 
     def _timeout(self, context: Context) -> float | None:
-        """Seconds from arrival to the caller's deadline or to request_timeout after arrival, whichever is earlier; None
-        for neither.
+        """Return the seconds from arrival to the caller's deadline or to request_timeout after arrival, whichever is
+        earlier; None for neither.
 
         Raises CallError (DEADLINE_EXCEEDED) if that time has passed.
         """
@@ -171,7 +172,7 @@ class InferenceService:
             raise CallError(grpc.StatusCode.ABORTED, f"the stream was left unread for {limit:g} s") from None
 
     async def _model(self, name: str) -> tuple[str, str | None]:
-        """(model name for the answer, adapter name or None) of a request's `model`, "" for the default.
+        """Return (model name for the answer, adapter name or None) for a request's `model`, "" for the default.
 
         Raises CallError (NOT_FOUND) for a model or adapter that is not served.
         """

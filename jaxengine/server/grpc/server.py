@@ -39,7 +39,7 @@ _IDLE_MS, _HANDSHAKE_MS = 300_000, 10_000
 
 
 class GrpcServer:
-    """A running server.
+    """Running gRPC server.
 
     Attributes:
       port: port on which it listens.
@@ -156,12 +156,13 @@ class Certificates:
         self._changed = self._times()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Credentials for a port. With ssl_ca_certs, clients must present a certificate too."""
+        """Return credentials for a port. With ssl_ca_certs, clients must present a certificate, too."""
         return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed, "ssl_ca_certs" in self._files)
 
     def _renewed(self) -> Any:
-        """Callback at each handshake: a new ServerCertificateConfiguration, or None to keep the current one: while
-        files are unchanged or cannot be read."""
+        """Handshake callback: return a new ServerCertificateConfiguration, or None to keep the current one while files
+        are unchanged or cannot be read.
+        """
         try:
             times = self._times()
             if times == self._changed:

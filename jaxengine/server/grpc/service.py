@@ -32,7 +32,7 @@ ARRIVAL: ContextVar[float] = ContextVar("arrival")
 
 
 class OpenCalls:
-    """Tracks open calls; refuses new ones while draining and beyond `most`.
+    """Tracker of open calls; refuses new ones while draining and beyond `most`.
 
     Args:
       log: write a log line for each call.
@@ -77,7 +77,7 @@ class OpenCalls:
             raise OverloadedError(f"{self._most} calls are open already")
 
     async def drain(self, grace: float) -> None:
-        """Refuses new calls and waits at most `grace` seconds until the open ones have ended. It ends none itself."""
+        """Refuse new calls, and wait at most `grace` seconds until the open ones have ended. It ends none itself."""
         self._draining = True
         try:
             async with asyncio.timeout(grace):
@@ -87,10 +87,10 @@ class OpenCalls:
 
 
 def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grpc.GenericRpcHandler:
-    """Handlers that serve each method of the service by the servicer's coroutine method of the same name, which takes
-    (request, context), and where requests are a stream the first one and an iterator of the others.
+    """Return handlers that serve each method of the service by the servicer's coroutine method of the same name.
 
-    A call is counted in `calls`; its exceptions end it with the status of status.status_of, as does a message that does
+    That method takes (request, context), and for a stream of requests the first one and an iterator of the others. A
+    call is counted in `calls`; its exceptions end it with the status of status.status_of, as does a message that does
     not come within calls.read_timeout or cannot be read.
     """
     made = {}

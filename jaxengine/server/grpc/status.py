@@ -26,7 +26,7 @@ Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 
 
 class CallError(Exception):
-    """Ends a call with this status."""
+    """Raised to end a call with this status."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -34,7 +34,7 @@ class CallError(Exception):
 
 
 def status_of(error: Exception, field: str | None) -> Status:
-    """(code, message, trailing metadata) for an exception.
+    """Return (code, message, trailing metadata) for an exception.
 
     An unexpected one is logged, and is INTERNAL to the caller. field: proto field that a RequestError concerns, or
     None.
@@ -57,7 +57,8 @@ def status_of(error: Exception, field: str | None) -> Status:
 
 
 def public(text: str, kept: str = "") -> str:
-    """The message in the form that may leave the server: scrubbed (kept: see `scrub`), ASCII, of limited length."""
+    """Return the message in the form that may leave the server: scrubbed (kept: see `scrub`), ASCII, of limited length.
+    """
     text = scrub(text, kept).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 

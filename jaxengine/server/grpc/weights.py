@@ -1,4 +1,4 @@
-"""The Admin service's methods that pause an engine, put it to sleep and replace its weights."""
+"""Methods of the Admin service that pause an engine, put it to sleep and replace its weights."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
 
 
 def _version(version: str | int) -> dict[str, Any]:
-    """Fields of an answer with the version of the weights; a number beyond 64 bits becomes a text."""
+    """Return the answer's fields with the version of the weights; a number beyond 64 bits becomes a text."""
     if isinstance(version, int) and -(2**63) <= version < 2**63:
         return {"weight_version_number": version}
     return {"weight_version": str(version)}
@@ -124,8 +124,8 @@ def _updated(found: dict[str, Any]) -> pb.UpdateWeightsResponse:
 
 
 async def _file(tensors: Sequence[pb.TensorInfo], parts: AsyncIterator[pb.UpdateWeightsPart]) -> AsyncIterator[bytes]:
-    """Yields the safetensors file of these tensors. Raises RequestError for a name that comes twice, and for a dtype
-    that is not known.
+    """Yield the safetensors file made of these tensors, in pieces. Raises RequestError for a name that comes twice, and
+    for an unknown dtype.
     """
     header, start = dict[str, Any](), 0
     for each in tensors:

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API with vLLM's extra fields. `app.create_app` assembles it."""
+"""HTTP server: OpenAI's API with vLLM's extra fields. `app.create_app` assembles it."""

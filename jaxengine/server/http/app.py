@@ -1,4 +1,4 @@
-"""The HTTP application: all routers and middleware."""
+"""HTTP application: all routers and middleware."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
 
 
 def _needs(router: Any, engine: EngineClient) -> list[Any]:
-    """Dependencies that raise RequestError, before a request is read, if the model does not support these routes: those
-    of GENERATING or of POOLING. [] for routes that every model has. router: one of ROUTERS.
+    """Return dependencies of a router that raise RequestError, before a request is read, if the model does not support
+    its routes: those of GENERATING or of POOLING. [] for routes that every model has. router: one of ROUTERS.
     """
     inputs = engine.inputs
     needed = inputs.refuse_generation if router in GENERATING else inputs.require_pooling if router in POOLING else None
@@ -138,7 +138,7 @@ def _needs(router: Any, engine: EngineClient) -> list[Any]:
 
 
 def _check(routes: APIRouter) -> None:
-    """Raises TypeError for a route whose bodies would not be read by the rules of JsonRoute."""
+    """Raise TypeError for a route whose body would not be read by the rules of JsonRoute."""
     for route in routes.routes:
         if not isinstance(route, APIRoute):
             raise TypeError(f"{route} has no route; add its router to ROUTERS")
@@ -147,10 +147,10 @@ def _check(routes: APIRouter) -> None:
 
 
 class TrafficState:
-    """Counts of the requests being answered.
+    """Counts of the requests that an API process is answering.
 
     Attributes:
-      num_running: POST requests that are being answered, and responses that are made in the background.
+      num_running: POST requests that are being answered, and responses generated in the background.
       has_served: whether any POST request has been answered with status 200.
     """
 
@@ -160,7 +160,7 @@ class TrafficState:
 
 
 class TrafficMiddleware:
-    """Assigns every request its id and arrival time, counts running requests, and answers failures.
+    """Middleware that assigns every request its id and arrival time, counts running requests, and answers failures.
 
     A client's X-Request-Id is kept if it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
     in the response. `state["unique_id"]` may be used as the request's name in the engine. `state["arrival"]`, in
@@ -216,7 +216,8 @@ class TrafficMiddleware:
 
 
 def _header_text(names: list[str]) -> bytes:
-    """Names of fields, chosen by a client, in a form that is safe for a header: at most 20, of plain characters."""
+    """Return names of fields, chosen by a client, in a form that is safe for a header: at most 20, of plain characters.
+    """
     # A header's value must not end in white space, as it would after an empty name.
     plain = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) or "?" for name in names[:20]]
     return ", ".join(plain).encode()

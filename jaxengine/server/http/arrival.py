@@ -24,10 +24,11 @@ _MOST_DROPPED, _MOST_DRAINS = 2, 64
 
 
 class LimitsMiddleware:
-    """Refuses headers and bodies that are too large, and bodies that arrive too slowly or too many at once.
+    """Middleware that refuses headers and bodies that are too large, and bodies that arrive too slowly or too many at
+    once.
 
-    A body is measured while it arrives. It counts towards the total from its first byte until its response begins.
-    One of STREAMED need only arrive in time.
+    A body is measured while it arrives. It counts towards the total from its first byte until its response begins. A
+    streamed body (STREAMED) need only arrive in time.
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
@@ -103,8 +104,8 @@ class LimitsMiddleware:
             self._num_held -= num_held
 
     async def _drain(self, receive: Receive) -> None:
-        """Reads the rest of a body and drops it, at most _MOST_DROPPED times the largest body and for read_timeout
-        seconds, then returns; reads nothing if _MOST_DRAINS others are being dropped.
+        """Read the rest of a body and drop it, at most _MOST_DROPPED times the largest body and for read_timeout
+        seconds; read nothing if _MOST_DRAINS others are being dropped.
         """
         if self._num_drains >= _MOST_DRAINS:
             return

@@ -17,12 +17,12 @@ OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/", "/docs"})
 
 
 class AuthMiddleware:
-    """Refuses requests without a valid key, if there are keys; `require_admin` needs an operator's key.
+    """Middleware that refuses requests without a valid key, if there are keys; `require_admin` needs an operator's key.
 
     `state["client"]` names the client for the engine, by the key; None if the policy does not distinguish clients.
-    `state["owner"]` is a hash of the key, which owns what the request makes; `state["owner_tag"]` a short one for ids,
-    and `state["sees"]` the owner whose ids it may see, None for all.
-    OWNER names who takes turns with others at reading pictures.
+    `state["owner"]` is a hash of the key, which owns what the request creates; `state["owner_tag"]` a short one for
+    ids, and `state["sees"]` the owner whose ids it may see, None for all. OWNER names the client among whom the reading
+    of images is shared fairly.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, names_clients: bool):
@@ -65,7 +65,9 @@ def _unauthorized() -> ApiError:
 
 
 def _key(scope: Scope) -> bytes:
-    """The request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key, or b""."""
+    """Return the request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key; b"" for
+    none.
+    """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     plain = {value.strip() for name, value in scope["headers"] if name == b"x-api-key"}
     return plain.pop() if not given and len(plain) == 1 else bearer_key(given)

@@ -20,8 +20,9 @@ from jaxengine.server.options import ServerConfig
 def check_captured(
     inputs: InputProcessor, config: ServerConfig, params: SamplingParams, prompt_lengths: Iterable[int]
 ) -> None:
-    """Raise RequestError for activations of which an answer to prompts of these lengths could have more than
-    max_captured_bytes, and for those that the engine was started without."""
+    """Raise RequestError if the activations in an answer to prompts of these lengths could exceed max_captured_bytes,
+    or if the engine was started without them.
+    """
     names = params.capture or ()
     if not (names or params.return_hidden_states):
         return
@@ -39,7 +40,7 @@ def check_captured(
 
 
 def captured_fields(output: CompletionOutput) -> dict[str, Any]:
-    """Return the field `captured` of a choice, whose tensors have the names of places; {} where there are none."""
+    """Return the field `captured` of a choice, whose tensors have the names of taps; {} if there are none."""
     tensors = dict(output.captured or {})
     if output.hidden_states is not None:
         tensors[HIDDEN_STATES] = output.hidden_states

@@ -1,4 +1,4 @@
-"""/openapi.json with the actual responses: complete, as events, and errors, each with its type."""
+"""Document /openapi.json with the actual responses: complete, as events, and errors, each with its type."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
 
 
 def _kinds(route: APIRoute) -> tuple[Any, Any]:
-    """The types that `answers` declared for the route."""
+    """Return the types that `answers` declared for the route's complete response and its events."""
     return getattr(route.endpoint, "answers", (None, None))
 
 

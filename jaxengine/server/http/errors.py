@@ -50,13 +50,13 @@ _BRANCHES = {"str", "int", "float", "bool", "none"}
 
 
 class ApiError(HTTPException):
-    """A response other than success.
+    """Raised for a response other than success.
 
     Attributes:
       status_code: HTTP status.
       detail: message for the caller.
-      param: the field at fault, as the caller spells it.
-      kept: what the message quotes of the caller's texts; no path is removed from it.
+      param: the faulty field, as the caller spells it.
+      kept: text of the caller's that the message quotes; no path is removed from it.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The response for an exception, by its class; ApiError as it is. One of an unexpected class becomes a 500 that
-    says nothing of it; logging it is the caller's matter.
+    """Return the response for an exception, by its class; an ApiError unchanged. An unexpected class becomes a 500
+    without details; the caller logs it.
     """
     match error:
         case ApiError():
@@ -100,8 +100,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON body of an error in OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`. Paths and
-    other internals are removed from the message.
+    """Return the JSON body of an error in OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`.
+    Paths and other internals are removed from the message.
     """
     fallback = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     body = {
@@ -114,19 +114,19 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def messages_error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON body of an error in Anthropic's form."""
+    """Return the JSON body of an error in Anthropic's form."""
     fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
     kind = _MESSAGES_TYPES.get(error.status_code, fallback)
     return {"type": "error", "error": {"type": kind, "message": scrub(error.detail, error.kept)}}
 
 
 def error_response(error: ApiError) -> Response:
-    """The error as a response, in the form of the API whose path is requested."""
+    """Return the error as a response, in the form of the API whose path is requested."""
     return _ErrorResponse(error)
 
 
 class _ErrorResponse(Response):
-    """A response whose form depends on the request's path."""
+    """Response whose form depends on the request's path."""
 
     def __init__(self, error: ApiError):
         self._error = error
@@ -171,8 +171,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The error (400) for the first invalid field, with everything that would be allowed there; for a RequestError that
-    a validator raised, that error's own.
+    """Return the error (400) for the first invalid field, with all values that would be allowed there; for a
+    RequestError that a validator raised, that error's own.
     """
     problems = error.errors()
     raised = problems[0].get("ctx", {}).get("error")
@@ -199,5 +199,5 @@ def _want(problem: dict[str, Any]) -> str:
 
 
 def _in_http(text: str) -> str:
-    """A field's name, or a message that begins with it, as HTTP spells the field (vLLM's names)."""
+    """Return a field's name, or a message that begins with it, with HTTP's spelling of the field (vLLM's names)."""
     return text.replace("extra_args", "vllm_xargs", 1) if text.startswith("extra_args") else text

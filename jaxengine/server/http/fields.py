@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 
 def at_most(number: int) -> BeforeValidator:
-    """Validator of a field that refuses a list or object with more than `number` entries, before these are looked at;
-    other values pass.
+    """Return a validator that refuses a list or object with more than `number` entries, before the entries are
+    validated; other values pass.
     """
 
     def check(value: Any) -> Any:

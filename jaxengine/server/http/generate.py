@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's form, as trainers ask for rollouts."""
+"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's form, as trainers request rollouts."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class GenerateRequest(NamedRequest):
         return self
 
     def prompt(self, inputs: InputProcessor) -> dict[str, Any]:
-        """The prompt for the engine. Raises RequestError."""
+        """Return the prompt for the engine. Raises RequestError."""
         size, longest = inputs.model_config.vocab_size, inputs.config.max_model_len - 1
         ids = self.token_ids
         if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
@@ -130,7 +130,7 @@ class GenerateRequest(NamedRequest):
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
-        """The engine's sampling parameters: fields that are None have SamplingParams' defaults, max_tokens the
+        """Return the engine's sampling parameters: fields that are None have SamplingParams' defaults, max_tokens the
         server's. Raises RequestError.
         """
         asked = self.sampling_params
@@ -200,7 +200,7 @@ class GeneratedChunk(Answer):
 
 
 class _Writer:
-    """Writes the answer to one request, or the pieces of a stream."""
+    """Writer of the answer to one request, or of the pieces of a stream."""
 
     def __init__(self, body: GenerateRequest, config: ServerConfig, name: str, model: str, num_prompt_tokens: int):
         self._body, self._num_prompt_tokens = body, num_prompt_tokens
@@ -213,7 +213,7 @@ class _Writer:
         self._has_begun = False
 
     def whole(self, output: RequestOutput) -> Response:
-        """The complete answer, with choices by index. output: the request's only one; call it once."""
+        """Return the complete answer, with choices by index. output: the request's only one; call it once."""
         choices = []
         for each in output.outputs:
             more = {"stop_reason": each.stop_reason, "routed_experts": encoded_experts(each), "sampling_mask": None}
@@ -235,7 +235,8 @@ class _Writer:
         )
 
     def pieces(self, output: RequestOutput) -> bytes:
-        """Events for what is new in `output`, one for each completion with new tokens or its end; b"" for none."""
+        """Return events for what is new in `output`, one for each completion with new tokens or its end; b"" for none.
+        """
         self._count(output)
         found = b""
         for each in output.outputs:
@@ -249,7 +250,7 @@ class _Writer:
         return found
 
     def end(self) -> bytes:
-        """The last event: token counts, where they are asked for."""
+        """Return the last event: token counts, if requested; b"" otherwise."""
         return event({**self._head, "choices": [], "usage": self._usage()}) if self._counts_last else b""
 
     def _count(self, output: RequestOutput) -> None:
@@ -275,8 +276,8 @@ class _Writer:
 
 
 def _json_logprobs(token_id: int, position: PositionLogprobs) -> dict[str, Any]:
-    """JSON of the log-probability of `token_id`, which was chosen, with top_logprobs: all tokens of `position`, it
-    first and the others in their order there.
+    """Return JSON of the log-probability of `token_id`, the sampled token, with top_logprobs: all tokens of `position`,
+    the sampled one first and the others in their order there.
     """
     others = [each for each in position if each != token_id]
     tops = [_json_logprob(each, position[each]) for each in (token_id, *others)]

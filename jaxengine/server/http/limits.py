@@ -43,7 +43,7 @@ _AT, _CONSTANT = re.compile(r"\(byte (\d+)\)"), re.compile(rb"NaN|-?Infinity")
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is JSON by the rules of `read_json`, sent as application/json.
+    """Route whose body is JSON by the rules of `read_json`, sent as application/json.
 
     Unknown fields, and known ones that are ignored, are recorded in the request's state, for headers of the response.
     """
@@ -71,7 +71,7 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Reads the body as JSON by these rules, with one copy of it in memory beside its value."""
+    """Request that reads its body as JSON by these rules, with one copy of it in memory besides its value."""
 
     def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
         super().__init__(scope, receive)
@@ -105,10 +105,10 @@ class _JsonRequest(Request):
 
 
 def read_json(body: bytes | bytearray) -> Any:
-    """Parses JSON (RFC 8259). Raises ApiError for invalid or harmful bodies.
+    """Parse JSON (RFC 8259). Raises ApiError for invalid or harmful bodies.
 
-    Refused are: encodings other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond
-    MAX_DEPTH, and more than MAX_CONTAINERS arrays and objects, MAX_VALUES entries, MAX_TEXTS texts or MAX_NAMES names.
+    Refused are: encodings other than UTF-8, unpaired surrogates, NaN and infinite numbers, depth beyond MAX_DEPTH, and
+    more than MAX_CONTAINERS arrays and objects, MAX_VALUES entries, MAX_TEXTS texts or MAX_NAMES names.
     """
     if _measure(body):
         _verify_depth(value := _value(body))
@@ -128,7 +128,7 @@ def _value(body: bytes | bytearray) -> Any:
 
 
 def _fault(body: bytes | bytearray, problem: str) -> ApiError:
-    """Return the error for a body that msgspec refuses. problem: its words."""
+    """Return the error for a body that msgspec refuses. problem: msgspec's message."""
     ends_early = problem == _ENDS_EARLY
     # It misses the second half of a character where the body ends sooner than that would.
     if _HALVES in problem or ends_early and _HALF_CHARACTER.search(body[-_LAST_BYTES:]):
@@ -147,10 +147,10 @@ def _fault(body: bytes | bytearray, problem: str) -> ApiError:
 
 
 def _measure(body: bytes | bytearray) -> bool:
-    """Count what is in a body, and raise ApiError if a limit is exceeded. Return True where the value may be nested too
+    """Count the values in a body, and raise ApiError if a limit is exceeded. Return True if the value may be nested too
     deep, which the caller must check.
 
-    Depth is looked at here only where text has to be told from structure.
+    Depth is checked here only where text has to be distinguished from structure.
     """
     # Counting bytes regardless of context never gives too few, and is sufficient for nearly all bodies.
     brackets = _count(body, b"[") + _count(body, b"{")
@@ -164,7 +164,7 @@ def _measure(body: bytes | bytearray) -> bool:
 
 
 def _measure_structure(body: bytes | bytearray) -> None:
-    """Raise ApiError if a body exceeds a limit, of depth too. What stands within texts does not count, and it need not
+    """Raise ApiError if a body exceeds a limit, depth included. Content of texts does not count, and the body need not
     be valid JSON.
     """
     depth = num_open = num_values = num_texts = num_names = 0
@@ -204,7 +204,9 @@ def _verify_depth(value: Any) -> None:
 
 
 def _count(body: bytes | bytearray, what: bytes) -> int:
-    """Number of occurrences, except those across pieces; other threads can run between pieces."""
+    """Return the number of occurrences of `what` in the body, except those across pieces; other threads can run between
+    pieces.
+    """
     return sum(body.count(what, at, at + _PIECE_BYTES) for at in range(0, len(body), _PIECE_BYTES))
 
 

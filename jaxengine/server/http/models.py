@@ -1,4 +1,4 @@
-"""/v1/models: the served model under its names, and its adapters."""
+"""Endpoint /v1/models: the served model under its names, and its adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxengine.server.options import ServerConfig
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> str:
-    """The model name for the response: `name`, or the first of `served` for None.
+    """Return the model name for the response: `name`, or the first of `served` for None.
 
     Raises ApiError (404) for a model that is not served.
     """
@@ -28,11 +28,11 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
 
 
 async def choose_model(engine: EngineClient, name: str | None, served: tuple[str, ...]) -> tuple[str, str | None]:
-    """(model name for the response, adapter name or None) of a request's `model`, which is `name`; None: the first of
+    """Return (model name for the response, adapter name or None) for a request's `model`, `name`; None: the first of
     `served`, the model's own names.
 
-    Raises ApiError (404) for a model or adapter that is not served; EngineDeadError if the engine, asked for its
-    adapters, does not answer.
+    Raises ApiError (404) for a model or adapter that is not served; EngineDeadError if the engine does not answer the
+    request for its adapters.
     """
     if name is not None and name not in served:
         loaded = [each["name"] for each in await loaded_adapters(engine)]

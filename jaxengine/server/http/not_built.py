@@ -1,4 +1,4 @@
-"""Routes that are not there: those of vLLM, OpenAI and Anthropic that are not built, and those that an option adds."""
+"""Routes that are absent: those of vLLM, OpenAI and Anthropic that are not built, and those that an option adds."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ SWITCHED_OFF: dict[str, str] = {
 
 
 def about_missing(path: str) -> str | None:
-    """Returns the error message for a path in SWITCHED_OFF, or in or below one in NOT_BUILT; None for others. "/" at
-    its end makes no difference.
+    """Return the error message for a path in SWITCHED_OFF, or in or below one in NOT_BUILT; None for others. A "/" at
+    the end makes no difference.
     """
     plain = path.rstrip("/")
     if plain in SWITCHED_OFF:

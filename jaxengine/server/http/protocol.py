@@ -126,7 +126,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def known_fields(cls) -> frozenset[str]:
-        """Names of fields that are known here."""
+        """Return the names of the fields that this model declares, refuses or ignores."""
         return frozenset((*cls.model_fields, *cls.refused))
 
     @model_validator(mode="before")
@@ -186,8 +186,8 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """The same as vLLM's structured_outputs; None for any text. Raises RequestError for json_schema without a
-        schema; the schema itself is not checked.
+        """Return the equivalent vLLM field structured_outputs; None for any text. Raises RequestError for json_schema
+        without a schema; the schema itself is not checked.
         """
         if self.type == "json_object":
             return {"json_object": True}
@@ -232,13 +232,13 @@ class NamedRequest(RequestModel):
         return self
 
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
-        """Scheduling options of the request. lora: name of its adapter, or None."""
+        """Return the scheduling options of the request. lora: name of its adapter, or None."""
         state, timeout = request.state, self.timeout or config.request_timeout
         return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora, state.owner_tag)
 
     def register(self, prefix: str, request: Request) -> str:
-        """Records the user in the request's state; returns the request's id for response, engine and `abort`: `prefix`,
-        such as "chatcmpl", "-", and the request_id that was asked for, or one that is unique.
+        """Record the user in the request's state; return the request's id for response, engine and `abort`: `prefix`,
+        such as "chatcmpl", "-", and the given request_id, or a unique one.
         """
         request.state.user = self.user
         name = f"{prefix}-{self.request_id or request.state.unique_id}"
@@ -374,8 +374,8 @@ class TextRequest(GenerationRequest):
     def beam_params(
         self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
     ) -> BeamSearchParams | None:
-        """Parameters of a beam search, None if the request asks for none. Raises RequestError for values that are not
-        allowed.
+        """Return the parameters of a beam search, None if the request has none. Raises RequestError for values that are
+        not allowed.
 
         max_tokens: None: as many as fit into the context. width: number of beams; None: n, or 1.
         """
@@ -393,8 +393,8 @@ class TextRequest(GenerationRequest):
         return params
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
-        """The fields as SamplingParams; one that is None has the model's default. changes: SamplingParams' fields by
-        name that replace these, None included. Raises RequestError.
+        """Return the fields as SamplingParams; one that is None has the model's default. changes: SamplingParams'
+        fields by name that replace these, None included. Raises RequestError.
         """
         check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
@@ -412,7 +412,7 @@ class TextRequest(GenerationRequest):
         return config.return_tokens_as_token_ids if asked is None else asked
 
     def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
-        """(whether a stream ends with token counts, whether every chunk has them)."""
+        """Return whether a stream ends with token counts, and whether every chunk has them."""
         options = self.stream_options or StreamOptions()
         last = bool(options.include_usage) or config.enable_force_include_usage
         return last, last and bool(options.continuous_usage_stats)
@@ -433,8 +433,9 @@ def check_n(n: int | None, config: ServerConfig) -> None:
 
 
 def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
-    """The bias by token id, as JSON has it by text. Raises RequestError for keys that are no whole numbers, and for
-    more than `vocab_size` of them. Values, and whether an id is of the vocabulary, are not checked here.
+    """Return logit_bias by token id, an int where JSON has a text. Raises RequestError for keys that are no whole
+    numbers, and for more than `vocab_size` of them. Values, and whether an id is in the vocabulary, are not checked
+    here.
     """
     if len(logit_bias) > vocab_size:
         raise RequestError(
@@ -449,13 +450,13 @@ def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]
 
 
 def json_logprob(logprob: float) -> float:
-    """A log-probability in JSON: -9999.0 for anything less, such as minus infinity."""
+    """Return a log-probability for JSON: -9999.0 for anything less, such as minus infinity."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
-    """An entry of vLLM's prompt_logprobs: candidates by id, which is a text in JSON; None for None, as the first token
-    has it.
+    """Return an entry of vLLM's prompt_logprobs: candidates by id, which is a text in JSON; None for None, as the first
+    token has it.
     """
     if position is None:
         return None
@@ -466,7 +467,7 @@ def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's token counts as JSON. num_cached_tokens: how many of the prompt's were in the prefix cache."""
+    """Return OpenAI's token counts as JSON. num_cached_tokens: number of prompt tokens found in the prefix cache."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,

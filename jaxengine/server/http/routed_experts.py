@@ -1,4 +1,4 @@
-"""The experts of an answer's tokens in JSON, as vLLM writes them."""
+"""Routed experts of an answer's tokens in JSON, in vLLM's form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Scores of what sampling made of an answer's tokens, for the field `return_sampling_mass`."""
+"""Sampling mass of an answer's tokens: their raw and processed log-probabilities and what truncation kept, for the
+field `return_sampling_mass`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from jaxengine.server.http.protocol import json_logprob
 
 
 def sampling_fields(output: CompletionOutput) -> dict[str, Any]:
-    """Returns those fields of a choice, each a number for each token of the output; {} where none were asked for."""
+    """Return the sampling-mass fields of a choice, each a list with a number for each token of the output; {} if none
+    were requested.
+    """
     if output.sampling_log_mass is None:
         return {}
     return {name: [*map(json_logprob, getattr(output, name).tolist())] for name in SAMPLING_FIELDS}

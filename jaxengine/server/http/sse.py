@@ -27,7 +27,7 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class ClientLeft(Exception):
-    """The client has disconnected, or does not read the answer."""
+    """Raised if the client has disconnected, or does not read the answer."""
 
 
 def event(value: Any) -> bytes:
@@ -46,8 +46,7 @@ def json_response(value: Any) -> Response:
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns the result of `work`, or raises its exception; if the client leaves first, cancels it and raises
-    ClientLeft.
+    """Return the result of `work`, or raise its exception; if the client leaves first, cancel it and raise ClientLeft.
 
     receive: the request's; its body must have been read, as whatever comes before the disconnection is dropped.
     """
@@ -69,7 +68,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Returns the complete answer, or status 499 if the client leaves before."""
+    """Run `work` and return its complete response, or status 499 if the client leaves before."""
     try:
         return await while_connected(request.receive, work)
     except ClientLeft:

@@ -1,4 +1,4 @@
-"""Which weights made the tokens of an answer, as the field `return_weight_versions` asks for."""
+"""Weight versions of an answer's tokens, for the field `return_weight_versions`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WeightVersions(Answer):
 
 
 class SpanWriter:
-    """Writes the spans of one request's outputs, which may arrive in pieces."""
+    """Writer of the weight versions of one request's outputs, which may arrive in pieces."""
 
     def __init__(self) -> None:
         self._num_tokens: Counter[int] = Counter()

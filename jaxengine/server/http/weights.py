@@ -25,7 +25,7 @@ ChunkBytes = Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
 
 
 class _BodyRoute(APIRoute):
-    """A route for bodies that are no JSON; others go on to the next route of its path."""
+    """Route for bodies that are not JSON; JSON bodies go to the next route of its path."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches(scope) if scope["type"] == "http" and is_streamed(scope) else (Match.NONE, {})

@@ -25,7 +25,7 @@ _BURST = 4
 
 
 class EngineLink:
-    """Sends and receives an engine's messages, on the event loop on which it is created."""
+    """Connection that sends and receives an engine's messages, on the event loop on which it is created."""
 
     def __init__(self, address: str, index: int, received: Callable[[FromEngine], None], lost: Callable[[], None]):
         """Begins to connect and returns at once; messages sent meanwhile are queued. Needs a running event loop.

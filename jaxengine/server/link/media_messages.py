@@ -1,4 +1,4 @@
-"""Pictures and videos in a Submit: arrays as raw bytes or by their place in shared memory."""
+"""Images and videos in a Submit: arrays as raw bytes or by their location in shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxengine.scheduler.media import Media, MediaItem
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Place of an item in shared memory: patches, columns and rows, contiguous from `offset`, of `sizes` bytes."""
+    """Location of an item in shared memory: patches, columns and rows, contiguous from `offset`, of `sizes` bytes."""
 
     offset: int
     sizes: tuple[int, int, int]
@@ -49,7 +49,7 @@ class MediaMessage(msgspec.Struct, array_like=True):
 
 
 class MissingMediaError(Exception):
-    """A message relies on pixels that are not cached here. Resending it with all pixels succeeds."""
+    """Raised for a message that relies on pixels that are not cached here. Resending it with all pixels succeeds."""
 
 
 def pixels_of(item: MediaItem) -> tuple[bytes, bytes, bytes]:

@@ -1,4 +1,4 @@
-"""The engine's end of the transfer of pictures from an API process, with the engine's cache of them."""
+"""Engine's end of the transfer of images from an API process, with the engine's cache of them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ _MEMORY = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}")
 
 
 class MediaReceiver:
-    """Reads the messages of one connection, in their order.
+    """Reader of the messages of one connection, in their order.
 
     Pixels that arrive in a message are cached as `KeySender` assumes. Those in shared memory are copied when the
     message is read, since the sender may overwrite them as soon as it learns of that.
     """
 
     def __init__(self, max_bytes: int, stats: MediaStats | None):
-        """max_bytes: size of the cache; 0 if the sender does not rely on one. stats: None for a text-only engine."""
+        """Start with an empty cache. max_bytes: size of the cache; 0 if the sender does not rely on one. stats: None
+        for a text-only engine.
+        """
         self._kept: LeastRecent[Pixels] = LeastRecent(max_bytes)
         self._stats = stats
         self._epoch = 0
@@ -42,14 +44,14 @@ class MediaReceiver:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cached pixels."""
+        """Return the bytes of the cached pixels."""
         return self._kept.num_bytes
 
     def read(self, message: MediaMessage) -> Media:
-        """Returns the pictures of a message. The first one of a new epoch clears the cache.
+        """Return the images and videos of a message. The first message of a new epoch clears the cache.
 
-        Raises MissingMediaError for pixels that are neither in it, here, nor in readable shared memory; those that came
-        are cached all the same. Raises ValueError for malformed data.
+        Raises MissingMediaError for pixels that are neither in the message, in the cache, nor in readable shared
+        memory; those that came are cached all the same. Raises ValueError for malformed data.
         """
         if message.epoch != self._epoch:
             self.clear()
@@ -102,12 +104,13 @@ class MediaReceiver:
 
 
 def _is_kept(item: Item) -> bool:
-    """Whether the sender takes the item's pixels to be cached here."""
+    """Whether the sender assumes that the item's pixels are cached here."""
     return item.pixels is None and item.place is None
 
 
 def _open(path: str) -> mmap.mmap | None:
-    """Maps the memory read-only; None if that is impossible, as when the process that created it has just ended.
+    """Map the shared memory read-only; return None if that is impossible, as when the process that created it has just
+    ended.
 
     path: /proc/PID/fd/NUMBER; None for any other.
     """

@@ -1,8 +1,8 @@
-"""Transfer of requests' pictures to the engine: what is sent of them, and what an API process caches for that.
+"""Transfer of requests' images to the engine: what is sent of them, and what an API process caches for that.
 
 A `MediaSender` sends all pixels each time. `KeySender` mirrors the keys of the engine's `MediaReceiver` cache: both
-update the same `LeastRecent` in the order of the messages, so that a picture's second use sends its digest only.
-If pixels are missing all the same, the engine refuses the request, which is then resent with all of them.
+update the same `LeastRecent` in the order of the messages, so that an image's second use sends its digest only. If
+pixels are missing all the same, the engine refuses the request, which is then resent with all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MediaSender:
-    """Makes the messages of a connection's pictures, each with all pixels.
+    """Maker of a connection's media messages, each with all pixels.
 
     Attributes:
       cache: cache for the preprocessing of prompts; None keeps the preprocessor's own.
@@ -43,14 +43,14 @@ class MediaSender:
         return media_message(media, [message_item(item, sent_pixels(item)) for item in media.items])
 
     def has_read(self, number: int) -> None:
-        """Takes note that the engine has read all Submits up to this number."""
+        """Record that the engine has read all Submits up to this number."""
 
     def refused(self) -> None:
         """Handles a refusal: pixels that a message relied on were missing in the engine."""
         self.reset()
 
     def reset(self) -> None:
-        """Treats nothing sent so far as cached, since the engine is another one or has cleared its cache."""
+        """Count nothing sent so far as cached, since the engine is another one or has cleared its cache."""
 
     def lost(self) -> None:
         """Handles the end of a connection, after which another one follows."""
@@ -60,10 +60,10 @@ class MediaSender:
         """Handles the end of the last connection."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
-        """Recomputes, on a thread, the pixels that `message` needs and the request no longer has; its requests then
-        have them. What fails there comes out.
+        """Recompute, on a thread, the pixels that `message` needs and the request no longer has; its requests then have
+        them. Errors of preprocessing come out.
 
-        whole: all that it does not have, because a message with `whole` follows.
+        whole: recompute all pixels that it lacks, because a message with `whole` follows.
         """
         while (media := prepared.requests[0].media) is not None:
             wanted = {
@@ -93,7 +93,7 @@ class KeepingSender(MediaSender):
 
 
 class KeySender(KeepingSender):
-    """Mirrors the keys of the engine's cache. `cache` is this object."""
+    """Sender that mirrors the keys of the engine's cache. `cache` is this object."""
 
     def __init__(self, max_bytes: int):
         self.cache = self
@@ -103,7 +103,7 @@ class KeySender(KeepingSender):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the engine caches for this connection."""
+        """Return the bytes that the engine caches for this connection."""
         return self._keys.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:

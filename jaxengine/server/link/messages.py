@@ -53,7 +53,9 @@ class EndsDelivered(msgspec.Struct, array_like=True, tag="ends_delivered"):
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """Asks for a call of a function of `EngineCore.utilities`. number: that of its Reply; nobody reads the one of 0."""
+    """Request to call a function of `EngineCore.utilities`. number: that of its Reply; the Reply of number 0 is
+    ignored.
+    """
 
     number: int
     name: str
@@ -61,8 +63,8 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
-    """The answer to Hello. config: fields of ResolvedConfig; model: file or folder; num_slots: of all ranks;
-    media_cache: kind of the picture cache, of jaxengine.config.encoder.KINDS; num_media_resets: as in Update.
+    """Answer to Hello. config: fields of ResolvedConfig; model: file or folder; num_slots: of all replicas;
+    media_cache: kind of the media cache, of jaxengine.config.encoder.KINDS; num_media_resets: as in Update.
     """
 
     config: dict[str, Any]
@@ -74,7 +76,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """Reason for which a Submit or a Call failed. kind: "request", "unknown adapter", "overloaded", "internal", or
+    """Reason why a Submit or a Call failed. kind: "request", "unknown adapter", "overloaded", "internal", or
     MISSING_MEDIA: the Submit relies on missing pixels, and must be resent with all of them.
     """
 
@@ -85,7 +87,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """The outcome of the Submit or Call `number`."""
+    """Outcome of the Submit or Call `number`."""
 
     number: int
     failure: Failure | None = None
@@ -93,7 +95,7 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 class Started(msgspec.Struct, array_like=True):
-    """The first token of a request. Times are those of Request, in seconds of time.monotonic."""
+    """First token of a request. Times are those of Request, in seconds of time.monotonic."""
 
     handle: int
     num_cached_tokens: int
@@ -103,7 +105,7 @@ class Started(msgspec.Struct, array_like=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """The end of a request. Times are those of Request; output_token_ids: i32, None for one with an output per step."""
+    """End of a request. Times are those of Request; output_token_ids: i32, None for one with an output per step."""
 
     handle: int
     reason: str
@@ -117,7 +119,7 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Refused(msgspec.Struct, array_like=True):
-    """The failure of a request found after its Submit was read; it gets no tokens and no Ended."""
+    """Failure of a request found after its Submit was read; it gets no tokens and no Ended."""
 
     handle: int
     failure: Failure
@@ -136,14 +138,14 @@ class Scores(msgspec.Struct, array_like=True):
 
 
 class Vectors(msgspec.Struct, array_like=True):
-    """f32[n, size] as bytes."""
+    """Vectors f32[n, size] of pooling requests, as bytes."""
 
     size: int
     values: bytes
 
 
 class PromptPart(msgspec.Struct, array_like=True):
-    """A PromptScores of one request: the first score is of prompt token `first`."""
+    """PromptScores of one request: the first score is of prompt token `first`."""
 
     handle: int
     first: int
@@ -151,7 +153,7 @@ class PromptPart(msgspec.Struct, array_like=True):
 
 
 class FoundPart(msgspec.Struct, array_like=True):
-    """A Found of one request. columns: (field, "" for rows without fields; dtype; shape; bytes) of each."""
+    """Found rows of one request. columns: (field, "" for rows without fields; dtype; shape; bytes) of each."""
 
     handle: int
     name: str
@@ -247,11 +249,11 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
 
 
 def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
-    """Converts an update to an EngineOutput of the API process's own requests, which `follow` finds by handle; it must
+    """Convert an update to an EngineOutput of the API process's own requests, which `follow` finds by handle; it must
     return one for every handle.
 
-    Also enters the engine's times, counts and ends in these requests. What the update says of refused requests and of
-    replies is left to the caller.
+    Also enters the engine's times, counts and ends in these requests. Refused requests and replies in the update are
+    left to the caller.
     """
     output = EngineOutput()
     for each in update.started:
@@ -278,7 +280,7 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
 
 
 def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict[int, Update]:
-    """Splits tokens by API process; emitted: of each rank, at least one. Returns the Updates by connection's number.
+    """Split tokens by API process. emitted: of each replica, at least one. Returns the Updates by connection's number.
 
     Vectorised, since it runs in every step over all streaming requests.
     """
@@ -315,7 +317,7 @@ def _token_update(
 
 
 def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
-    """Concatenates the tokens of all ranks, and their scores and vectors, None where no rank has any."""
+    """Concatenate the tokens of all replicas, and their scores and vectors, None if no replica has any."""
     tags = np.concatenate([each.tags for each in emitted])
     token_ids = np.concatenate([each.token_ids for each in emitted])
     starts = np.cumsum([0, *(len(each.tags) for each in emitted)])[:-1]
@@ -377,7 +379,7 @@ def _columns(rows: np.ndarray) -> list[tuple[str, str, list[int], bytes]]:
 
 
 def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
-    """Read what `_columns` gives."""
+    """Return the array that `_columns` has encoded, from its columns."""
     fields = {}
     for name, dtype, shape, values in columns:
         kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)

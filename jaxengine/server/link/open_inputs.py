@@ -1,4 +1,4 @@
-"""Creates an API process's preprocessing of requests, from the engine's Welcome."""
+"""Creation of an API process's request preprocessing, from the engine's Welcome."""
 
 from __future__ import annotations
 

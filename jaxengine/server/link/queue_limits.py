@@ -58,7 +58,7 @@ class QueueLimits:
             )
 
     def check_client(self, load: Load, num_waiting: int, num_requests: int) -> None:
-        """Raises OverloadedError if a client with `num_waiting` requests in the queue may not add `num_requests` more.
+        """Raise OverloadedError if a client with `num_waiting` requests in the queue may not add `num_requests` more.
 
         A fair share leaves others half of the queue: the client may fill the free slots and half of max_requests. One
         with no request waiting is never refused here.
@@ -73,7 +73,7 @@ class QueueLimits:
 
 
 class RetryEstimate:
-    """Estimates when a queue will have advanced, from the rate at which requests ended lately."""
+    """Estimate of when a queue will have advanced, from the rate at which requests ended lately."""
 
     def __init__(self):
         self._ends: collections.deque[float] = collections.deque(maxlen=64)

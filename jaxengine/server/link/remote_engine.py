@@ -1,8 +1,8 @@
-"""An engine in another process: `EngineClient` over the messages of `messages`.
+"""Engine in another process: `EngineClient` over the messages of `messages`.
 
 Requests are preprocessed and text is detokenised here; the engine's process handles token ids only. Each running
-request has a replica here, and the results of a step go through the same `OutputProcessor` as those of an engine
-in this process. Independent of HTTP and gRPC.
+request has a copy here, and the results of a step go through the same `OutputProcessor` as those of an engine in this
+process. Independent of HTTP and gRPC.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Implements EngineClient.stream: the outputs of a request, which is sent when the iteration begins.
+        """Yield the outputs of a request, which is sent when the iteration begins; implements EngineClient.stream.
 
         Without parameters the model's defaults, without an id a new one, without a timeout the server's request_timeout
         apply. Only the iteration raises; one that is closed early aborts the request.
@@ -133,7 +133,7 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Implements EngineClient.pool: the output of a pooling request; otherwise as `stream`."""
+        """Yield the output of a pooling request; implements EngineClient.pool. Defaults and errors as of `stream`."""
         return self._outputs(prompt, pooling_params or PoolingParams(), request_id, options)
 
     async def _outputs(
@@ -177,7 +177,7 @@ class RemoteEngine:
                 self._nobody_reads.set()
 
     async def abort(self, request_id: str) -> None:
-        """Asks the engine to end a request, whose stream then yields a last output with finish_reason "abort".
+        """Request the engine to end a request, whose stream then yields a last output with finish_reason "abort".
 
         Does not wait for that. An unknown id has no effect. Raises EngineDeadError.
         """
@@ -209,7 +209,7 @@ class RemoteEngine:
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Returns the last times of detokenisation in order: (start, end, outputs), seconds of time.monotonic."""
+        """Return the last periods of detokenisation in order: (start, end, outputs), seconds of time.monotonic."""
         return list(self._processor.spans)
 
     async def drain(self, timeout: float) -> None:
@@ -285,7 +285,9 @@ class RemoteEngine:
             self._refuse(request_id, error)
 
     def _count_rejection(self) -> None:
-        """Counts a rejection. The metrics get several at once: one message each would cost what a rejection saves."""
+        """Count a rejection for the engine's metrics, which get several at once: a message for each would cost what a
+        rejection saves.
+        """
         if not self._num_rejected:
             asyncio.get_running_loop().call_later(_REJECTIONS_SECONDS, self._tell_rejections)
         self._num_rejected += 1
@@ -392,8 +394,9 @@ class RemoteEngine:
             stream.put(error)
 
     def _forget(self, request_id: str) -> None:
-        """Stops following a request: removes its stream, which must be there, and its replicas. Neither the stream's
-        reader nor the engine is told."""
+        """Stop tracking a request: remove its stream, which must be there, and its requests. Neither the stream's
+        reader nor the engine is notified.
+        """
         del self._streams[request_id]
         running = self._processor.running(request_id)
         for request in running:
@@ -414,7 +417,7 @@ class RemoteEngine:
         self._end(EngineDeadError("the engine has failed; it is being started again"))
 
     def _end(self, error: EngineDeadError) -> None:
-        """Fails everything that waits for the engine, and what is asked of it from now on until it welcomes again."""
+        """Fail everything that waits for the engine, and all later calls until it welcomes this process again."""
         self._dead = error
         streams = list(self._streams.items())
         for request_id, stream in streams:

@@ -1,4 +1,4 @@
-"""Log lines of requests, as enable_log_requests asks for them. A prompt is logged only as far as max_log_len says."""
+"""Log lines of requests, for the option enable_log_requests. A prompt is logged only up to max_log_len characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Submits of an API process that the engine has not read yet."""
+"""Queue of an API process's Submits that the engine has not read yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxengine.server.link.messages import Load
 
 @dataclass(frozen=True)
 class Pending:
-    """An unread Submit: its number, and its request, which may have to be resent."""
+    """Unread Submit: its number, and its request, which may have to be resent."""
 
     number: int
     prepared: PreparedRequest
@@ -32,7 +32,7 @@ class SendQueue:
     """Queue of Submits in the order of their numbers.
 
     Attributes:
-      media: sends their pictures.
+      media: sends their images and videos.
     """
 
     def __init__(self):
@@ -41,8 +41,7 @@ class SendQueue:
         self._pending: collections.deque[Pending] = collections.deque()
 
     def message(self, prepared: PreparedRequest, *, whole: bool = False) -> bytes:
-        """Appends a request; returns its encoded Submit, to be sent at once. whole: include the pixels of
-        all pictures.
+        """Append a request; return its encoded Submit, to be sent at once. whole: include the pixels of all images.
 
         Errors of `media.message` come out, RuntimeError for pixels that were dropped; nothing is appended then.
         """
@@ -58,7 +57,7 @@ class SendQueue:
         return message
 
     def read(self, received: int) -> Iterator[Pending]:
-        """Removes and yields the Submits up to number `received`, which the engine has read."""
+        """Remove and yield the Submits up to number `received`, which the engine has read."""
         self.media.has_read(received)
         while self._pending and self._pending[0].number <= received:
             yield self._pending.popleft()

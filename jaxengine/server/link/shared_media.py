@@ -1,7 +1,7 @@
-"""Shared memory for pictures: an API process writes each once, and every later request of the engine finds it there.
+"""Shared memory for images: an API process writes each once, and every later request of the engine finds it there.
 
-The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor. So nothing remains of it
-once both processes have ended, in whatever way.
+The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor. So nothing remains of it once
+both processes have ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Arena:
     """
 
     def __init__(self, size: int):
-        """size: capacity in bytes, more than 0; pages never written occupy no memory. On Linux only."""
+        """Create the memory. size: capacity in bytes, more than 0; pages never written occupy no memory. On Linux only.
+        """
         self._descriptor = os.memfd_create("jaxengine-pictures", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, size)
         self._memory = mmap.mmap(self._descriptor, size)
@@ -97,9 +98,10 @@ class _Entry:
 
 
 class SharedSender(KeepingSender):
-    """Keeps the keys here and the values in shared memory, where they stay until the engine has read the messages.
+    """Sender with the keys here and the values in shared memory, where they stay until the engine has read the
+    messages.
 
-    Each epoch has its own memory, so that an abandoned connection never finds other data in its places.
+    Each epoch has its own memory, so that an abandoned connection never finds other data at its locations.
     """
 
     def __init__(self, max_bytes: int, max_item_bytes: int):
@@ -121,7 +123,7 @@ class SharedSender(KeepingSender):
 
     @property
     def num_bytes(self) -> int:
-        """Allocated bytes of the shared memory."""
+        """Return the allocated bytes of the shared memory."""
         return 0 if self._arena is None else self._arena.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
@@ -216,10 +218,10 @@ class SharedSender(KeepingSender):
         referred.append(entry)
 
     def _room(self, arena: Arena, size: int) -> int | None:
-        """Returns the offset of `size` bytes for an item, or None if there is no room.
+        """Return the offset of `size` bytes for an item, or None if there is no room.
 
-        Evicts the least recently used items that have no unread messages, as far as needed; in vain, too, where the
-        free parts stay too small.
+        Evicts the least recently used items that have no unread messages, as far as needed; in vain if the free parts
+        stay too small.
         """
         if size > self._max_bytes:
             return None

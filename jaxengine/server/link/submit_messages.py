@@ -13,7 +13,7 @@ from jaxengine.server.link.media_messages import MediaMessage
 
 
 class Member(msgspec.Struct, array_like=True):
-    """One of the n sequences of a request."""
+    """One of the n sequences of a request, in a Submit."""
 
     handle: int
     request_id: str
@@ -21,7 +21,7 @@ class Member(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """A validated request. number: counts those of an API process, from 1."""
+    """Message that submits a validated request. number: counts those of an API process, from 1."""
 
     number: int
     members: list[Member]

@@ -1,7 +1,7 @@
-"""The page at /docs: parameters and answers of the server's routes, with a form to try each.
+"""Page at /docs: parameters and answers of the server's routes, with a form to try each.
 
-One file without external resources, rendered in the browser from /openapi.json. Like the page at / it is the same
-for everyone and prompts for a key itself.
+One file without external resources, rendered in the browser from /openapi.json. Like the page at / it is the same for
+everyone and prompts for a key itself.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _NAMES = {
 
 
 def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float, int]], model: str) -> dict[str, Any]:
-    """Converts the result of `Timeline.last` to a trace, to be written as JSON, with times from its first event on.
+    """Convert the result of `Timeline.last` to a trace, to be written as JSON, with times from its first event on.
 
     text: (start, end, outputs) of detokenisation meanwhile, in seconds of the timeline's clock. model: name to show.
     """
@@ -151,8 +151,8 @@ def _request_events(
 def _inside(
     taken: Sequence[tuple[str, float, float, int]], first: float, last: float
 ) -> Iterable[tuple[str, float, float, int]]:
-    """Yields the events in `taken` that have a duration, cut to `first` to `last`, the request's life in seconds, and
-    to begin after the one before; those that nothing is left of are dropped, as admissions are.
+    """Yield the events in `taken` that have a duration, cut to `first` to `last`, the request's life in seconds, and to
+    begin after the one before; those with nothing left are dropped, as admissions are.
 
     A preemption lasts until the next admission.
     """

@@ -1,8 +1,8 @@
 """GET /metrics: the engine's counters in Prometheus' text format.
 
-Owns the labels and the earlier vLLM names of metrics. engine/metrics.py defines the metrics; they are the engine's,
-so every API process answers the same. OpenMetrics is not offered: prometheus_client would replace the ":" of the
-names with "_", and every dashboard would be empty.
+It defines the labels and the earlier vLLM names of metrics. engine/metrics.py defines the metrics; they are the
+engine's, so every API process answers the same. OpenMetrics is not offered: prometheus_client would replace the ":" of
+the names with "_", and every dashboard would be empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 class _Snapshot:
-    """Collector for prometheus_client of the result of `Metrics.snapshot`."""
+    """Collector for prometheus_client that returns the result of `Metrics.snapshot`."""
 
     def __init__(self, snapshot: Sequence[Mapping[str, Any]], labels: Mapping[str, str]):
         self._snapshot = snapshot

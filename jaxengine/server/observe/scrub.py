@@ -22,12 +22,12 @@ _USUAL = frozenset(
 
 
 def scrub(message: str, kept: str = "") -> str:
-    """Removes tracebacks, file paths and object addresses from a message, and cuts it to MAX_MESSAGE_CHARS and "...".
+    """Remove tracebacks, file paths and object addresses from a message, and cut it to MAX_MESSAGE_CHARS and "...".
 
     A path is absolute and begins with a folder at the root of this machine's file system, or with a drive. Whether the
-    rest exists is not looked up: the caller could ask in this way. Other texts with slashes stay as they are.
+    rest exists is not checked: otherwise the caller could probe for files. Other texts with slashes stay as they are.
 
-    kept: what the caller wrote or may see, as the message quotes it; paths in it stay.
+    kept: text that the caller wrote or may see, as the message quotes it; paths in it stay.
     """
 
     def replace(found: re.Match[str]) -> str:

@@ -78,7 +78,7 @@ class CallerTraceMiddleware:
 
 
 class TracedEngine(EngineWrapper):
-    """EngineClient that wraps another one and makes a span of each request."""
+    """EngineClient that wraps another one and makes a span for each request."""
 
     def __init__(self, engine: EngineClient, tracer: Tracer, served_model_name: tuple[str, ...] = ()):
         super().__init__(engine)
@@ -92,7 +92,9 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Implements EngineClient.stream. The span is sent when the iteration ends, none if it never begins."""
+        """Yield the outputs of a request, as EngineClient.stream. The span is sent when the iteration ends, none if it
+        never begins.
+        """
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
         asked = {"n": params.n, "temperature": params.temperature, "top_p": params.top_p}
@@ -109,13 +111,15 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Implements EngineClient.pool, with a span as `stream`."""
+        """Yield the output of a pooling request, as EngineClient.pool, with a span as in `stream`."""
         options = options or RequestOptions()
         request = _RequestSpan(self._tracer, self._model, {}, options.arrival)
         return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
 
     async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
-        """Yields the outputs; the span ends with them, with the error that ends them, or when this is closed."""
+        """Yield the outputs of `stream`; the span ends with them, with the error that ends them, or when this is
+        closed.
+        """
         try:
             async for output in stream:
                 request.add(output)
@@ -134,9 +138,9 @@ class _RequestSpan:
     """Data of one request's span until it ends."""
 
     def __init__(self, tracer: Tracer, model: str, asked: Mapping[str, Any], arrival: float, delta: bool = False):
-        """tracer: what the span is sent by. model: name, and asked: sampling parameters, both for attributes. arrival:
-        in seconds of time.monotonic. delta: whether an output has only the new tokens. The span's parent is that of the
-        context in which this is called.
+        """Record the start. tracer: sends the span. model: the model's name; asked: sampling parameters; both for
+        attributes. arrival: in seconds of time.monotonic. delta: whether an output has only the new tokens. The span's
+        parent is that of the context in which this is called.
         """
         self._tracer = tracer
         self._parent = context.get_current()

@@ -1,4 +1,4 @@
-"""The page at / with its data, /status.json; and /trace, the engine's timeline.
+"""Page at / with its data, /status.json; and /trace, the engine's timeline.
 
 The page is one file without external resources. It is the same for everyone and contains no figures, so it needs no
 key; it prompts for one if the server has keys.

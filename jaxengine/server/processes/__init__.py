@@ -1,1 +1,1 @@
-"""The processes of a server, and the supervisor that starts, watches and ends them."""
+"""Processes of a server, and the supervisor that starts, watches and ends them."""

@@ -1,4 +1,4 @@
-"""An API process: HTTP and gRPC on one event loop, as a client of an engine in another process.
+"""API process: HTTP and gRPC on one event loop, as a client of an engine in another process.
 
 The supervisor owns the listening sockets, so that several API processes share a port and a restarted one takes it over.
 """
@@ -38,7 +38,7 @@ _POLLED = frozenset({"/status.json", "/health", "/live", "/ping", "/metrics"})
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log is more than a successful poll."""
+    """Whether a line of uvicorn's access log is worth showing: it is no successful poll of health or status."""
     if not isinstance(record.args, tuple) or len(record.args) != 5:
         return True
     _, _, path, _, status = record.args
@@ -95,8 +95,8 @@ async def serve(child: Child) -> None:
 
 
 async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -> None:
-    """Reports to the supervisor, until cancelled, that the event loop is running ("alive"), and whether it has served
-    a request ("served" from then on), every `alive_seconds(hang_timeout)`.
+    """Report to the supervisor, until cancelled, that the event loop is running ("alive"), and once it has served a
+    request, "served", every `alive_seconds(hang_timeout)`.
     """
     seconds = alive_seconds(hang_timeout)
     while True:
@@ -126,7 +126,7 @@ def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Confi
 
 
 def main(child: Child) -> None:
-    """Runs the process. It outlives a killed supervisor for a moment, to delete the run folder."""
+    """Run the process. It outlives a killed supervisor for a moment, to delete the run folder."""
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(serve(child))
     child.leave(0)

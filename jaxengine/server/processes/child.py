@@ -1,4 +1,4 @@
-"""A child process of the supervisor: its job, its orders, and its end after the supervisor's.
+"""Child process of the supervisor: its job, its orders, and its end after the supervisor's.
 
 The job is the first line of standard input and each further line is an order; end of input means that the supervisor
 has ended. Events of the process go through a pipe of its own. All are lines of JSON.

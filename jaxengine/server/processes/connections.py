@@ -1,7 +1,8 @@
 """Limits on idle connections: how long one may wait for its request, and how many there may be.
 
 A connection is idle from its first byte, or its last answer, until the headers of a request are complete. Partial
-headers, or a body after its answer, do not change that. Owns HTTP's connections as uvicorn makes them, not requests.
+headers, or a body after its answer, do not change that. It handles HTTP's connections as uvicorn makes them, not
+requests.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ _LOG_SECONDS = 10.0
 
 
 class Connections:
-    """The connections of a process; as uvicorn's `http` option, the factory of their protocols."""
+    """Connections of a process; as uvicorn's `http` option, the factory of their protocols."""
 
     def __init__(self, most: int, read_timeout: float):
-        """most: number of connections; read_timeout: seconds that one may wait for a request."""
+        """Start without connections. most: largest number of them; read_timeout: seconds that one may wait for a
+        request.
+        """
         self._most = most
         self.read_timeout = read_timeout
         self._count = 0
@@ -59,7 +62,9 @@ class Connections:
         self._waiting.pop(protocol, None)
 
     def close(self, protocol: _Protocol, why: str) -> None:
-        """Closes an idle connection at once. why: for the log, which counts them by reason every 10 s at most."""
+        """Close an idle connection at once. why: reason for the log, which counts closures by reason, every 10 s at
+        most.
+        """
         self._waiting.pop(protocol, None)
         protocol.transport.abort()
         self._closed[why] = self._closed.get(why, 0) + 1
@@ -72,7 +77,7 @@ class Connections:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol, with an idle timeout. h11 because httptools does not limit the size of headers."""
+    """uvicorn's protocol with an idle timeout. It uses h11 because httptools does not limit the size of headers."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -1,6 +1,7 @@
-"""The engine's process: one engine with token ids in and out, serving the API processes over a ZeroMQ socket.
+"""Engine's process: one engine with token ids in and out, serving the API processes over a ZeroMQ socket.
 
-Between two steps it handles their messages; after a step it sends each of them one message. Text and HTTP are theirs.
+Between two steps it handles their messages; after a step it sends each of them one message. API processes do text and
+HTTP.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _FIRST, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 @dataclass(eq=False)
 class _Client:
-    """A connection of an API process: its requests, and the replies not sent yet.
+    """Connection of an API process: its requests, and the replies not sent yet.
 
     index: of the process; number: of the connection, counted from 1.
     """
@@ -72,7 +73,7 @@ class _Client:
 
 
 class EngineServer:
-    """Serves the API processes until the supervisor's order to stop."""
+    """Server of the engine to the API processes, until the supervisor's order to stop."""
 
     def __init__(self, core: EngineCore, address: str, config: ServerConfig, tell: Callable[[str], None]):
         """Listens at `address`, one of ZeroMQ; raises zmq.ZMQError if it cannot.
@@ -126,7 +127,7 @@ class EngineServer:
         os.write(self._wake, b"\0")
 
     def run(self) -> None:
-        """Serves until the order to stop. Raises what the engine raises when it fails. Shuts nothing down."""
+        """Serve until the order to stop. Raises the engine's error when it fails. Shuts nothing down."""
         while self._receive():
             output = self.core.advance() if self.core.has_unfinished else EngineOutput()
             if self._aborted:
@@ -242,14 +243,14 @@ class EngineServer:
             return Reply(message.number, Failure("internal", f"{message.name} failed: {error}"))
 
     def _reset_mm_cache(self) -> bool:
-        """Implements EngineCore's utility, and also resets the caches for and in API processes."""
+        """Forget cached images: EngineCore's utility, which here also resets the caches for and in API processes."""
         self._num_media_resets += 1
         for client in self._clients.values():
             client.media.clear()
         return self.core.utility("reset_mm_cache")
 
     def _mm_cache(self) -> dict[str, Any]:
-        """Implements EngineCore's utility, for this server's number of processes."""
+        """Describe the image cache: EngineCore's utility, for this server's number of processes."""
         placement = self.core.config.mm_cache_placement(self._num_api_processes)
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}
 
@@ -301,7 +302,9 @@ class EngineServer:
         return self._load
 
     def _settle(self, request: Request, reason: FinishReason | None = None, num_tokens: int | None = None) -> None:
-        """Forgets a request whose caller knows its end: the engine's, or `reason` after `num_tokens`."""
+        """Forget a request whose caller knows its end. reason, num_tokens: how it ended for the caller, and after how
+        many tokens; None for the engine's own.
+        """
         self.core.engine.record_finish(request, reason, num_tokens)
         self._forget(request)
 
@@ -353,7 +356,7 @@ def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
 
 
 def main(child: Child) -> None:
-    """Runs the process to its end. Its exit status is 2 for an unusable option or model, as the command's; 1 if the
+    """Run the process to its end. Its exit status is 2 for an unusable option or model, as the command's; 1 if the
     engine fails later; 0 after the order to stop.
     """
     child.end_with_parent()

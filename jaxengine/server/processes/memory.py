@@ -1,4 +1,4 @@
-"""Limits the memory of an API process, and makes it return freed memory to the system."""
+"""Memory of an API process: a limit on it, and the return of freed memory to the system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _M_MMAP_THRESHOLD = -3
 
 
 def return_large_blocks() -> None:
-    """Maps blocks of a MiB and more one by one: they grow without being copied, and freed ones return to the system.
+    """Make the C library map blocks of a MiB and more one by one: they grow without being copied, and freed ones return
+    to the system.
 
     Otherwise glibc raises that bound to 32 MiB once such a block is freed, and then keeps request bodies in its heap.
     """

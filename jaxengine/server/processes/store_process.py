@@ -1,4 +1,4 @@
-"""The process that stores responses for several API processes, so that they outlive the one that made them."""
+"""Process that stores responses for several API processes, so that they outlive the one that generated them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def serve(child: Child) -> None:
 
 
 def main(child: Child) -> None:
-    """Runs the process."""
+    """Run the process."""
     child.end_with_parent()
     asyncio.run(serve(child))
     child.leave(0)

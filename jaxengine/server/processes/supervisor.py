@@ -57,7 +57,7 @@ _START = (
 
 @dataclasses.dataclass(eq=False)
 class _Child:
-    """A child process: its role, its state, and the supervisor's ends of its pipes.
+    """Child process: its role, its state, and the supervisor's ends of its pipes.
 
     Attributes:
       said: the beginning of an incomplete line of events.
@@ -90,7 +90,7 @@ class _Child:
         return "the engine" if self.is_engine else "the store of responses"
 
     def order(self, order: str, **fields: Any) -> None:
-        """Sends an order to the child; nothing if it has ended. fields: further values of the order, as JSON."""
+        """Send an order to the child, unless it has ended. fields: further values of the order, as JSON."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"order": order, **fields}).encode() + b"\n")
@@ -100,7 +100,7 @@ class _Child:
 
 
 class Supervisor:
-    """Runs a server until it is drained or fails."""
+    """Supervisor that runs a server until it is drained or fails."""
 
     def __init__(self, server: ServerConfig, engine: EngineConfig):
         """Binds the ports of HTTP and, if it is not None, of gRPC; port 0 takes a free one. Starts no process.
@@ -294,7 +294,7 @@ class Supervisor:
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Once no API process is left, ends the processes that they use, and then the server."""
+        """Once no API process is left, end the processes that they use, and then the server."""
         if not self._children:
             self._status = 0
         elif not any(child.is_api for child in self._children):

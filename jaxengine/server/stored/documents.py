@@ -1,4 +1,4 @@
-"""JSON values as they are stored: long texts, such as pictures in base64, are replaced by their SHA-256 digests.
+"""JSON values in stored form: long texts, such as images in base64, are replaced by their SHA-256 digests.
 
 Values that share long texts can then be stored, sent and held with one copy of each.
 """
@@ -73,7 +73,7 @@ def split(value: Any, texts: dict[bytes, bytes]) -> Document:
 
 
 class Joiner:
-    """Restores the values of documents. Equal long texts become one string.
+    """Restorer of documents to JSON values. Equal long texts become one string.
 
     texts: the long texts of all documents by their digests.
     """

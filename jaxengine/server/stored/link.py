@@ -29,7 +29,7 @@ _Method = Literal["put", "find", "read", "stop", "delete"]
 
 
 class StoreCall(msgspec.Struct, array_like=True):
-    """A call of the store's method `name`. number: counts those of a connection."""
+    """Call of the store's method `name`. number: counts those of a connection."""
 
     number: int
     name: _Method
@@ -41,7 +41,7 @@ class StoreCall(msgspec.Struct, array_like=True):
 
 
 class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
-    """The result of call `number`. full: reason why there is no room, with retry_after as OverloadedError has it."""
+    """Result of call `number`. full: reason why there is no room; retry_after: as of OverloadedError."""
 
     number: int
     needs: Needs | None = None
@@ -52,14 +52,14 @@ class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
-    """Asks the worker to end its work on a response."""
+    """Request to the worker to end its work on a response."""
 
     response_id: str
     owner: str
 
 
 class StoreServer:
-    """Serves one store to every connection."""
+    """Server of one store to every connection."""
 
     def __init__(self, store: ResponseStore):
         self._store = store
@@ -113,7 +113,7 @@ class StoreServer:
 
 
 class _RemoteWorker:
-    """A worker at the other end of a connection. turn: of the calls that have large replies."""
+    """Worker at the other end of a connection. turn: lock by which calls with large replies follow one another."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
@@ -127,13 +127,13 @@ class _RemoteWorker:
             self._writer.write(frame(message))
 
     async def sent(self) -> None:
-        """Waits until the other end has read most of what was said."""
+        """Wait until the other end has read most of what was sent."""
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
 
 class RemoteStore:
-    """`Responses` over the store that listens at a path; it reconnects whenever the store restarts."""
+    """Client of the store that listens at a path; implements `Responses` and reconnects whenever the store restarts."""
 
     def __init__(self, path: str):
         self._path = path

@@ -1,4 +1,4 @@
-"""What a store takes and returns: responses, what is missing to store one, and bounds."""
+"""Arguments and results of a store: responses, what is missing to store one, and bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Part = Literal["response", "input", "conversation"]
 
 
 class StoredResponse(msgspec.Struct):
-    """A response to store.
+    """Response to store.
 
     Attributes:
       id: unique among its owner's.
@@ -21,9 +21,9 @@ class StoredResponse(msgspec.Struct):
       previous: id of the stored response whose conversation it continues; None for a conversation of its own.
       response: the response as the client sees it.
       input: its input items, each with an id.
-      question, answer: lists of chat messages: what was asked in addition to the earlier conversation, and the answer.
+      question, answer: lists of chat messages: the request's, in addition to the earlier conversation, and the answer.
         Instructions are not part of them.
-      background: made in the background, and may be cancelled.
+      background: generated in the background, and may be cancelled.
       is_running: it is still being generated.
     """
 
@@ -43,12 +43,12 @@ class StoredResponse(msgspec.Struct):
 
     @property
     def num_own_bytes(self) -> int:
-        """Size of the documents without their long texts."""
+        """Return the size of the documents without their long texts, in bytes."""
         return sum(len(document.data) for document in self.documents)
 
 
 class Found(msgspec.Struct, array_like=True):
-    """A response that is stored. num_bytes: sizes of the parts that `read` returns, with all long texts."""
+    """Stored response. num_bytes: sizes of the parts that `read` returns, with all long texts."""
 
     background: bool
     is_running: bool
@@ -56,18 +56,18 @@ class Found(msgspec.Struct, array_like=True):
 
 
 class Reading(msgspec.Struct, array_like=True):
-    """A part of a stored response: its documents in order, and their long texts by digest."""
+    """Part of a stored response: its documents in order, and their long texts by digest."""
 
     documents: list[Document]
     texts: dict[bytes, bytes]
 
 
 class Needs(msgspec.Struct, array_like=True):
-    """What a store lacks to take a response.
+    """Data that a store lacks to take a response.
 
     Attributes:
-      digests: long texts that must come along.
-      history: the response that it continues is gone, so that the whole conversation must come as the question.
+      digests: long texts that must be sent with it.
+      history: the response that it continues is gone, so that the whole conversation must be sent as the question.
     """
 
     digests: tuple[bytes, ...] = ()
@@ -75,15 +75,15 @@ class Needs(msgspec.Struct, array_like=True):
 
 
 class Worker(Protocol):
-    """Generates responses."""
+    """Interface of a process that generates responses, for the store."""
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Ends the work on a response soon, and then puts its final state."""
+        """End the work on a response soon; its final state is then put into the store."""
         ...
 
 
 class Responses(Protocol):
-    """Interface of a store, local or remote. A missing response and another owner's are both None.
+    """Interface of a store, local or remote. For a missing response and for another owner's alike, methods return None.
 
     All methods raise EngineDeadError if the store is down.
     """

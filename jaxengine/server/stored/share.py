@@ -23,7 +23,7 @@ class Turn:
       messages: JSON lists of chat messages, in order.
       num_bytes: size of the conversation up to this turn, with every occurrence of a long text and RECORD_BYTES for
         each turn.
-      num_links: responses of this turn, and later turns that continue it.
+      num_links: number of responses of this turn and of later turns that continue it.
     """
 
     messages: tuple[Document, ...]
@@ -54,7 +54,7 @@ class Kept:
 
 
 class Share:
-    """What one owner has stored.
+    """Stored responses of one owner.
 
     Attributes:
       responses: by id, oldest first.
@@ -84,7 +84,7 @@ class Share:
         return own + (0 if earlier is None else earlier.num_bytes)
 
     def added_bytes(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> int:
-        """Returns how many bytes of the share a new response would occupy, those included that are there already.
+        """Return how many bytes of the share a new response would occupy, including those that are there already.
 
         These are its long texts, and its conversation's earlier turns, which cannot be evicted while it is there.
         Nothing may be `missing`.
@@ -111,7 +111,7 @@ class Share:
             self._forget(before)
 
     def replace_response(self, response_id: str, response: Document) -> None:
-        """Replaces the document that the client sees by one with the same long texts."""
+        """Replace the document that the client sees by one with the same long texts."""
         stored = self.responses[response_id].stored
         self.num_bytes += len(response.data) - len(stored.response.data)
         stored.response = response

@@ -21,7 +21,7 @@ _RETRY_SECONDS = 5.0
 
 
 class ResponseStore:
-    """`Responses` in this process."""
+    """Store of responses in this process; implements `Responses`."""
 
     def __init__(self, bounds: StoreBounds):
         self._bounds = bounds
@@ -32,7 +32,7 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all that is stored."""
+        """Return the memory of all that is stored, in bytes."""
         return sum(share.num_bytes for share in self._shares.values())
 
     async def put(

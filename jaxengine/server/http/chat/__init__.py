@@ -1,1 +1,1 @@
-"""/v1/chat/completions."""
+"""Endpoint /v1/chat/completions."""

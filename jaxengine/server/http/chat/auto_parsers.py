@@ -1,4 +1,4 @@
-"""Resolves the parser names "auto" by the model's chat template."""
+"""Resolution of the parser names "auto" by the model's chat template."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class BatchChatRequest(ChatRequest):
     messages: Annotated[list[Messages], Field(fail_fast=True), at_most(_MAX_CONVERSATIONS)]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def conversations(self, most: int) -> list[ChatRequest]:
-        """The requests of which each has one conversation, in order; `self` stays as it is.
+        """Return one request for each conversation, in order; `self` is not changed.
 
         Raises RequestError for more than `most` conversations and for one without messages.
         """
@@ -63,10 +63,10 @@ class BatchChatRequest(ChatRequest):
 
 
 class _Batch:
-    """A request being answered."""
+    """Batch request in progress."""
 
     def __init__(self, server: ChatServer, body: BatchChatRequest, name: str, model: str, options: RequestOptions):
-        """Makes an answer for each conversation; nothing runs yet.
+        """Make an answer for each conversation; nothing runs yet.
 
         name: id of the request; of several conversations, number i runs under NAME-i. model: its name in the response.
         options: scheduling of each. Raises RequestError.
@@ -92,8 +92,8 @@ class _Batch:
         check_captured(self._server.engine.inputs, self._server.config, params, lengths)
 
     async def whole(self) -> Response:
-        """Runs all conversations, at most max_num_seqs at a time, and returns the complete response, whose counts are
-        those of all together. Call it after `prepare`.
+        """Run all conversations, at most max_num_seqs at a time, and return the complete response, with the sums of
+        their token counts. Call it after `prepare`.
 
         The first error of one is raised, and ends the others.
         """
@@ -112,8 +112,8 @@ class _Batch:
 
 
 def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One dict with the sums of the numbers that have the same name, at any depth. counts: at least one; all have the
-    names of the first.
+    """Return one dict with the sums of the numbers that have the same name, at any depth. counts: at least one; all
+    have the names of the first.
     """
     first = counts[0]
     return {

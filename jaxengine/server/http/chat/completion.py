@@ -1,4 +1,4 @@
-"""Writes the response to a chat request, complete or streamed."""
+"""Response to a chat request, complete or streamed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxengine.server.http.sse import event, json_response
 
 
 class ChatAnswer:
-    """A request being answered."""
+    """Chat request in progress, and the writing of its response."""
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, options: RequestOptions):
         self._body = body
@@ -55,7 +55,8 @@ class ChatAnswer:
 
     @property
     def captured(self) -> tuple[SamplingParams, int]:
-        """Arguments of `check_captured`, after `prepare`: the request's parameters and the length of its prompt."""
+        """Return arguments of `check_captured`, after `prepare`: the request's parameters and the length of its prompt.
+        """
         return self._run.params, self._run.most_prompt_tokens
 
     async def whole(self) -> Response:
@@ -76,9 +77,9 @@ class ChatAnswer:
         return body
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Runs the request and yields the response as server-sent events, without [DONE]. Call it after `prepare`.
+        """Run the request and yield the response as server-sent events, without [DONE]. Call it after `prepare`.
 
-        An item is what is new in one output: any number of events, b"" for none. Raises ChatRun.pieces' errors.
+        An item is the new part of one output: any number of events, b"" for none. Raises ChatRun.pieces' errors.
         """
         last, always = self._body.usage_in_stream(self._config)
         begun: set[int] = set()
@@ -109,7 +110,7 @@ class ChatAnswer:
         }
 
     def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
-        """Usage counts. num_tokens: completion tokens, if not all of the engine's so far."""
+        """Return usage counts. num_tokens: completion tokens, if not all of the engine's so far."""
         run = self._run
         count = run.num_completion_tokens if num_tokens is None else num_tokens
         counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)

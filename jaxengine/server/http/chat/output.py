@@ -53,7 +53,7 @@ class ChatChoiceWriter:
         self._calling: set[int] = set()
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
-        """A choice with its complete message; events: those of the parser for the whole output."""
+        """Return a choice with its complete message. events: those of the parser for the whole output."""
         parsed = message_of(events)
         content = parsed.content
         if content is None and not (parsed.tool_calls or parsed.reasoning):
@@ -74,12 +74,13 @@ class ChatChoiceWriter:
         return {**choice, **found, **self._versions(output)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The first choices of a stream for output `index`, one per chunk: its role, and the text for `echo`."""
+        """Return the first choices of a stream for output `index`, one per chunk: its role, and the text for `echo`."""
         deltas = [{"role": self._role, "content": ""}, *([{"content": self._before}] if self._before else ())]
         return [{"index": index, "delta": each, "logprobs": None, "finish_reason": None} for each in deltas]
 
     def chunks(self, output: CompletionOutput, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """Choices with the new parts, one per chunk; [] if nothing requested is new. events: the parser's new ones.
+        """Return choices with the new parts, one per chunk; [] if nothing requested is new. events: the parser's new
+        ones.
 
         A chunk never contains two calls, nor a call and the finish reason: OpenAI's client would not notice that the
         call is complete.
@@ -106,7 +107,7 @@ class ChatChoiceWriter:
         return choices
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
-        """The prompt's log-probabilities in vLLM's form: by token id for each token."""
+        """Return the prompt's log-probabilities in vLLM's form: by token id for each token."""
         return [json_position(position) for position in positions]
 
     def _versions(self, output: CompletionOutput) -> dict[str, Any]:
@@ -132,8 +133,9 @@ def token_logprobs(
     as_token_ids: bool = False,
     given_ids: Collection[int] = (),
 ) -> list[dict[str, Any]] | None:
-    """OpenAI's chat form of the log-probability of each token of `output`, with the `count` likeliest tokens (-1: all)
-    and those of `given_ids`, likeliest first; only tokens that the engine gave a log-probability for appear.
+    """Return OpenAI's chat form of the log-probability of each token of `output`, with the `count` likeliest tokens
+    (-1: all) and those of `given_ids`, likeliest first; only tokens for which the engine returned a log-probability
+    appear.
 
     None if `count` is None or the output has none. as_token_ids: tokens are written as token_id:N in place of their
     text.
@@ -158,8 +160,8 @@ def token_logprobs(
 
 
 def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Deltas of the events, dicts without a role: content and reasoning together, if there is any, then one per call;
-    [] for no events.
+    """Return deltas of the events, dicts without a role: content and reasoning together, if there is any, then one per
+    call; [] for no events.
     """
     delta: dict[str, Any] = {}
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
@@ -173,8 +175,8 @@ def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Entries of a delta's tool_calls, one per call, merging its events: clients take a second entry for another call.
-    Only the entry with a call's start has its id and name.
+    """Return entries of a delta's tool_calls, one per call, merging its events: clients take a second entry for another
+    call. Only the entry with a call's start has its id and name.
     """
     entries: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -188,5 +190,5 @@ def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Reasoning under vLLM's current and earlier names."""
+    """Return reasoning under vLLM's current and earlier field names."""
     return {"reasoning": text, "reasoning_content": text}

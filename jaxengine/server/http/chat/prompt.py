@@ -23,7 +23,7 @@ _THINKING = re.compile(r"\b(?:reasoning_effort|enable_thinking|thinking)\b")
 
 
 class ChatRenderer:
-    """Makes prompts of conversations."""
+    """Renderer of conversations to prompts."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self._inputs = engine.inputs
@@ -33,10 +33,10 @@ class ChatRenderer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat template")
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
-        """The prompt for EngineClient.stream: text, token ids, pictures and videos.
+        """Return the prompt for EngineClient.stream: text, token ids, images and videos.
 
-        Token ids are truncated if the request asks for it; the text is whole. Raises RequestError for a conversation
-        that cannot be rendered, that has no tokens or more than max_model_len - 1, or whose pictures cannot be used.
+        Token ids are truncated if the request says so; the text is whole. Raises RequestError for a conversation that
+        cannot be rendered, that has no tokens or more than max_model_len - 1, or whose images cannot be used.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, whole = await self._encode(body, messages)
@@ -51,7 +51,7 @@ class ChatRenderer:
         return prompt
 
     async def token_ids(self, body: ChatRequest) -> list[int]:
-        """Token ids of the conversation, which may exceed the model's context. Raises RequestError."""
+        """Return token ids of the conversation, which may exceed the model's context. Raises RequestError."""
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, ids = await self._encode(body, messages)
         prompt = {"prompt": text, "prompt_token_ids": ids}
@@ -93,7 +93,7 @@ class ChatRenderer:
         )
 
     def ignored(self, body: ChatRequest) -> list[str]:
-        """The request's fields about reasoning that the model's template does not use."""
+        """Return the request's fields about reasoning that the model's template does not use."""
         known = _thinking_names(self._template(body))
         names = {"reasoning_effort": known, "thinking": known - {"reasoning_effort"}}
         return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
@@ -116,11 +116,11 @@ class ChatRenderer:
 
 
 def _num_chars(message: dict[str, Any]) -> int:
-    """Length of a message's text; 0 if it has parts."""
+    """Return the length of a message's text in characters; 0 if it has parts."""
     content = message.get("content")
     return len(content) if isinstance(content, str) else 0
 
 
 def _thinking_names(template: str) -> set[str]:
-    """The variables about reasoning that the template mentions."""
+    """Return the variables about reasoning that the template mentions."""
     return set(_THINKING.findall(template))

@@ -135,8 +135,8 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def text_forms(self) -> Mapping[str, Mapping[str, str]]:
-        """By name, the tools that take one text (parsers.tool_forced.TEXT) of a form: {"grammar": ...} in Lark's
-        notation, or {"regex": ...}.
+        """Forms, by name, of the tools that take one text (parsers.tool_forced.TEXT) of a form: {"grammar": ...} in
+        Lark's notation, or {"regex": ...}.
         """
         return self._text_forms
 
@@ -180,7 +180,7 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
-        """tool_choice with its default."""
+        """Return tool_choice with its default."""
         return self.tool_choice or ("auto" if self.tools else "none")
 
     @property
@@ -197,14 +197,14 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """(name of the field, limit of the answer's tokens or None)."""
+        """Return (name of the field that limits the answer, the limit in tokens or None)."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, given as text or a list of text parts; "" for anything else."""
+    """Return the text of a message's content, given as text or a list of text parts; "" for anything else."""
     if isinstance(content, str):
         return content
     listed = content if isinstance(content, list) else ()
@@ -213,7 +213,7 @@ def text_of(content: Any) -> str:
 
 
 def renamed(error: RequestError, name: str) -> RequestError:
-    """The error, with the field under the caller's name for it."""
+    """Return the error with its field replaced by the caller's name for it, `name`."""
     message = str(error)
     if error.param and message.startswith(error.param):
         message = name + message[len(error.param) :]

@@ -33,7 +33,7 @@ _LONG_TEXT = 20_000  # characters of one output that take some 40 milliseconds t
 
 @dataclass(frozen=True)
 class ChatServer:
-    """State that all conversations of a server share."""
+    """State that all conversations of a server share: engine, parsers, renderer."""
 
     engine: EngineClient
     config: ServerConfig
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 
 class ChatRun:
-    """A conversation request being answered.
+    """Conversation request in progress.
 
     Attributes:
       body: the request.
@@ -105,13 +105,14 @@ class ChatRun:
 
     @property
     def ignored(self) -> list[str]:
-        """Fields of the request that have no effect for this model."""
+        """Return the fields of the request that have no effect for this model."""
         return self._server.renderer.ignored(self.body)
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Number of the prompt's tokens, after `prepare`; where it has images or videos, whose tokens are known once
-        they have been read, the most that it can have."""
+        """Return the number of the prompt's tokens, after `prepare`; with images or videos, whose tokens are known once
+        they have been read, the most that it can have.
+        """
         known = READY not in self.prompt
         return len(self.prompt["prompt_token_ids"]) if known else self._server.engine.inputs.config.max_model_len
 
@@ -205,7 +206,7 @@ class ChatRun:
 
     @property
     def _continued(self) -> str:
-        """The beginning of the answer, which the model continues."""
+        """Return the beginning of the answer, which the model continues."""
         return text_of(self.body.messages[-1].get("content")) if self.body.continues else ""
 
     def _is_wanted(self, event: Event) -> bool:
@@ -222,7 +223,7 @@ class ChatRun:
         self.num_reasoning_tokens = min(counted, self.num_completion_tokens)
 
     def _as_asked(self, error: RequestError) -> RequestError:
-        """The error, with the field that the structured output came from."""
+        """Return the error with its field replaced by the request's field from which the structured output came."""
         if error.param != "structured_outputs" or self.body.structured_outputs is not None:
             return error
         return renamed(error, "response_format" if self._tools.structure is None else self._tools.asked_by)
@@ -233,8 +234,8 @@ class ChatRun:
 
     @property
     def _stop_token_ids(self) -> list[int]:
-        """Token ids of the words with which the model's format ends an output; words that are no tokens are left out.
-        [] with ignore_eos.
+        """Return token ids of the words with which the model's format ends an output; words that are no tokens are left
+        out. [] with ignore_eos.
         """
         if self.body.ignore_eos:
             return []
@@ -244,7 +245,7 @@ class ChatRun:
         return [token_id for token_id in found if token_id is not None]
 
     def _sampling_params(self) -> SamplingParams:
-        """The engine's sampling parameters. Raises RequestError."""
+        """Return the engine's sampling parameters. Raises RequestError."""
         body, inputs = self.body, self._server.engine.inputs
         name, most = body.most_tokens
         if most is not None and most > inputs.config.max_model_len:

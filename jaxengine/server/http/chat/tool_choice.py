@@ -60,11 +60,11 @@ def tool_use(
     tokenizer: Tokenizer,
     switches: Sequence[str] = (),
 ) -> ToolUse:
-    """Determines how a request's tools affect its answer.
+    """Return how a request's tools affect its answer.
 
-    auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model, None where the
-      server has no parser. switches: options of structured outputs that are on by default. Raises RequestError for
-      tools, or a tool_choice, that these formats cannot serve.
+    auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model, None if the server
+    has no parser. switches: options of structured outputs that are on by default. Raises RequestError for tools, or a
+    tool_choice, that these formats cannot serve.
     """
     choice, functions = body.choice, [tool.function for tool in body.tools or ()]
     if choice == "none":
@@ -109,7 +109,7 @@ def tool_use(
 
 
 def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
-    """The ToolUse of a forced call that may be of a tool in body.text_forms; None where no such tool may be called.
+    """Return the ToolUse of a forced call that may be of a tool in body.text_forms; None if no such tool may be called.
 
     body: its choice is "required" or names a tool. The text is written as it is, because no grammar holds for a text
     within JSON. Raises RequestError.
@@ -134,7 +134,7 @@ def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
 def _forced_in_own_way(
     body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer, switches: Sequence[str]
 ) -> ToolUse:
-    """The ToolUse of a forced call in the model's own format, by a grammar of the whole output.
+    """Return the ToolUse of a forced call in the model's own format, by a grammar of the whole output.
 
     body: its choice is "required" or names a tool. tool_format: one with a forced_grammar. Raises RequestError.
     """
@@ -165,7 +165,8 @@ def _rules(
     tokenizer: Tokenizer,
     switches: Sequence[str],
 ) -> list[str]:
-    """The rules that a format's `grammar` has for calls of `functions`, in Lark's notation. Raises RequestError."""
+    """Return the rules that a format's `grammar` has for calls of `functions`, in Lark's notation. Raises RequestError.
+    """
 
     def token_id(word: str) -> int | None:
         found = tokenizer.backend.token_to_id(word)
@@ -187,8 +188,8 @@ def _rules(
 
 
 def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a function's arguments, to be part of a document with these `$defs`: targets of its references are
-    added to `definitions`. Raises RequestError for a reference without a target.
+    """Return the schema of a function's arguments, to be part of a document with these `$defs`: targets of its
+    references are added to `definitions`. Raises RequestError for a reference without a target.
 
     It gets "additionalProperties": false if it lists every required parameter, and has no keyword that needs others
     (`lists_all`) or may allow others (_COMBINING). A function without a schema takes an empty object.
@@ -206,13 +207,13 @@ def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """Schema of a function's arguments, as a document of its own. Raises RequestError."""
+    """Return the schema of a function's arguments, as a document of its own. Raises RequestError."""
     definitions: dict[str, Any] = {}
     return with_definitions(_arguments(function, definitions), definitions)
 
 
 def _calls_schema(functions: Sequence[Function], at_most: int | None) -> dict[str, Any]:
-    """Schema of a list of one call or more, for RequiredToolParser. Raises RequestError.
+    """Return the schema of a list of one call or more, for RequiredToolParser. Raises RequestError.
 
     at_most: number of calls; None for no limit.
     """

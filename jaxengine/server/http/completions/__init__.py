@@ -1,1 +1,1 @@
-"""/v1/completions."""
+"""Endpoint /v1/completions."""

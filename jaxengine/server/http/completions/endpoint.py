@@ -35,7 +35,7 @@ from jaxengine.server.prompts import PromptEncoder, read_prompts
 
 
 class _Completion:
-    """State of one request: call `read_prompts`, then `whole` for one response or `events` for a stream.
+    """Completion request in progress: call `read_prompts`, then `whole` for one response or `events` for a stream.
 
     name: the response's id. model: the name that it shows. options: scheduling of its prompts. Raises RequestError for
     parameters that are not allowed.
@@ -64,7 +64,7 @@ class _Completion:
         self._num_cached_tokens: dict[int, int] = {}
 
     def _sampling_params(self) -> SamplingParams:
-        """The engine's sampling parameters. Raises RequestError."""
+        """Return the engine's sampling parameters. Raises RequestError."""
         body = self.body
         changes: dict[str, Any] = {"max_tokens": body.max_tokens}
         if body.echo and body.max_tokens == 0:
@@ -160,7 +160,7 @@ class _Completion:
 
 
 def _without_output(output: CompletionOutput) -> CompletionOutput:
-    """The answer for max_tokens=0: drops the token that the engine sampled, and all that is said of it."""
+    """Return an output without its sampled token and all that belongs to it: the answer for max_tokens=0."""
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
     spans = [WeightSpan(each.version, 0, 0) for each in (output.weight_versions or ())[:1]] or None
     rows = {

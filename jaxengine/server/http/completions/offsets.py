@@ -10,7 +10,7 @@ from jaxengine.tokens.tokenizer import Tokenizer
 
 
 class OutputOffsets:
-    """Where the tokens of a growing output begin.
+    """Offsets, in characters, at which the tokens of a growing output begin in its text.
 
     Each token of a character has the offset of that character, and a token that the text leaves out the offset of what
     follows. Tokens of a stop string have the offsets that they would have without it, since a stream has sent them
@@ -20,8 +20,10 @@ class OutputOffsets:
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int], first: int
     ):
-        """tokenizer: None for an output without text, all of whose tokens are at `first`. params: those that the text
-        is made with. prompt_token_ids: what the output follows. first: the offset of the output, in characters.
+        """Start before the first token.
+
+        tokenizer: None for an output without text, all of whose tokens are at `first`. params: those that the text is
+        made with. prompt_token_ids: the prompt before the output. first: the offset of the output, in characters.
         """
         self._offset = first
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -46,10 +48,10 @@ class OutputOffsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer | None, text: str, token_ids: Sequence[int]) -> list[int]:
-    """Return where the tokens of a prompt begin in its text, in characters and at most its length; all 0 without a
-    tokenizer.
+    """Return the offsets at which the tokens of a prompt begin in its text, in characters and at most its length; all 0
+    without a tokenizer.
 
-    Special tokens take room if the text contains them at their place; those that the tokenizer adds do not.
+    Special tokens take room if the text contains them at their position; those that the tokenizer adds do not.
     """
     if tokenizer is None:
         return [0] * len(token_ids)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class ChoiceWriter:
-    """Writes the choices of one request; in a stream, the new parts."""
+    """Writer of the choices of one request; in a stream, of the new parts."""
 
     def __init__(
         self, body: CompletionRequest, params: SamplingParams, tokenizer: Tokenizer | None, as_token_ids: bool
     ):
-        """params: those that the text is made with. as_token_ids: tokens are written as token_id:N, as they are without
-        a tokenizer.
+        """Store the settings. params: those that the text is made with. as_token_ids: tokens are written as token_id:N,
+        as they are without a tokenizer.
         """
         self._body = body
         self._params = params
@@ -36,8 +36,8 @@ class ChoiceWriter:
         self._spans = SpanWriter()
 
     def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """JSON of the choice for `completion`, one of output.outputs, of the prompt `prompt_index`; in a stream the new
-        part, to be called for each in order: the first has the prompt if the request echoes it.
+        """Return JSON of the choice for `completion`, one of output.outputs, of the prompt `prompt_index`; in a stream
+        the new part, to be called for each in order: the first has the prompt if the request echoes it.
 
         The n answers of prompt p have indices p * n to p * n + n - 1.
         """
@@ -71,7 +71,9 @@ class ChoiceWriter:
 
     @staticmethod
     def says_something(choice: dict[str, Any]) -> bool:
-        """Whether a chunk has content: half a character or the beginning of a stop string is held back."""
+        """Whether a chunk has content; it has none while a partial character or the beginning of a stop string is held
+        back.
+        """
         names = ("text", "finish_reason", "logprobs", "token_ids", "sampling_log_mass", "captured")
         return any(choice.get(name) for name in names)
 

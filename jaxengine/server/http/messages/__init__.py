@@ -1,1 +1,1 @@
-"""/v1/messages."""
+"""Endpoint /v1/messages."""

@@ -29,10 +29,10 @@ from jaxengine.server.options import ServerConfig
 
 
 class _Message:
-    """A message being answered."""
+    """Message request in progress."""
 
     def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
-        """Creates the run of the message, which does not begin yet. name: the id of the message and in the engine;
+        """Create the run of the message, which does not begin yet. name: id of the message and of its engine request;
         model: its name in the response; options: scheduling. Raises RequestError with Anthropic's field names.
         """
         self._body = body
@@ -99,7 +99,7 @@ class _Message:
                 raise self._body.as_asked(error) from None
 
     def _end(self, output: CompletionOutput) -> None:
-        """Sets the stop reason of an output that has ended; "pause_turn" if it was aborted. Raises ApiError (500) for
+        """Set the stop reason of an output that has ended; "pause_turn" if it was aborted. Raises ApiError (500) for
         one that ended with an error.
         """
         reason, stop = output.finish_reason, output.stop_reason
@@ -163,12 +163,12 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _limits(server: ChatServer, body: Conversation) -> bool:
-    """Whether the budget of a request's `thinking` has an effect."""
+    """Whether the token budget of a request's `thinking` field has an effect."""
     return server.reasoning_format is not None and body.thinking is not None and body.thinking.type == "enabled"
 
 
 def _ignored(server: ChatServer, body: Conversation, request: Request) -> list[str]:
-    """What the request has that is accepted but has no effect, its header for beta features included."""
+    """Return the parts of the request that are accepted but have no effect, its header for beta features included."""
     budget = () if body.asked_budget is None or _limits(server, body) else ("thinking.budget_tokens",)
     return [*body.ignored_parts, *budget, *(name for name in ("anthropic-beta",) if name in request.headers)]
 

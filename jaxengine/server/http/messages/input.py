@@ -27,9 +27,9 @@ _LEFT_OUT = re.compile(r"redacted_thinking|server_tool_use|(?!tool_result)[a-z_]
 
 
 def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Converts a request's `system`, None without one, and `messages` to chat messages, that of the system first.
+    """Convert a request's `system`, None without one, and `messages` to chat messages, the system message first.
 
-    Raises RequestError for a role or block that is not allowed; pictures are checked later.
+    Raises RequestError for a role or block that is not allowed; images are checked later.
     """
     read = _read("system", system, "system") if system else []
     for number, message in enumerate(messages):
@@ -41,8 +41,8 @@ def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, A
 
 
 def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yields what has no effect in the blocks, each once, as "messages.cache_control" or "system." and a type of blocks
-    that are left out. Arguments are those of `read_messages`.
+    """Yield, once each, the parts of the blocks that have no effect, as "messages.cache_control", or "system." and the
+    type of a block that is left out. Arguments are those of `read_messages`.
     """
     blocks = [("system", block) for block in system or ()] if isinstance(system, list) else []
     for message in messages:
@@ -72,9 +72,10 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Converts the blocks of a message; results of tools become separate messages before the user's other blocks.
+    """Convert the blocks of a message to chat messages; results of tools become separate messages before the user's
+    other blocks.
 
-    role: one of ROLES. where: place of the blocks, for errors. Raises RequestError for a block that the role may not
+    role: one of ROLES. where: path of the blocks, for errors. Raises RequestError for a block that the role may not
     have or that lacks a field.
     """
     results: list[dict[str, Any]] = []
@@ -102,14 +103,16 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
 
 
 def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
-    """Converts a block to a chat message part. Pictures are checked later, as for all APIs."""
+    """Convert a block to a chat message part. Images are checked later, as for all APIs. where: path of the block, for
+    errors.
+    """
     if block["type"] == "image":
         return PlacedPart({"type": "image", "source": block.get("source") or {}}, where)
     return {"type": "text", "text": _text(block, "text", where)}
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The parts as one text, or unchanged if they include a picture."""
+    """Return the parts as one text, or unchanged if they include an image."""
     if any(isinstance(part, PlacedPart) for part in parts):
         return [*parts]
     return "\n".join(part["text"] for part in parts)

@@ -16,7 +16,7 @@ Said = dict[str, Any]
 
 
 class MessageWriter:
-    """Writes one message.
+    """Writer of one message, block by block.
 
     Attributes:
       content: the completed blocks.
@@ -61,7 +61,7 @@ class MessageWriter:
         return any(block["type"] == "tool_use" for block in self.content)
 
     def _turn_to(self, kind: str, **fields: Any) -> list[Said]:
-        """Opens a block of this kind, unless the current one is of it; returns the events."""
+        """Open a block of this kind, unless the current one is of that kind; return the events."""
         if self._block is not None and self._block["type"] == kind:
             return []
         said = self._close()
@@ -87,7 +87,7 @@ class MessageWriter:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments of a call; truncated JSON as far as it goes, {} if it is not an object."""
+    """Parse the arguments of a call; truncated JSON as far as it goes, {} if it is not an object."""
     try:
         value = read_cut_json(arguments)
     except (ValueError, RecursionError):

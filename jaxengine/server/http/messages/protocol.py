@@ -191,12 +191,12 @@ class Conversation(RequestModel):
 
     @property
     def asked_budget(self) -> int | None:
-        """Tokens of reasoning that `thinking` allows; None if it sets no limit."""
+        """Return the tokens of reasoning that `thinking` allows; None if it sets no limit."""
         return None if self.thinking is None else self.thinking.budget_tokens
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Fields that are accepted but have no effect, and parts of fields, as "thinking.display"."""
+        """Yield the fields that are accepted but have no effect, and parts of fields, as "thinking.display"."""
         parts = {
             "context_management": self.context_management,
             "thinking.display": self.thinking and self.thinking.display,
@@ -238,7 +238,7 @@ class MessagesRequest(Conversation, ConversationRequest):
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}
 
     def as_asked(self, error: RequestError) -> RequestError:
-        """The error of the chat request, with this request's field name."""
+        """Return an error of the chat request with this request's field name."""
         if error.param == "thinking_token_budget" and self.thinking_token_budget is None:
             return renamed(error, "thinking")
         if error.param == "stop" and self.stop_sequences is not None:
@@ -247,7 +247,7 @@ class MessagesRequest(Conversation, ConversationRequest):
 
 
 def as_messages_error(error: RequestError) -> RequestError:
-    """The error of a chat request, with MessagesRequest's field name where it has another one."""
+    """Return an error of a chat request with MessagesRequest's field name, where that differs."""
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
 
 

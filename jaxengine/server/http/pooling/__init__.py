@@ -1,1 +1,1 @@
-"""/v1/embeddings, /pooling, /classify, /score and /rerank."""
+"""Endpoints /v1/embeddings, /pooling, /classify, /score and /rerank."""

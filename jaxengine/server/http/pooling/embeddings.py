@@ -29,7 +29,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
     async def run(body: InputBody, request: Request, prefix: str, task: str | None, entry: Any) -> Response:
-        """Runs the body's prompts; returns a response whose data is the list of `entry(index, answer)`, one for each.
+        """Run the body's prompts; return a response whose data is the list of `entry(index, output)`, one for each.
 
         prefix: of the response's id. task: of the pooling parameters; None for the body's, or the model's. Raises
         RequestError.

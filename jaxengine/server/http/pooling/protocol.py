@@ -49,7 +49,7 @@ class PoolingBody(NamedRequest):
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """The fields as PoolingParams, except truncation, which is applied to the prompt."""
+        """Return the fields as PoolingParams, except truncation, which is applied to the prompt."""
         return PoolingParams(task=task, use_activation=self.use_activation)
 
 
@@ -118,8 +118,8 @@ class ScoreRequest(PoolingBody):
     data_2: str | Texts | None = None
 
     def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """The texts of both sides, each one text or a list, as given. Raises RequestError unless the fields that are
-        given are one pair of _PAIRS.
+        """Return the texts of both sides, each one text or a list, as given. Raises RequestError unless the fields that
+        are given are one pair of _PAIRS.
         """
         names = {name for pair in _PAIRS for name in pair}
         given = {name for name in names if getattr(self, name) is not None}
@@ -153,7 +153,7 @@ class RerankRequest(PoolingBody):
         return self
 
     def texts(self) -> list[str]:
-        """Texts of the documents. Raises RequestError."""
+        """Return the texts of the documents. Raises RequestError."""
         found = [each if isinstance(each, str) else each.get("text") for each in self.documents]
         if not found or not all(isinstance(text, str) and text for text in found):
             raise RequestError("documents must be texts, or objects with a text, none of them empty", param="documents")

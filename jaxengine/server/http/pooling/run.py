@@ -26,7 +26,7 @@ PooledAnswer = PoolingRequestOutput[PoolingOutput]
 
 
 class PoolingServer:
-    """State that all pooling requests share."""
+    """State that all pooling requests share: engine, encoder of prompts, options."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.engine = engine
@@ -100,10 +100,10 @@ class PoolingServer:
     async def answers(
         self, prompts: Sequence[list[int]], params: PoolingParams, body: PoolingBody, name: str, options: RequestOptions
     ) -> list[PooledAnswer]:
-        """The engine's answer to each prompt, in order. name: the request's id in the engine.
+        """Run the prompts and return the engine's output for each, in order. name: the request's id in the engine.
 
         All prompts are checked before any of them runs, and no more run at once than the engine has slots. Raises
-        RequestError; ApiError if a prompt has no answer.
+        RequestError; ApiError if a prompt has no result.
         """
         inputs = self.engine.inputs
         wanted: list[Any] = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompts]
@@ -134,7 +134,7 @@ class PoolingServer:
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:
-    """OpenAI's token counts, of all answers together."""
+    """Return OpenAI's token counts, of all answers together."""
     cached = sum(answer.num_cached_tokens for answer in answers)
     return usage(sum(len(answer.prompt_token_ids) for answer in answers), 0, cached)
 

@@ -82,8 +82,8 @@ def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[s
 async def _scores(
     server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
 ) -> list[ScoringRequestOutput]:
-    """The score of each pair, with the tokens of both texts: those of a text that is in several pairs count in each,
-    although an embedder computes it once. name: the request's id in the engine. Raises the errors of
+    """Compute the score of each pair, with the tokens of both texts: those of a text that is in several pairs count in
+    each, although an embedder computes it once. name: the request's id in the engine. Raises the errors of
     PoolingServer.answers.
     """
     inputs, params = server.engine.inputs, body.pooling_params()

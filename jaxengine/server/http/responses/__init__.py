@@ -1,1 +1,1 @@
-"""/v1/responses."""
+"""Endpoint /v1/responses."""

@@ -1,4 +1,4 @@
-"""/v1/responses, OpenAI's newer endpoint: a response is a chat completion in another format, and may be stored.
+"""Endpoint /v1/responses, OpenAI's newer one: a response is a chat completion in another format, and may be stored.
 
 Implements the life of a response: created complete, as a stream or in the background, retrieved, continued, cancelled.
 """
@@ -58,7 +58,7 @@ _MEMORY_BYTES = 1 << 30
 
 
 class _Making:
-    """A response that is being generated.
+    """Response that is being generated.
 
     Attributes:
       id: of the response and of its engine request.
@@ -79,10 +79,10 @@ class _Making:
         options: RequestOptions,
         held: Held,
     ):
-        """question: the messages after `earlier`; model: its name in the response; store: whether the response says
-        that it is stored; options: for the engine request, which does not begin yet.
+        """Create the engine request, which does not begin yet.
 
-        Raises RequestError with ResponsesRequest's field names.
+        question: the messages after `earlier`; model: its name in the response; store: whether the response says that
+        it is stored; options: for the engine request. Raises RequestError with ResponsesRequest's field names.
         """
         self.id = response_id
         self.earlier = earlier
@@ -101,7 +101,7 @@ class _Making:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Releases the memory."""
+        """Release the memory held for the conversation."""
         self.held.release()
 
     async def prepare(self, ignored: list[str]) -> None:
@@ -172,8 +172,8 @@ class _Making:
 
 
 def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, params: SamplingParams) -> dict[str, Any]:
-    """Returns the fields of a response that stay as they are while it is made. store: whether it is stored. params:
-    those of the engine, which temperature and top_p are of.
+    """Return the fields of a response that do not change while it is generated. store: whether it is stored. params:
+    the engine's, from which temperature and top_p are taken.
     """
     plain = {"format": {"type": "text"}}
     text = plain if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
@@ -212,7 +212,7 @@ def _shown_choice(body: ResponsesRequest) -> Any:
 
 
 def _owner(request: Request) -> str:
-    """Returns the name of the client by its key."""
+    """Return the name of the client by its key, which owns the response."""
     return request.state.owner
 
 
@@ -254,10 +254,10 @@ class _Responses:
     async def _make(
         self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
     ) -> tuple[_Making, Keeper | None]:
-        """Makes a response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
+        """Create a response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
 
         held: takes the bytes of the conversation; the caller releases it after an error. Raises RequestError, also for
-        a conversation that is too large to be stored as asked, and ApiError if there is none to continue.
+        a conversation that is too large to be stored as requested, and ApiError if there is none to continue.
         """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
@@ -313,7 +313,7 @@ class _Responses:
                     yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
-        """Starts a background response; returns its queued state at once."""
+        """Start a background response; return its queued state at once."""
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
         self._tasks[keeper.owner, making.id] = asyncio.create_task(self._work(making, keeper, state.traffic))

@@ -34,8 +34,8 @@ _ALLOWED = ("message", *_CALLS, *_OUTPUTS, "reasoning", ADDITIONAL_TOOLS, *_LEFT
 
 
 def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Converts a request's `input` to chat messages; a text is one of the user's. Raises RequestError for an item or
-    part that is not allowed; pictures are checked later.
+    """Convert a request's `input` to chat messages; a text becomes a user message. Raises RequestError for an item or
+    part that is not allowed; images are checked later.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -47,7 +47,7 @@ def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def left_out_items(items: str | Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yields the types of the items that are left out, each once, as parts of `input`."""
+    """Yield the types of the items that are left out, each once, as parts of `input`."""
     kinds = () if isinstance(items, str) else dict.fromkeys(item.get("type") for item in items)
     yield from (f"input.{kind}" for kind in kinds if kind in _LEFT_OUT)
 
@@ -93,9 +93,9 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
 
 
 def _call(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Returns a call of a function or a custom tool for a chat message.
+    """Return the call of a function or a custom tool in the form of a chat message.
 
-    kind: the item's type, one of _CALLS. where: place of the item, for errors. Raises RequestError for a field that is
+    kind: the item's type, one of _CALLS. where: path of the item, for errors. Raises RequestError for a field that is
     missing or no string; whether there is such a tool is not checked.
     """
     for key in ("call_id", "name", _CALLS[kind]):
@@ -126,10 +126,10 @@ def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[str, Any]]:
-    """Returns `content`, a text or a list of parts, as one text, or as parts for a chat message if one of them is a
-    picture.
+    """Return `content`, a text or a list of parts, as one text, or as parts for a chat message if one of them is an
+    image.
 
-    where: its place, for errors. takes_images: whether pictures may be in it. Raises RequestError for anything else.
+    where: its path, for errors. takes_images: whether images may be in it. Raises RequestError for anything else.
     """
     if isinstance(content, str):
         return content
@@ -142,7 +142,10 @@ def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[st
 
 
 def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[str, Any]:
-    """Returns the part for a chat message. The fields of a picture are checked later, for all APIs in one place."""
+    """Convert a part to one of a chat message. The fields of an image are checked later, for all APIs in one place.
+
+    kinds: the allowed types of text parts. place: path of the part; where: path of its item; both for errors.
+    """
     if isinstance(part, dict) and part.get("type") == _IMAGE_PART and _IMAGE_PART in kinds:
         return PlacedPart(part, place)
     return {"type": "text", "text": _part(part, where, kinds)}

@@ -1,4 +1,4 @@
-"""Keeps responses in the store and reads them back: documents are made off the event loop, within a bound of memory."""
+"""Storing of responses, and reading them back: documents are made off the event loop, within a bound of memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Json = dict[str, Any]
 
 
 class Memory:
-    """The bytes of stored conversations that requests of this process hold at the moment, with a bound."""
+    """Bounded count of the bytes of stored conversations that requests of this process hold at the moment."""
 
     def __init__(self, most: int):
         self._most = most
         self._num_bytes = 0
 
     def hold(self) -> Held:
-        """Returns a request's part of it, of no bytes yet."""
+        """Return a request's account of held bytes, which starts at 0."""
         return Held(self)
 
     def change(self, num_bytes: int) -> None:
@@ -58,7 +58,7 @@ class Held:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Adds bytes to the request's part. Raises OverloadedError."""
+        """Add bytes to the request's account. Raises OverloadedError."""
         self._memory.change(num_bytes)
         self._num_bytes += num_bytes
 
@@ -70,12 +70,13 @@ class Held:
 
 
 async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Returns work's result; works on a thread if it handles more than a few bytes. size: bytes that it handles."""
+    """Run `work` and return its result, on a thread if it handles more than a few bytes. size: bytes that it handles.
+    """
     return work(*args, **kwargs) if size <= _SHORT_BYTES else await asyncio.to_thread(work, *args, **kwargs)
 
 
 def weight(value: Any) -> int:
-    """Returns about how many bytes a JSON value has: characters of its texts and names, and 8 for each other plain
+    """Return about how many bytes a JSON value has: characters of its texts and names, and 8 for each other plain
     value; for a large one some number above _SHORT_BYTES.
     """
     total, left = 0, [value]
@@ -93,7 +94,7 @@ def weight(value: Any) -> int:
 
 
 def there(found: _T | None, response_id: str) -> _T:
-    """Returns `found`; raises ApiError (404) for None, a response that is not stored or belongs to another client."""
+    """Return `found`; raise ApiError (404) for None, a response that is not stored or belongs to another client."""
     if found is None:
         raise ApiError(404, f"there is no stored response {show_value(response_id)}", param="response_id")
     return found
@@ -151,26 +152,26 @@ class Asked:
         return cls(split(question, texts), split(items, texts), texts)
 
     def after(self, earlier: Sequence[Json]) -> Asked:
-        """Returns the same with a question that begins with earlier messages."""
+        """Return a copy whose question begins with these earlier messages."""
         texts = dict(self.texts)
         question = [*earlier, *Joiner(texts).join(self.question)]
         return Asked(split(question, texts), self.input, texts)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of both documents."""
+        """Return the memory of both documents, in bytes."""
         return sum(map(len, self.texts.values())) + len(self.question.data) + len(self.input.data)
 
 
 class _Pictures:
-    """Trims the data URLs of images in items and messages, each string object once."""
+    """Trimmer of the data URLs of images in items and messages, each string object once."""
 
     def __init__(self):
         # The text itself is kept along, so that its id stays its own.
         self._trimmed: dict[int, tuple[str, str]] = {}
 
     def only(self, item: Json, keys: Sequence[str]) -> Json:
-        """Returns an item or message with the images of its parts, which are lists under `keys`, trimmed."""
+        """Return an item or message with the images of its parts, which are lists under `keys`, trimmed."""
         return {name: self._parts(value) if name in keys else value for name, value in item.items()}
 
     def _parts(self, parts: Any) -> Any:
@@ -189,7 +190,7 @@ class _Pictures:
 
 
 class Making(Protocol):
-    """A response that is being generated, as far as it is stored."""
+    """Response that is being generated, as far as storing needs it."""
 
     id: str
     earlier: Sequence[Json]
@@ -201,7 +202,7 @@ class Making(Protocol):
 
 @dataclass
 class Keeper:
-    """Stores successive states of one response.
+    """Storing of successive states of one response.
 
     Attributes:
       previous: id of the stored response that it continues.
@@ -216,10 +217,10 @@ class Keeper:
     background: bool = False
 
     async def put(self, making: Making, shown: Json, *, is_running: bool) -> None:
-        """Stores a state of the response `making`, in place of the one before. shown: the response as the client sees
-        it; is_running: whether it is still made.
+        """Store a state of the response `making`, in place of the one before. shown: the response as the client sees
+        it; is_running: whether it is still being generated.
 
-        If the store was started again, the whole conversation is sent anew. Raises OverloadedError, EngineDeadError.
+        If the store was restarted, the whole conversation is sent anew. Raises OverloadedError, EngineDeadError.
         """
         for _ in range(_MOST_CALLS):
             answer = [making.answer()]

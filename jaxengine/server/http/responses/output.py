@@ -21,12 +21,12 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom
 
 
 class ResponseWriter:
-    """Writes one response.
+    """Writer of one response during its generation.
 
     Args:
       response: its fields except status, output and usage.
-      origins: what the functions that the model knows are in the request.
-      encrypted: give reasoning items encrypted_content, from which `input.read_input` restores their text.
+      origins: for each function that the model knows, the tool of the request that it stands for.
+      encrypted: add encrypted_content to reasoning items, from which `input.read_input` restores their text.
     Attributes:
       response: its current state.
       parts: every parser event of the answer so far.
@@ -94,7 +94,7 @@ class ResponseWriter:
         return [*said, self._say(f"response.{last}", response=dict(self.response))]
 
     def _turn_to(self, kind: str) -> list[Said]:
-        """Opens an item of this kind, "message" or "reasoning", unless one is open already; another open item ends.
+        """Open an item of this kind, "message" or "reasoning", unless one is open already; another open item ends.
         Returns the events.
         """
         if self._item is not None and self._item["type"] == kind:
@@ -183,8 +183,8 @@ class ResponseWriter:
 
 
 def called(call: ParsedCall, origins: Mapping[str, Origin]) -> dict[str, str]:
-    """Returns name, as the model knows it, and arguments of a call for a chat message. The text of a custom tool, which
-    `origins` tell, is written anew, as the model may have written it in another form.
+    """Return name, as the model knows it, and arguments of a call for a chat message. The text of a custom tool (found
+    by `origins`) is encoded anew, as the model may have written it in another form.
     """
     arguments = call.arguments
     if call.name in origins and origins[call.name].is_custom:

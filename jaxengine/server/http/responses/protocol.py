@@ -166,14 +166,14 @@ class ResponsesRequest(ConversationRequest):
 
     @cached_property
     def callables(self) -> Callables:
-        """The tools that the model may call, those of input items included. Raises RequestError."""
+        """Return the tools that the model may call, those of input items included. Raises RequestError."""
         items = () if isinstance(self.input, str) else self.input
         return Callables.of((*(self.tools or ()), *read_additional_tools(items)))
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Parts of fields that are accepted but have no effect, as "text.verbosity". Raises RequestError for tools that
-        `callables` refuses.
+        """Yield parts of fields that are accepted but have no effect, as "text.verbosity". Raises RequestError for
+        tools that `callables` refuses.
         """
         if self.text is not None and self.text.verbosity is not None:
             yield "text.verbosity"

@@ -1,5 +1,4 @@
-"""Reads the text of a call of a custom tool from arguments that arrive in pieces: {"input": text}, as the model wrote
-them.
+"""Reader of a custom tool call's text from arguments that arrive in pieces: {"input": text}, as the model wrote them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ESCAPE = re.compile(rf"{_HIGH}{_LOW}|\\u[0-9a-fA-F]{{4}}|\\[^u]", re.DOTALL)
 
 
 class TextInput:
-    """Reads one call's text. What is not of that form is text as a whole."""
+    """Reader of one call's text. Arguments of another form are taken as text as a whole."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -47,7 +46,7 @@ class TextInput:
         return _ESCAPE.sub(_unescaped, whole.group())
 
     def finish(self) -> str:
-        """Returns the rest of the text. Half an escape at the end of a truncated output is dropped."""
+        """Return the rest of the text. A partial escape at the end of a truncated output is dropped."""
         return "" if self._in_text else _other(self._held)
 
     def _open(self) -> bool:
@@ -66,7 +65,7 @@ class TextInput:
 
 
 def _unescaped(escape: re.Match[str]) -> str:
-    """The character of an escape. An invalid one stays as it is; half a surrogate pair has no UTF-8."""
+    """Return the character of an escape. An invalid escape stays as it is; an unpaired surrogate has no UTF-8."""
     try:
         text = json.loads(f'"{escape.group()}"', strict=False)
     except ValueError:
@@ -75,8 +74,8 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def _other(arguments: str) -> str:
-    """The text in arguments of another form: that of the parameter TEXT, wherever it stands, or of the only parameter;
-    a JSON string's; "" for {}; otherwise all as it is. They may be cut short.
+    """Return the text in arguments of another form: that of the parameter TEXT, wherever it is, or of the only
+    parameter; a JSON string's; "" for {}; otherwise all of it unchanged. Arguments may be cut short.
     """
     try:
         value = read_cut_json(arguments)

@@ -79,7 +79,7 @@ class CustomTool(RequestModel):
 
     @property
     def form(self) -> dict[str, str] | None:
-        """The format as in ChatRequest.text_forms; None for any text."""
+        """Return the format in the form of ChatRequest.text_forms; None for any text."""
         if not isinstance(self.format, GrammarFormat):
             return None
         return {"grammar" if self.format.syntax == "lark" else "regex": self.format.definition}
@@ -145,7 +145,7 @@ class ChosenOther(RequestModel):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a function of the chat is in the request: a function or a custom tool of this name.
+    """Tool of the request that a function of the chat stands for: a function or a custom tool of this name.
 
     item: fields of its calls.
     """
