@@ -1,1 +1,1 @@
-"""Resolves the model that a user names to opened files."""
+"""Resolution of the model that a user names to opened files."""

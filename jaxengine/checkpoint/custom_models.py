@@ -53,8 +53,8 @@ def has_custom_class(config: ModelConfig) -> bool:
 
 
 def _asked_for() -> set[str]:
-    """Names that a model class must define: methods and class variables of CausalLM. Instance attributes are not
-    included.
+    """Return the names that a model class must define: methods and class variables of CausalLM, without instance
+    attributes.
     """
     routines = {name for name, value in vars(CausalLM).items() if inspect.isroutine(value)}
     variables = {name for name, kind in CausalLM.__annotations__.items() if "ClassVar" in str(kind)}

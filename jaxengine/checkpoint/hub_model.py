@@ -73,7 +73,7 @@ def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | Non
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Patterns of the weight files: the shards that the index lists, or the single file."""
+    """Return patterns of the weight files: the shards that the index lists, or the single file."""
     index = read_object(folder, INDEX_FILE)
     shards = (index or {}).get("weight_map")
     if not isinstance(shards, dict):
@@ -82,7 +82,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _without_weights(name: str, revision: str | None, config: EngineConfig) -> ConfigError:
-    """The error for a repository without safetensors: what weights it has instead."""
+    """Return the error for a repository without safetensors: it lists the weights that it has instead."""
     files = list_files(name, revision=revision, token=config.hf_token)
     at_top = [file for file in files if "/" not in file and file != "training_args.bin"]
     pickles = [file for file in at_top if file.endswith(PICKLE_SUFFIXES)]

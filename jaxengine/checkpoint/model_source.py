@@ -76,8 +76,8 @@ class ModelSource:
             self.weights.close()
 
     def files_beside_weights(self) -> list[Path]:
-        """Configuration, tokenizer and template files of a model folder. Raises ModelFileError for a link out of the
-        folder.
+        """Return configuration, tokenizer and template files of a model folder. Raises ModelFileError for a link out of
+        the folder.
         """
         found = {file for pattern in OTHER_FILES for file in self.path.glob(pattern)}
         found -= {file for pattern in _WEIGHT_FILES for file in self.path.glob(pattern)}
@@ -124,10 +124,10 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 
 
 def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
-    """Returns the model as the option `quantization`, `asked`, wants it: as stored, or rounded during loading.
+    """Return the model with the quantization that the option requests: as stored, or rounded during loading.
 
-    asked: None for as stored. is_gguf: it is a GGUF file's, whose only method is "gguf". Raises ConfigError if the
-    option contradicts the checkpoint.
+    asked: the option `quantization`; None for as stored. is_gguf: it is a GGUF file's, whose only method is "gguf".
+    Raises ConfigError if the option contradicts the checkpoint.
     """
     if asked is None:
         return model
@@ -143,13 +143,13 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Returns the model without its vision tower if it pools or requests may not contain pictures or videos."""
+    """Return the model without its vision tower if it pools or if requests may not contain images or videos."""
     blind = model.pooler is not None or not any(config.mm_limit(modality) for modality in MODALITIES)
     return replace(model, tower=None) if blind else model
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:
-    """Folder of the tokenizer named by the options, downloaded if needed; None for the model's own.
+    """Return the folder of the tokenizer named by the options, downloaded if needed; None for the model's own.
 
     Raises ConfigError.
     """
@@ -169,8 +169,8 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
 
 
 def find_model(config: EngineConfig) -> Path:
-    """The file or folder that `config.model`, which is not None, names; downloaded if needed. Raises ConfigError or
-    ModelFileError.
+    """Return the file or folder that `config.model`, which is not None, names; downloaded if needed. Raises ConfigError
+    or ModelFileError.
     """
     assert config.model is not None
     try:
@@ -278,7 +278,7 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
 
 @contextmanager
 def _named_overrides() -> Iterator[None]:
-    """Raises ConfigError for UnreadError."""
+    """Context manager that turns UnreadError into a ConfigError."""
     try:
         yield
     except UnreadError as error:
@@ -287,7 +287,7 @@ def _named_overrides() -> Iterator[None]:
 
 
 def _what_to_name(path: Path) -> str:
-    """Advice, for an error, what to name instead of a folder that is not a model."""
+    """Return advice, for an error, what to name instead of a folder that is not a model."""
     files = sorted(file.name for file in path.glob("*.gguf"))
     if files:
         return f"name the GGUF file itself, {str(path / files[0])!r}"
@@ -316,7 +316,7 @@ def _with_generation_ends(model: ModelConfig, path: Path, config: EngineConfig) 
 
 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:
-    """Returns default sampling parameters by name, as generation_config and override_generation_config ask for.
+    """Return default sampling parameters by name, from the options generation_config and override_generation_config.
 
     path: the model's folder; None for a GGUF file, which has no generation_config.json ("auto" then gives
     GENERATION_DEFAULTS for the default model, and none for others). max_new_tokens becomes max_tokens. Values are

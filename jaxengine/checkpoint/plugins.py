@@ -89,7 +89,7 @@ def _is_imported(path: Path) -> bool:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as the module of its name, or of another one where that is taken. Raise what the import raises."""
+    """Import a file as the module of its name, or of another one if that is taken. Raises what the import raises."""
     name = path.stem
     if name in sys.modules or not name.isidentifier() or importlib.util.find_spec(name) is not None:
         name = f"plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
@@ -106,7 +106,7 @@ def _import_file(path: Path) -> None:
 
 
 def _why(error: BaseException) -> str:
-    """The error, with the file and the line where it was raised."""
+    """Return the text of an error, with the file and the line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     if isinstance(error, SyntaxError) and error.filename:

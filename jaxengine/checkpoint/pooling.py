@@ -74,7 +74,8 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
 
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
-    """Same as `read_pooling` for a GGUF file, whose metadata has a pooling type if it is an embedder.
+    """Return how the model of a GGUF file pools; None for a generating model. Its metadata has a pooling type if it is
+    an embedder.
 
     Raises ConfigError.
     """
@@ -117,7 +118,7 @@ def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool)
 
 
 def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: bool) -> str:
-    """The task, EMBED or CLASSIFY. Raises ConfigError for one that the checkpoint does not support.
+    """Return the task, EMBED or CLASSIFY. Raises ConfigError for one that the checkpoint does not support.
 
     name: of the architecture, for messages. own_task: of the architecture; None for one that generates. has_tokens:
     whether config.json names tokens that stand for labels.
@@ -175,7 +176,8 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
 
 
 def _read_activation(fields: ConfigFields, num_labels: int) -> str:
-    """Activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for several.
+    """Return the activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for
+    several.
 
     Raises ModelConfigError.
     """
@@ -195,7 +197,9 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
 
 
 def _labels(fields: ConfigFields) -> dict[int, str]:
-    """Label names by number, from id2label, whose keys are strings in JSON; {} without it. Raises ModelConfigError."""
+    """Return label names by number, from id2label, whose keys are strings in JSON; {} without it. Raises
+    ModelConfigError.
+    """
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(
         str(key).isdecimal() and isinstance(name, str) for key, name in names.items()

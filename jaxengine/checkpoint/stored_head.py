@@ -55,7 +55,7 @@ def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: Weight
 
 
 def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """Return a config.json that says whether head and embedding are tied, where it is read first."""
+    """Return a config.json in which `tie_word_embeddings` is `tied`, at the level that is read first."""
     if isinstance(text := raw.get("text_config"), Mapping):
         return {**raw, TIED: tied, "text_config": {**text, TIED: tied}}
     return {**raw, TIED: tied}

@@ -1,1 +1,1 @@
-"""Structured output: which tokens a request may take next so that its text keeps to a grammar."""
+"""Structured output: token masks that say which tokens a request may take next so that its text follows a grammar."""

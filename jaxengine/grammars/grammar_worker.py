@@ -1,7 +1,8 @@
-"""The engine's end of the process that computes masks: never waits for it unless told to, and outlives it.
+"""Engine's client of the process that computes token masks; it never waits for the process unless told to, and survives
+it.
 
-A process that takes too long, or dies, is replaced; what it was working on fails, and every other grammar is compiled
-again and brought to where it was, from the tokens kept here. Knows tokens and masks, nothing of requests.
+A process that takes too long, or dies, is replaced; the sequence that it worked on fails, and every other grammar is
+compiled again and advanced by the tokens kept here. This module handles tokens and masks, never requests.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ _MAX_STARTS = 2
 
 
 class NextMask(NamedTuple):
-    """The next mask of a sequence.
+    """Next token mask of a sequence.
 
     Attributes:
-      key: the sequence's, as `GrammarWorker.open` was given it.
-      words: the mask in packed int32, i32[num_words], a bit for each token that may come after the forced ones; None
-        when the text can only end.
+      key: of the sequence, as given to `GrammarWorker.open`.
+      words: mask in packed int32, i32[num_words], a bit for each token that may come after the forced ones; None if the
+        text can only end.
       seconds: time that the mask took; None for one that came with a compilation.
-      forced: tokens that must come first, each the only one allowed in its position.
-      guessed: tokens of `advance`'s guess after the forced ones, as far as they are allowed, each with the mask, in
-        packed int32, of what may come after it.
+      forced: tokens that must come first, each the only one allowed at its position.
+      guessed: the tokens of `advance`'s guess after the forced ones, as far as they are allowed, each with the mask, in
+        packed int32, of the tokens that may follow it.
     """
 
     key: int
@@ -50,7 +51,9 @@ class NextMask(NamedTuple):
 
 
 class GrammarFailure(NamedTuple):
-    """A sequence that gets no more masks, and why. compiled: its grammar was compiled, and it had a first mask."""
+    """Failure of a sequence, which gets no more masks, with the reason. compiled: whether its grammar was compiled, so
+    that it had a first mask.
+    """
 
     key: int
     compiled: bool
@@ -59,11 +62,11 @@ class GrammarFailure(NamedTuple):
 
 @dataclass
 class _Sequence:
-    """A grammar in use.
+    """Grammar in use, and the state of its sequence.
 
-    trace: tokens that it is known to take.
-    opened: this process has compiled it; compiled: some process had; awaited: a mask is due; guess: with it; suspect: a
-    process ended while it worked on this one.
+    trace: tokens that it is known to take. opened: whether the present process has compiled it; compiled: whether any
+    process had; awaited: whether a mask is due; guess: tokens guessed with it; suspect: whether a process ended while
+    it worked on this sequence.
     """
 
     kind: str
@@ -93,11 +96,11 @@ class GrammarWorker:
         *,
         looks_ahead: bool = False,
     ):
-        """Keeps what the process is started with; starts none.
+        """Store the arguments of the process; start none.
 
-        tokenizer: a tokenizer.json's text; vocab_size: number of the model's tokens; num_words: of a mask, 32 tokens
-        each; eos_token_ids: what ends a text, of which those outside the vocabulary are ignored (with none left, every
-        sequence fails); looks_ahead: masks tell which tokens must come.
+        tokenizer: a tokenizer.json's text; vocab_size: number of the model's tokens; num_words: packed int32 of a mask,
+        32 tokens each; eos_token_ids: ids that end a text, of which those outside the vocabulary are ignored (with none
+        left, every sequence fails); looks_ahead: masks come with the tokens that must follow.
         """
         inside = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self.start = Start(tokenizer, vocab_size, num_words, inside, looks_ahead)
@@ -109,35 +112,35 @@ class GrammarWorker:
 
     @property
     def process(self) -> WorkerProcess | None:
-        """The process that masks come from; another one after a restart, None while there is none."""
+        """Return the process that computes masks; a different one after a restart, None while there is none."""
         return self._process
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` has something to give now."""
+        """Whether `take` would return something now."""
         return bool(self._taken)
 
     @property
     def awaits(self) -> bool:
-        """Whether `take` has something to give, or will have."""
+        """Whether `take` would return something, now or later."""
         return bool(self._taken) or any(each.awaited for each in self._sequences.values())
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is due or unread, of sequences that were closed among it."""
+        """Whether nothing is due or unread, closed sequences included."""
         return not self.awaits and (self._process is None or not (self._compiling or self._masking))
 
     def launch(self) -> None:
-        """Starts the process, unless it is there: the first sequence waits less."""
+        """Start the process, unless it runs, so that the first sequence waits less."""
         if self._process is None and self._has_end:
             self._launch()
 
     def open(self, key: int, kind: str, text: str, options: Mapping[str, Any], trace: Sequence[int] = ()) -> None:
-        """Starts a sequence without waiting; its first mask is due then, or a failure.
+        """Start a sequence without waiting; `take` later returns its first mask or a failure.
 
-        key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: as
-        worker.compile_grammar. trace: tokens that the sequence is known to take; it fails if its grammar does not allow
-        them.
+        key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: as of
+        worker_process.compile_grammar. trace: tokens that the sequence is known to take; it fails if its grammar does
+        not allow them.
         """
         self._sequences[key] = _Sequence(kind, text, dict(options), trace=trace)
         if not self._has_end:
@@ -148,10 +151,10 @@ class GrammarWorker:
             self._open(key)
 
     def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
-        """Takes note of tokens that a sequence, whose mask has come, took; the next mask is due then. Does not wait.
+        """Record tokens that a sequence, whose mask has come, took; `take` later returns its next mask. Does not wait.
 
-        guess: tokens that may follow these; the masks after them are made with it. Raises KeyError for a sequence that
-        is closed or has failed.
+        guess: tokens that may follow these; the masks after them are computed with it. Raises KeyError for a sequence
+        that is closed or has failed.
         """
         sequence = self._sequences[key]
         sequence.tokens += token_ids
@@ -160,13 +163,13 @@ class GrammarWorker:
             self._send_advance(key, list(token_ids))
 
     def close(self, key: int) -> None:
-        """Ends a sequence; nothing comes of it any more."""
+        """End a sequence; `take` returns nothing of it any more."""
         if self._sequences.pop(key, None) is not None and self._process is not None:
             self._send(Close(key))
 
     def wait(self, seconds: float) -> None:
-        """Waits until `take` has something and no mask is due, other than first ones of sequences that are compiled
-        now; at most `seconds`.
+        """Wait, at most `seconds`, until `take` has something to return and no mask is due, other than first masks of
+        sequences under compilation.
 
         Returns at once if there is no process.
         """
@@ -178,7 +181,7 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def wait_for(self, keys: Collection[int], seconds: float) -> None:
-        """Waits until nothing is due for any of these sequences, or there is no process; at most `seconds`."""
+        """Wait, at most `seconds`, until nothing is due for any of these sequences, or there is no process."""
         end = time.monotonic() + seconds
         while any(key in self._sequences and self._sequences[key].awaited for key in keys):
             left = end - time.monotonic()
@@ -187,7 +190,7 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def take(self) -> list[NextMask | GrammarFailure]:
-        """Returns the masks and failures that have come since the last call, of sequences that were open then; does not
+        """Return the masks and failures that have come since the last call, of sequences that were open then; does not
         wait.
         """
         self._pump()
@@ -195,12 +198,12 @@ class GrammarWorker:
         return taken
 
     def shutdown(self) -> None:
-        """Ends the process; every sequence is forgotten."""
+        """End the process; every sequence is forgotten."""
         self._sequences.clear()
         self._kill()
 
     def _select(self, process: WorkerProcess, seconds: float) -> None:
-        """Waits until something can be read or written, and does so; at most `seconds`."""
+        """Wait, at most `seconds`, until something can be read from or written to the process, and do so."""
         process.wait(seconds)
         self._pump()
 
@@ -234,7 +237,7 @@ class GrammarWorker:
         self._process.send(message)
 
     def _pump(self) -> None:
-        """Handles what the process has sent and sends it what is due, without waiting.
+        """Handle the process's messages and send it what is due, without waiting.
 
         Replaces a process that has ended, or that takes too long to start, to compile a grammar or to compute a mask.
         """
@@ -283,10 +286,10 @@ class GrammarWorker:
             self._taken.append(NextMask(message.key, words, seconds, forced, guessed))
 
     def _check(self) -> None:
-        """Replaces a process that takes too long to compile or for a mask, and fails the sequence it was at.
+        """Replace a process that takes too long to compile or for a mask, and fail the sequence that it worked on.
 
-        One that does not start in time is ended and not replaced, and all sequences fail. Call it when all that the
-        process has said has been read.
+        A process that does not start in time is ended and not replaced, and all sequences fail. To be called when all
+        messages of the process have been read.
         """
         now = time.monotonic()
         if not self._is_ready:
@@ -298,9 +301,9 @@ class GrammarWorker:
             self._replace({self._masking[0]: f"took more than {MASK_SECONDS:g} s for the mask of one token"})
 
     def _lose(self) -> None:
-        """Replaces a process that has ended by itself, or was killed by others.
+        """Replace a process that has ended by itself, or was killed by others.
 
-        A sequence that processes worked on when they ended, for the second time, fails. All sequences fail if several
+        A sequence on which a process worked when it ended, for the second time, fails. All sequences fail if several
         processes in a row end before they are ready.
         """
         if not self._is_ready:
@@ -318,9 +321,8 @@ class GrammarWorker:
         self._replace(dict.fromkeys(guilty, "twice ended the process that worked on it"))
 
     def _replace(self, guilty: dict[int, str]) -> None:
-        """Ends the process, fails the guilty, by key with a reason, and starts another process if any sequence is left.
-
-        Keys of closed sequences are ignored.
+        """End the process, fail the guilty sequences, given by key with a reason, and start another process if any
+        sequence is left. Keys of closed sequences are ignored.
         """
         self._kill()
         for key, reason in guilty.items():
@@ -331,7 +333,7 @@ class GrammarWorker:
             self._launch()
 
     def _give_up(self, reason: str) -> None:
-        """Ends the process and fails all sequences; the next one that is opened starts another process."""
+        """End the process and fail all sequences; the next sequence that is opened starts another process."""
         self._kill()
         self._num_lost_starts = 0
         for key in list(self._sequences):

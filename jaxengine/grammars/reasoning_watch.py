@@ -1,7 +1,7 @@
-"""Where an output's reasoning ends and its grammar begins, token by token.
+"""Detection of the token at which an output's reasoning ends and its grammar begins.
 
-Words are looked for in the bytes that tokens stand for, so that it does not matter how they are split, and a word that
-is one added token is found like any other. Knows nothing of masks' making or of requests.
+Words are searched in the bytes that tokens stand for, so that it does not matter how they are split, and a word that is
+one added token is found like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNLIMITED = 1 << 62
 
 
 class Vocabulary(Protocol):
-    """What is asked of a tokenizer."""
+    """Interface of the tokenizer, as far as it is used here."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -27,14 +27,14 @@ class Vocabulary(Protocol):
 
 
 class _Words:
-    """Finds words that come one behind the other, anything between them."""
+    """Search for consecutive words with anything between them."""
 
     def __init__(self, words: Sequence[str]):
         self._words = [word.encode() for word in reversed(words)]
         self._tail = b""
 
     def read(self, data: bytes) -> bytes | None:
-        """Takes more of the text; returns what is behind the last word once that is there, None before."""
+        """Read more bytes of the text; return the bytes after the last word once that has been found, None before."""
         text = self._tail + data
         while self._words:
             word = self._words[-1]
@@ -48,10 +48,11 @@ class _Words:
 
 
 class ReasoningWatch:
-    """One output whose grammar waits for `reasoning_end`; with `reasoning_begin`, an output need not reason at all.
+    """Watch over one output whose grammar begins after `reasoning_end`; with `reasoning_begin`, an output need not
+    reason.
 
-    Only these tokens open reasoning, however else their text may be spelt. With a budget, the reasoning is closed when
-    it is used up.
+    Only the tokens of `reasoning_begin` open reasoning, however else their text may be spelt. With a budget, the
+    reasoning is closed when it is used up.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
@@ -65,7 +66,8 @@ class ReasoningWatch:
         self._num_read = 0
 
     def gives_way(self, first: np.ndarray | None) -> bool:
-        """Whether the grammar begins at once: it may itself begin as the opening word does, or can hold nothing.
+        """Whether the grammar begins at once, because it may itself begin as the opening word does, or cannot hold any
+        text.
 
         first: its first mask, i32[num_words]; None if it can only end. An opening word that is one token always opens
         the reasoning. False without an opening word: the output begins inside reasoning.
@@ -76,7 +78,7 @@ class ReasoningWatch:
 
     @property
     def num_free(self) -> int:
-        """How many of the next tokens may be any, whatever comes: none are known for a grammar that may begin."""
+        """Return how many of the next tokens may be any token, whatever comes; 0 for a grammar that may begin now."""
         if not self._is_free:
             return 0
         if self._budget is None:
@@ -84,14 +86,15 @@ class ReasoningWatch:
         return max(0, self._budget.num_tokens - self._num_read) + len(self._begin) - self._num_begun
 
     def forced(self) -> int | None:
-        """The only token that may be taken now; None where there is a choice."""
+        """Return the only token that may be taken now; None if there is a choice."""
         budget = self._budget
         if budget is None or self._num_begun < len(self._begin) or self._num_read < budget.num_tokens:
             return None
         return budget.closing[self._num_read - budget.num_tokens]
 
     def mask(self, first: np.ndarray | None) -> np.ndarray | None:
-        """Tokens that may be taken now where nothing is forced, i32[num_words]; None for all, within the reasoning.
+        """Return the mask of tokens that may be taken now if none is forced, i32[num_words]; None for all, within the
+        reasoning.
 
         Before the opening word these are the tokens of `first`, the grammar's first mask, and the word's first token;
         within the word only its next token.
@@ -105,11 +108,11 @@ class ReasoningWatch:
         return words
 
     def read(self, token_id: int) -> Sequence[int] | None:
-        """Takes the output's next token; returns None while the reasoning goes on or may begin, else the tokens with
+        """Read the output's next token; return None while the reasoning continues or may begin, else the tokens with
         which the grammar's text begins.
 
-        That is the token itself if it does not open the reasoning, or what stands behind the end word in it, encoded
-        anew; () if nothing does.
+        These are the token itself if it does not open the reasoning, or the text after the end word in it, tokenized
+        anew; () if there is none.
         """
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):

@@ -1,12 +1,12 @@
-"""The masks of an engine's requests: which tokens each may take next, as far as that is known.
+"""Token masks of an engine's requests: which tokens each may take next, as far as that is known.
 
-A request waits beside the line until its grammar is compiled; from then on each mask is computed elsewhere while the
-device runs the forward pass whose token it is for. A grammar that is new is tried first; those that take long to
-compile are served by a process of their own, so that no other waits for them. A grammar that waits for the end of its
-output's reasoning is compiled like any other, and its first mask kept until then. Where a grammar allows one token
-only, that one and those that must come behind it are known before they are sampled, and so are their masks. Those along
-a guess of what comes are made with the mask in front of it. Decides what a grammar's end or failure means for its
-request. Knows nothing of devices, nor who guesses.
+A request waits apart from the queue until its grammar is compiled; from then on each mask is computed in another
+process while the device runs the forward pass before the token that it constrains. A new grammar is tried first;
+grammars that take long to compile are served by a process of their own, so that no other waits for them. A grammar that
+begins after reasoning is compiled like any other, and its first mask kept until then. Where a grammar allows only one
+token, that token and those that must follow are known before they are sampled, and so are their masks. Masks along
+guessed tokens are computed with the mask before them. This module decides what a grammar's end or failure means for its
+request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Guess = Callable[[Request, int], Sequence[int] | None]
 
 
 class MaskEnd(NamedTuple):
-    """A request that its grammar ended, and why."""
+    """Request that its grammar ended, with the finish reason and stop_reason."""
 
     request: Request
     reason: FinishReason
@@ -44,11 +44,11 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """What is known of the tokens that a request has not got yet: first come `forced`, each the only one allowed.
+    """Knowledge about the tokens that a request has not got yet: first come `forced`, each the only one allowed.
 
-    words: what may stand behind them, i32[num_words], None for every token; is_end: nothing may; guessed: what may
-    stand behind each token of a guess that goes on there; num_free: how many of the next tokens may be any; taken:
-    tokens that the request has got since it became known.
+    words: mask of the tokens that may follow the forced ones, i32[num_words], None for every token; is_end: none may
+    follow; guessed: masks after each token of a guess that continues there; num_free: how many of the next tokens may
+    be any; taken: tokens that the request has got since this became known.
     """
 
     forced: tuple[int, ...]
@@ -59,13 +59,13 @@ class _Known:
     taken: list[int] = field(default_factory=list)
 
     def tells(self, place: int) -> bool:
-        """Whether it is known what may stand `place` tokens behind those that the request has got."""
+        """Whether the mask is known of the token `place` tokens after those that the request has got."""
         return place < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
-        """Moves on by the next token that the request got; returns whether it is known what may stand behind it.
+        """Advance by the next token that the request got; return whether the mask after it is known.
 
-        With False, what is kept here is of the place before it.
+        If False, this object still describes the position before the token.
         """
         self.taken.append(token_id)
         if self.forced:
@@ -80,7 +80,7 @@ class _Known:
 
 @dataclass
 class MaskEvents:
-    """What `RequestMasks.take` learnt: requests that may run, that are over, and that could not begin."""
+    """Result of `RequestMasks.take`: requests that may run, that are over, and that could not begin."""
 
     ready: list[Request]
     ended: list[MaskEnd]
@@ -88,10 +88,10 @@ class MaskEvents:
 
 
 class RequestMasks:
-    """Follows every masked request from `add` to `drop`.
+    """Masks of all requests with grammars, each from `add` to `drop`.
 
     Attributes:
-      num_masks, seconds: masks that were computed apart from compilations, and the time that they took, summed.
+      num_masks, seconds: masks computed apart from compilations, and the sum of the times that they took.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class RequestMasks:
         *,
         looks_ahead: bool = False,
     ):
-        """Starts no process yet.
+        """Store the arguments; start no process yet.
 
-        vocabulary: by which reasoning is followed, needed for grammars with reasoning_end; None: there are none. The
-        others as GrammarWorker: a tokenizer.json's text, sizes of the vocabulary and of a mask in words of 32 tokens,
-        the tokens that end a text, and whether masks tell which tokens must come.
+        vocabulary: tokenizer by which reasoning is detected, needed for grammars with reasoning_end; None: there are
+        none. Other arguments as of GrammarWorker: a tokenizer.json's text, sizes of the vocabulary and of a mask in
+        packed int32, the tokens that end a text, and whether masks come with the tokens that must follow.
         """
         self.worker, self._slow = (
             GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead=looks_ahead) for _ in range(2)
@@ -137,19 +137,19 @@ class RequestMasks:
 
     @property
     def awaits(self) -> bool:
-        """Whether something is due."""
+        """Whether a mask or a compilation is due."""
         return bool(self._begun or self._free) or self.worker.awaits or self._slow.awaits or self._trials.awaits
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is followed, and no process is at work for one that was."""
+        """Whether there is no request, and no process still works for an earlier one."""
         return not self._keys and not self._trials.awaits and self.worker.is_idle and self._slow.is_idle
 
     def add(self, request: Request) -> None:
-        """Begins to follow a request, which must have `params.grammar`, without waiting.
+        """Begin to compute the masks of a request, which must have `params.grammar`, without waiting.
 
-        Its grammar is compiled in another process; `take` tells when the request may run, or why it is refused. A FREE
-        one has nothing to compile, and the next `take` tells of it.
+        Its grammar is compiled in another process; `take` reports when the request may run, or why it is refused. A
+        FREE one has nothing to compile, and the next `take` reports it.
         """
         grammar = request.params.grammar
         assert grammar is not None
@@ -166,10 +166,10 @@ class RequestMasks:
         self._trials.add(key, request.client, grammar.kind, grammar.text, grammar.options)
 
     def advance(self, request: Request, token_id: int, guess: Guess = lambda request, num_output: None) -> None:
-        """Takes note of a token that a masked request got, and asks for the next mask unless it is known.
+        """Record a token that a masked, unfinished request got, and start the next mask unless it is known.
 
-        The request has not ended. guess: called with the request and its number of output tokens, gives the drafts that
-        a step in flight has behind these, along which masks are made too; None for no drafts.
+        guess: called with the request and its number of output tokens, returns the drafts that a step in flight has
+        after these, along which masks are computed, too; None for no drafts.
         """
         self._num_tokens[request] += 1
         self._surplus.pop(request, None)
@@ -179,7 +179,9 @@ class RequestMasks:
             self._go_on(request, token_id, guess)
 
     def _look_on(self, request: Request, first: np.ndarray | None) -> None:
-        """Notes what may come of a request that reasons, or is FREE. first: its grammar's first mask; None if FREE."""
+        """Record which tokens may follow for a request that reasons, or is FREE. first: its grammar's first mask; None
+        if FREE.
+        """
         watch = self._watches.get(request)
         if watch is None:
             self._known[request] = _Known((), None, num_free=UNLIMITED)
@@ -189,9 +191,9 @@ class RequestMasks:
             self._known[request] = _Known((), watch.mask(first), num_free=watch.num_free)
 
     def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Takes note of a token of a request that reasons: its grammar may begin with this token, or behind it.
+        """Record a token of a request that reasons: its grammar may begin with this token, or after it.
 
-        guess: as in `advance`, asked when the grammar begins.
+        guess: as in `advance`, called when the grammar begins.
         """
         watch = self._watches[request]
         taken = watch.read(token_id)
@@ -212,9 +214,9 @@ class RequestMasks:
             self._begun.append(first)
 
     def _go_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Takes note of another token of the grammar's text, and asks for the next mask if it is not known.
+        """Record another token of the grammar's text, and start the next mask if it is not known.
 
-        guess: as in `advance`; with drafts the mask is asked for in any case. A text that has come to its end is
+        guess: as in `advance`; with drafts the mask is computed in any case. A text that has come to its end is
         reported by the next `take`.
         """
         known = self._known[request]
@@ -228,14 +230,16 @@ class RequestMasks:
             self._ask(request, known.taken, drafts)
 
     def _ask(self, request: Request, taken: Sequence[int], drafts: Sequence[int] | None) -> None:
-        """Has the next mask made, behind what the worker has not been told of, and those along drafts."""
+        """Have the worker compute the next mask, after `taken`, the tokens that it does not have yet, and masks along
+        drafts.
+        """
         del self._known[request]
         if drafts is not None:
             self._drafts[request] = self._num_tokens[request], drafts
         self._workers[request].advance(self._keys[request], *taken, guess=drafts or ())
 
     def drop(self, request: Request) -> None:
-        """Forgets a request, masked or not."""
+        """Forget a request, masked or not."""
         key = self._keys.pop(request, None)
         if key is not None:
             del self._requests[key], self._num_tokens[request]
@@ -248,17 +252,18 @@ class RequestMasks:
                 worker.close(key)
 
     def row(self, request: Request, num_output: int) -> np.ndarray | None:
-        """The mask i32[num_words] of what the request may take behind num_output tokens of output, where that is known
-        (`has`); None for every token."""
+        """Return the mask i32[num_words] of the tokens that the request may take after num_output tokens of output,
+        where it is known (`has`); None for every token.
+        """
         known = self._known[request]
         rest = known.forced[max(0, self._place(request, num_output)) :]
         return self._only(rest[0]) if rest else known.words
 
     def rows(self, request: Request, width: int) -> list[np.ndarray]:
-        """Masks i32[num_words] of the request's places in a step, at most `width`: what may stand behind its output,
-        and behind each of the drafts there. The last one allows nothing where that is not known.
+        """Return the masks i32[num_words] of the request's positions in a step, at most `width`: after its output, and
+        after each of the drafts there. The last one allows nothing if it is not known.
 
-        Also notes how many of the drafts cannot come, for `has`. Raises KeyError for a request without a mask.
+        Also records how many of the drafts cannot come, for `has`. Raises KeyError for a request without a mask.
         """
         known = self._known[request]
         masks = [*map(self._only, known.forced[:width]), *([] if known.words is None else [known.words])]
@@ -276,7 +281,9 @@ class RequestMasks:
         return masks if len(masks) > len(drafts) else [*masks, self._nothing]
 
     def has(self, request: Request, num_output: int) -> bool:
-        """Whether `row` can tell. Tokens of the output may be on their way, if they must be what they will be."""
+        """Whether the mask after num_output tokens is known, so that `row` can return it. Tokens of the output may
+        still be under computation if the grammar forces them.
+        """
         if (known := self._known.get(request)) is None or self._surplus.get(request, 0) is None:
             return False
         # Bad words of several tokens have a say in what may be taken, and that is known token by token.
@@ -284,11 +291,11 @@ class RequestMasks:
         return known.tells(place) and not (place and request.params.has_long_bad_words)
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
-        """The tokens, at most `most`, that must stand behind num_output tokens of output, as far as is known what may
-        stand behind each: what a step can be given before they are sampled.
+        """Return the tokens, at most `most`, that must follow num_output tokens of output, as far as the masks after
+        them are known: tokens that a step can be given before they are sampled.
 
-        None where guesses may stand there: nothing is forced, or nothing known. () where neither may: the request
-        reasons, is FREE, has bad words of several tokens, or the text ends behind the one token that is forced.
+        None if proposed drafts may follow there: nothing is forced, or nothing known. () if neither may: the request
+        reasons, is FREE, has bad words of several tokens, or the text ends after the one token that is forced.
         """
         if request.params.has_long_bad_words or request in self._watches or _is_free(request):
             return ()
@@ -299,32 +306,32 @@ class RequestMasks:
         return rest[: min(most, len(rest) - known.is_end)] if rest else None
 
     def _place(self, request: Request, num_output: int) -> int:
-        """How many tokens an output of num_output tokens has beyond those that the request has got, without drafts that
-        will not come.
+        """Return how many tokens an output of num_output tokens has beyond those that the request has got, without
+        drafts that will not come.
         """
         return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 
     def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
-        """Waits until something has become known about each of these; at most `seconds`."""
+        """Wait, at most `seconds`, until the next mask or the failure of each of these requests is known."""
         end = time.monotonic() + seconds
         for worker in (self.worker, self._slow):
             keys = [self._keys[request] for request in requests if self._workers.get(request) is worker]
             worker.wait_for(keys, end - time.monotonic())
 
     def wait(self, seconds: float) -> None:
-        """Waits until something may have become known; at most `seconds`."""
+        """Wait, at most `seconds`, until `take` may have something to return."""
         workers = (self.worker, self._slow)
         processes = [worker.process for worker in workers if worker.process is not None] + self._trials.processes
         if not (self._begun or self._free or self._trials.has_news) and not any(worker.has_news for worker in workers):
             wait_for_any(processes, seconds)
 
     def shutdown(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for each in (self._trials, self.worker, self._slow):
             each.shutdown()
 
     def take(self) -> MaskEvents:
-        """Returns what has become known since the last call, of requests that were not dropped; does not wait.
+        """Return what has become known since the last call, of requests that were not dropped; does not wait.
 
         ready: a mask has come, or the request is FREE; ended: the grammar allows nothing more (an error before
         min_tokens) or fails; refused: the grammar cannot be used.
@@ -363,7 +370,7 @@ class RequestMasks:
         return events
 
     def _only(self, token_id: int) -> np.ndarray:
-        """The mask that allows this token alone."""
+        """Return the mask that allows only this token."""
         words = np.zeros(self._num_words, np.int32)
         words.view(np.uint8)[token_id // 8] = 1 << token_id % 8
         return words
@@ -384,7 +391,8 @@ class RequestMasks:
         yield from self._slow.take()
 
     def _trace(self, request: Request) -> Sequence[int]:
-        """Tokens that a request decodes in any case and its grammar must allow: those behind its reasoning."""
+        """Return the tokens that a request decodes in any case and its grammar must allow: those after its reasoning.
+        """
         grammar, trace = request.params.grammar, request.params.trace_decode_token_ids
         assert grammar is not None
         if not trace or not grammar.reasoning_end:
@@ -405,6 +413,6 @@ class RequestMasks:
 
 
 def _is_free(request: Request) -> bool:
-    """Whether the request has no grammar, but a limit of its reasoning alone."""
+    """Whether the request has no grammar, only a limit on its reasoning."""
     grammar = request.params.grammar
     return grammar is not None and grammar.kind == FREE

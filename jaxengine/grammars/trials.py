@@ -1,8 +1,8 @@
-"""Grammars that nobody has compiled yet are tried first, apart from those in use and in turns of their clients.
+"""Trials of grammars that nobody has compiled yet, apart from grammars in use, with clients taking turns.
 
-What takes too long is killed with a process that holds nothing of others, and what came of a grammar is remembered, so
-that the next request with it is refused, or served, at once. Two processes, of which one client has one: whoever sends
-many slow grammars waits for himself. Knows grammars and clients, nothing of requests or masks.
+A grammar that takes too long is killed with a process that holds no other's, and its verdict is remembered, so that the
+next request with it is refused, or served, at once. There are two processes, of which one client gets one: a client
+that sends many slow grammars delays only itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _FORGIVEN_SECONDS = 600.0
 
 
 class Verdict(NamedTuple):
-    """What came of a key's grammar: why it cannot be used, None where it can, and the seconds that it takes."""
+    """Verdict about a key's grammar: why it cannot be used (None if it can), and the seconds that it takes to compile.
+    """
 
     key: int
     reason: str | None
@@ -39,7 +40,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Candidate:
-    """A grammar and the keys of the client that wait for it. attempts: processes that ended at it."""
+    """Grammar to be tried, and the client's keys that wait for it. attempts: number of processes that ended at it."""
 
     digest: bytes
     message: Open
@@ -49,7 +50,8 @@ class _Candidate:
 
 @dataclass
 class _Trial:
-    """A process and what it is at; None once it is idle. since: of this trial, or of the process's start."""
+    """Process and the grammar that it tries; None when it is idle. since: start time of this trial, or of the process.
+    """
 
     process: WorkerProcess
     since: float
@@ -60,7 +62,7 @@ class _Trial:
 
 @dataclass
 class GrammarTrials:
-    """Tries grammars. start: for the processes, as the one that serves was started."""
+    """Queue of grammars to be tried. start: starts a process, as the one that serves was started."""
 
     start: Start
     _known: OrderedDict[bytes, tuple[str | None, float, float]] = field(default_factory=OrderedDict)
@@ -71,23 +73,23 @@ class GrammarTrials:
 
     @property
     def awaits(self) -> bool:
-        """Whether `take` has something to give, or will have."""
+        """Whether `take` would return something, now or later."""
         return bool(self._verdicts or self._waiting) or any(trial.candidate for trial in self._trials)
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` has something to give now."""
+        """Whether `take` would return something now."""
         return bool(self._verdicts)
 
     @property
     def processes(self) -> list[WorkerProcess]:
-        """The processes that are trying a grammar."""
+        """Return the processes that are trying a grammar."""
         return [trial.process for trial in self._trials if trial.candidate]
 
     def add(self, key: int, client: str, kind: str, text: str, options: Mapping[str, Any]) -> None:
-        """Has a grammar tried in the client's turn, without waiting; `take` gives the verdict.
+        """Queue a grammar for trial in the client's turn, without waiting; `take` returns the verdict.
 
-        key: the caller's, used once. kind, text, options: as worker_process.compile_grammar.
+        key: the caller's, used once. kind, text, options: as of worker_process.compile_grammar.
         """
         digest = hashlib.sha256(repr((kind, text, sorted(options.items()))).encode("utf-8", "surrogatepass")).digest()
         if self._judge([key], digest):
@@ -101,7 +103,7 @@ class GrammarTrials:
         self._begin()
 
     def drop(self, key: int) -> None:
-        """Forgets a key; what is being tried for it alone is tried to its end."""
+        """Forget a key; a trial for it alone still runs to its end."""
         for candidates in self._waiting.values():
             for candidate in candidates:
                 if key in candidate.keys:
@@ -112,7 +114,7 @@ class GrammarTrials:
         self._verdicts = [verdict for verdict in self._verdicts if verdict.key != key]
 
     def take(self) -> list[Verdict]:
-        """Returns the verdicts that have become known since the last call; does not wait."""
+        """Return the verdicts that have become known since the last call; does not wait."""
         for trial in list(self._trials):
             self._look_after(trial)
         self._begin()
@@ -120,7 +122,7 @@ class GrammarTrials:
         return verdicts
 
     def shutdown(self) -> None:
-        """Ends the processes; every key is forgotten."""
+        """End the processes; every key is forgotten."""
         for trial in self._trials:
             trial.process.kill()
         self._trials.clear()
@@ -128,7 +130,7 @@ class GrammarTrials:
         self._verdicts.clear()
 
     def _begin(self) -> None:
-        """Begins the next trials, one a client, until all processes are busy or no other client waits.
+        """Begin the next trials, one per client, until all processes are busy or no other client waits.
 
         A grammar whose verdict has become known meanwhile gets that, without a trial.
         """
@@ -156,9 +158,9 @@ class GrammarTrials:
         trial.process.send(candidate.message)
 
     def _look_after(self, trial: _Trial) -> None:
-        """Handles the messages of a trial's process, and remembers what came of its grammar.
+        """Handle the messages of a trial's process, and remember the verdict on its grammar.
 
-        Ends one that takes too long to start or to compile, and one without a grammar while none waits and there is
+        Ends a process that takes too long to start or to compile, and one without a grammar if none waits and there is
         another process.
         """
         messages, alive = trial.process.receive()
@@ -179,7 +181,7 @@ class GrammarTrials:
             self._end(trial)
 
     def _lose(self, trial: _Trial, reason: str | None = None) -> None:
-        """Ends a trial whose process has ended by itself, or has to for a reason, and decides about its grammar.
+        """End a trial whose process has ended by itself, or is to end for `reason`, and decide about its grammar.
 
         The grammar is refused for the reason, or if a process has ended at it for the second time; otherwise it is
         tried again. If the process has never been ready, the verdict is that the grammar can be used.
@@ -210,7 +212,7 @@ class GrammarTrials:
         self._verdicts += [Verdict(key, reason, seconds) for key in candidate.keys]
 
     def _judge(self, keys: list[int], digest: bytes) -> bool:
-        """Gives these keys the verdict of their grammar if that is known; returns whether it is."""
+        """Give these keys the verdict on their grammar (`digest`) if that is known; return whether it is."""
         if digest not in self._known:
             return False
         reason, seconds, when = self._known[digest]

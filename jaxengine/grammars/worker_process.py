@@ -1,8 +1,8 @@
-"""The process that compiles grammars and computes masks with llguidance; it may be killed at any time.
+"""Process that compiles grammars and computes token masks with llguidance; it may be killed at any time.
 
-Started by `grammar_worker` and by `trials`; ends with its parent, whatever it is computing. One thread reads, one at
-a time compiles and gives a first mask, the main one computes the other masks, so that a slow compilation delays no
-running request. llguidance holds no lock of Python's while it works.
+Started by `grammar_worker` and by `trials`; ends with its parent, whatever it is computing. One thread reads, one
+compiles grammars one at a time and computes first masks, the main one computes the other masks, so that a slow
+compilation delays no running request. llguidance holds no lock of Python's while it works.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _NICE, _NICE_IF_LONG, _LONG_SECONDS = 10, 19, 0.1
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message. tokenizer: a tokenizer.json; num_words: of a mask, a bit for each token, i32 little-endian;
-    looks_ahead: masks tell which tokens must come."""
+    """First message to the process. tokenizer: a tokenizer.json; num_words: packed int32 (little-endian) of a mask, a
+    bit for each token; looks_ahead: masks come with the tokens that must follow.
+    """
 
     tokenizer: str
     vocab_size: int
@@ -51,9 +52,10 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """Compile a grammar, take `tokens`, and give the mask of the next one. kind and text as `compile_grammar`.
+    """Message: compile a grammar, take `tokens`, and return the mask of the next one. kind and text as of
+    `compile_grammar`.
 
-    trace: tokens that the text is known to be made of.
+    trace: tokens that the text is known to consist of.
     """
 
     key: int
@@ -65,7 +67,7 @@ class Open(msgspec.Struct, tag=True, array_like=True):
 
 
 class Advance(msgspec.Struct, tag=True, array_like=True):
-    """Take more tokens and give the mask of the next one; guess: what may follow these."""
+    """Message: take more tokens and return the mask of the next one; guess: tokens that may follow these."""
 
     key: int
     tokens: list[int]
@@ -73,21 +75,21 @@ class Advance(msgspec.Struct, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
-    """Forget a sequence. The only message without an answer."""
+    """Message: forget a sequence. The only message without an answer."""
 
     key: int
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The tokenizer is there."""
+    """Answer: the tokenizer has been read."""
 
 
 class Mask(msgspec.Struct, tag=True, array_like=True):
-    """The tokens allowed after `num_tokens`, and after `forced` behind these, of which each is the only one allowed in
-    its place; none are and words is empty when the grammar can only end there.
+    """Answer: tokens allowed after `num_tokens`, and after `forced`, which follow these and are each the only one
+    allowed at their position. Nothing is forced and words is empty if the grammar can only end there.
 
-    guessed: where `forced` are the first tokens of the guess, the masks behind each further one that is allowed.
-    opened: the answer to an Open. seconds: what it took.
+    guessed: if `forced` are the first tokens of the guess, the masks after each further one that is allowed. opened:
+    whether this answers an Open. seconds: time that it took.
     """
 
     key: int
@@ -100,7 +102,7 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """The grammar cannot be used, or not any longer; the sequence is forgotten."""
+    """Answer: the grammar cannot be used, or not any longer; the sequence is forgotten."""
 
     key: int
     opened: bool
@@ -112,11 +114,11 @@ Answer = Ready | Mask | Failed
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used, and why."""
+    """Raised for a grammar that cannot be used; the message says why."""
 
 
 def compile_grammar(kind: str, text: str, options: Any) -> str:
-    """Translates a constraint of StructuredOutputsParams to llguidance's notation; whether it is sound shows in its
+    """Translate a constraint of StructuredOutputsParams to llguidance's notation; errors in it show only in its
     matcher.
 
     kind "json": text is a schema, options are llguidance's for it, unused by the others; "regex"; "choice": a JSON list
@@ -133,7 +135,9 @@ def compile_grammar(kind: str, text: str, options: Any) -> str:
 
 
 class Matchers:
-    """The sequences, by key. `open` belongs to one thread, `advance` to another; `expect` and `close` to any."""
+    """Matchers of the open sequences, by key. `open` belongs to one thread, `advance` to another; any may call `expect`
+    and `close`.
+    """
 
     def __init__(self, start: Start):
         try:
@@ -152,20 +156,20 @@ class Matchers:
         self._lock = threading.Lock()
 
     def expect(self, key: int) -> None:
-        """Takes note of a sequence that will be opened, unless it is closed before."""
+        """Announce a sequence that will be opened, unless it is closed before."""
         with self._lock:
             self._expected.add(key)
 
     def close(self, key: int) -> None:
-        """Forgets a sequence."""
+        """Forget a sequence."""
         with self._lock:
             self._expected.discard(key)
             self._matchers.pop(key, None)
 
     def open(self, message: Open) -> Mask | Failed:
-        """Compiles a sequence's grammar, unless a recent one was the same, and computes the first mask.
+        """Compile a sequence's grammar, unless a recent one was the same, and compute the first mask.
 
-        Failed if the grammar cannot be used or does not allow the trace, or the sequence has been closed.
+        Returns Failed if the grammar cannot be used or does not allow the trace, or the sequence has been closed.
         """
         start = time.perf_counter()
         try:
@@ -183,10 +187,11 @@ class Matchers:
         return Mask(message.key, True, len(message.tokens), [], words, [], time.perf_counter() - start)
 
     def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
-        """Takes tokens and computes the next mask; Failed if the grammar does not allow them, or the sequence has been
-        closed.
+        """Take tokens and compute the next mask; return Failed if the grammar does not allow them, or the sequence has
+        been closed.
 
-        others_wait: there were other messages when the last one was answered, so that looking ahead gets no more time.
+        others_wait: other messages were waiting when the last one was answered, so that looking ahead gets no more
+        time.
         """
         start, begin = time.perf_counter(), time.thread_time()
         if not others_wait:
@@ -223,8 +228,7 @@ class Matchers:
         return matcher
 
     def _next(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> bytes:
-        """Returns the mask after `tokens`, a bit for each token id in little-endian bytes; b"" where the text can only
-        end.
+        """Return the mask after `tokens`, a bit for each token id in little-endian bytes; b"" if the text can only end.
 
         Raises GrammarError if the grammar does not allow these tokens, or no token may follow.
         """
@@ -242,12 +246,12 @@ class Matchers:
     def _look_ahead(
         self, matcher: llguidance.LLMatcher, words: bytes, guess: list[int]
     ) -> tuple[list[int], bytes, list[bytes]]:
-        """Returns the tokens that must come behind a mask, each the only one that its place's mask allows, the mask
-        behind them, and those behind further tokens of the guess.
+        """Return the tokens that must follow a mask, each the only one that the mask at its position allows, the mask
+        after them, and the masks after further tokens of the guess.
 
-        words: the mask of where the matcher is; guess: tokens that may come from there on. At most _MAX_AHEAD tokens,
-        and no longer than the time that is left for it. The matcher stays where it is: what fails ahead fails when it
-        is there.
+        words: the mask at the matcher's position; guess: tokens that may follow from there. At most _MAX_AHEAD tokens,
+        and no longer than the time that is left for it. The matcher stays at its position: a failure ahead is reported
+        only when the matcher gets there.
         """
         run, masks, num_forced = list[int](), [words], 0
         matcher_ahead, begin = None, time.thread_time()
@@ -274,14 +278,14 @@ class Matchers:
 
 
 def _check_trace(matcher: llguidance.LLMatcher, trace: list[int]) -> None:
-    """Raises GrammarError if a matcher at the beginning does not allow a text of these tokens."""
+    """Raise GrammarError if a matcher at the beginning does not allow a text of these tokens."""
     if trace and (count := matcher.deep_copy().try_consume_tokens(trace)) < len(trace):
         problem = f"it does not allow token {trace[count]} of trace_decode_token_ids behind {count} tokens of its text"
         raise GrammarError(problem)
 
 
 def _only(words: bytes) -> int | None:
-    """Returns the token that a mask allows if it is only one; None for several, and for none."""
+    """Return the token that a mask allows if it is only one; None for several, and for none."""
     allowed = int.from_bytes(words, "little")
     return allowed.bit_length() - 1 if allowed and not allowed & (allowed - 1) else None
 
@@ -297,7 +301,7 @@ def _be_nice(thread: int, value: int) -> None:
 
 
 def main() -> None:
-    """Serves the parent process until the connection ends, which ends the process, as does an error of a thread.
+    """Serve the parent process until the connection ends, which ends the process, as does an error of a thread.
 
     The first message is a Start. Sends Failed with key -1, and returns, if the tokenizer cannot be used.
     """

@@ -77,7 +77,7 @@ def is_public(address: str) -> bool:
 
 
 def _inner(ip: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """The IPv4 addresses to which packets for `ip` may be sent on; [] for an address that leads to none."""
+    """Return the IPv4 addresses to which packets for `ip` may be forwarded; [] for an address that leads to none."""
     last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     if ip.ipv4_mapped or ip in _NAT64 or (int(ip) >> 32 & 0xFFFFFFFF) in _ISATAP:
         return [last]

@@ -17,7 +17,7 @@ MAX_PASSES = 8
 
 
 class PixelBudget:
-    """Number of pixels that the pictures and frames of one prompt may have in total. Thread-safe."""
+    """Number of pixels that the images and frames of one prompt may have in total. Thread-safe."""
 
     def __init__(self, most: int):
         self._most = most

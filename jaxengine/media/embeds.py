@@ -32,7 +32,7 @@ _TYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 @dataclass(frozen=True, eq=False)
 class GivenEmbeds:
-    """Embeddings as received: a file, its base64, or an array. grid: as received, in patches."""
+    """Embeddings as received: a file, its base64, or an array. grid: (time, height, width) as received, in patches."""
 
     data: Any
     grid: Any = None
@@ -40,7 +40,9 @@ class GivenEmbeds:
 
 @dataclass(frozen=True, eq=False)
 class Embeds:
-    """f32[rows, E], finite. grid: (time, height, width) in patches before merging; None if not given."""
+    """Embeddings as checked: f32[rows, E], finite. grid: (time, height, width) in patches before merging; None if not
+    given.
+    """
 
     values: np.ndarray
     grid: tuple[int, int, int] | None

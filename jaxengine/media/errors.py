@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class MediaError(ValueError):
-    """A picture or video that cannot be used.
+    """Raised for an image or video that cannot be used.
 
     The message continues the item's name, "is an SVG; allowed: ...": the caller that knows the name prepends it.
     """

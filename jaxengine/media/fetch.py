@@ -38,7 +38,7 @@ _FORWARDED = "-._~!$&'()*+,;=:@/?%"
 
 
 def scheme_of(url: str) -> str:
-    """Scheme of an address, in lower case; "" if it has none."""
+    """Return the scheme of an address, in lower case; "" if it has none."""
     found = _SCHEME.match(url)
     return found[1].lower() if found else ""
 
@@ -239,11 +239,11 @@ class _Timed:
     _received = 0
 
     def hurry(self) -> None:
-        """Starts to demand the least rate: from now on the deadline grows with what is received, up to `until`."""
+        """Start to require a minimum rate: from now on the deadline grows with the bytes received, up to `until`."""
         self._hurried_at, self._received = time.monotonic(), 0
 
     def left(self) -> float:
-        """Seconds until the deadline. Raises TimeoutError if it has passed."""
+        """Return the seconds until the deadline. Raises TimeoutError if it has passed."""
         until = min(self.until, self._hurried_at + _GRACE + self._received / _LEAST_RATE)
         left = until - time.monotonic()
         if left <= 0:

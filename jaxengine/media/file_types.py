@@ -48,12 +48,12 @@ _HEAD = 512
 
 
 def image_type(data: bytes) -> str | None:
-    """The picture's type, a key of IMAGES; None for others."""
+    """Return the image's type, a key of IMAGES; None for others."""
     return _first(IMAGES, data)
 
 
 def video_type(data: bytes) -> str | None:
-    """The video's type, a key of VIDEOS; None for others."""
+    """Return the video's type, a key of VIDEOS; None for others."""
     return _first(VIDEOS, data)
 
 

@@ -28,7 +28,7 @@ ALLOWED = ", ".join(IMAGES)
 
 class _Jpeg(JpegImagePlugin.JpegImageFile):
     def _read_dpi_from_exif(self) -> None:
-        """Does nothing: the resolution is not used, and to find it means to read a stranger's EXIF."""
+        """Do nothing: the resolution is not used, and finding it would mean parsing untrusted EXIF."""
 
 
 class _Tiff(TiffImagePlugin.TiffImageFile):
@@ -79,7 +79,7 @@ _ARRAYS = "uint8 of shape [H, W, 3], [H, W, 4], [H, W, 1] or [H, W]"
 
 
 def quiet_pillow() -> None:
-    """Switches off the warnings and the log of Pillow, to which strangers' files could write at will.
+    """Switch off the warnings and the log of Pillow, to which untrusted files could write at will.
 
     Python remembers every different text of a warning for ever, unless it is ignored.
     """
@@ -241,7 +241,8 @@ def _check_tiff(image: Any, options: MediaOptions) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height in pixels from the first chunk of a WebP file (RFC 9649); missing bytes are read as 0.
+    """Return the width and height in pixels from the first chunk of a WebP file (RFC 9649); missing bytes are read as
+    0.
 
     A chunk of an unknown kind is read as VP8, so that its sizes may be any.
     """
@@ -255,9 +256,10 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def _noted_orientation(image: Image.Image) -> Any:
-    """EXIF orientation of a picture of Python, which may have changed it; unchecked, usually 1 to 8.
+    """Return the EXIF orientation of a PIL image object, whose metadata Python code may have changed; unchecked,
+    usually 1 to 8.
 
-    None if it has none or it cannot be read: faulty metadata are no reason to refuse a picture.
+    None if it has none or it cannot be read: faulty metadata are no reason to refuse an image.
     """
     try:
         return image.getexif().get(ORIENTATION)

@@ -72,7 +72,9 @@ class MediaLoader:
         return await asyncio.wrap_future(self._processors.submit(function, *args))
 
     def load_now(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """Same as `load` for a caller without an event loop; the number of waiting parts is not limited."""
+        """Load the parts of one prompt like `load`, for a caller without an event loop; the number of waiting parts is
+        not limited.
+        """
         futures = self._submit(parts)
         try:
             return _by_modality(parts, [future.result() for future in futures])

@@ -20,18 +20,20 @@ class MediaReader:
 
     @cached_property
     def loader(self) -> MediaLoader:
-        """The thread pools, started on first use."""
+        """Return the thread pools, started on first use."""
         return MediaLoader(self._options)
 
     @property
     def placeholder(self) -> Callable[[str], str] | None:
-        """The text that stands for a picture or video in chat templates that take only text; None for a text-only
-        model.
+        """Return the function from a modality to the text that stands for an item in chat templates that take only
+        text; None for a text-only model.
         """
         return None if self._model is None else self._model.placeholder
 
     def collect(self, messages: Any) -> tuple[Any, list[MediaPart]]:
-        """Same as parts.collect_media. Raises RequestError."""
+        """Take media out of chat messages; returns (messages for a chat template, media in order), as
+        parts.collect_media. Raises RequestError.
+        """
         return collect_media(messages, self._model, self._options)
 
     def read(self, messages: Any) -> tuple[Any, MultiModalData]:

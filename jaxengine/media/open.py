@@ -16,7 +16,7 @@ from jaxengine.models.config.overrides import overridden
 def open_processor(
     path: Path, model: ModelConfig, overrides: Mapping[str, Any] | None = None, tokenizer: Any = None
 ) -> MediaProcessor | None:
-    """The processor of the model at `path`; None for a model without a vision tower.
+    """Return the media processor of the model at `path`; None for a model without a vision tower.
 
     overrides: hf_overrides, laid over config.json; None for none. tokenizer: the model's Tokenizer; None without one,
     which some families refuse. Raises ModelFileError or ModelConfigError.

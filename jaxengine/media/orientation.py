@@ -1,6 +1,6 @@
-"""The note in a picture's metadata that says how the camera was held.
+"""Orientation in an image's metadata, which says how the camera was held.
 
-Metadata are a stranger's, so only this number is looked for: Pillow would read all of a directory that may have 65,535
+Metadata are untrusted, so only this number is searched for: Pillow would read all of a directory that may have 65,535
 entries, each of them with as many values as the file has bytes.
 """
 
@@ -20,7 +20,7 @@ _EXIF_TEXT, _XMP_TEXT = "Raw profile type exif", "XML:com.adobe.xmp"
 
 
 class Entry(NamedTuple):
-    """An entry of a TIFF directory. kind: type of its values; field: the four bytes with the value or its place."""
+    """Entry of a TIFF directory. kind: type of its values; field: the four bytes with the value or its offset."""
 
     tag: int
     kind: int
@@ -46,7 +46,7 @@ def first_directory(data: bytes | memoryview) -> Iterator[Entry]:
 
 
 def orientation_in(info: Mapping[Any, Any]) -> int | None:
-    """The orientation in the metadata that Pillow found in a file (`Image.info`); None if it is not there.
+    """Return the orientation in the metadata that Pillow found in a file (`Image.info`); None if it is absent.
 
     Its EXIF counts first, then its XMP. The number is unchecked; 1 to 8 are defined.
     """

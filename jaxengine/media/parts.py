@@ -27,22 +27,22 @@ class MediaModel(Protocol):
 
     @property
     def modalities(self) -> Collection[str]:
-        """The modalities that the model takes, of MODALITIES."""
+        """Return the modalities that the model takes, of MODALITIES."""
         ...
 
     def placeholder(self, modality: str) -> str:
-        """The text that stands for an item in a prompt whose template takes only text."""
+        """Return the text that stands for an item in a prompt whose template takes only text."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class MediaPart:
-    """A picture or video as received.
+    """Image or video as received.
 
     Attributes:
       modality: one of MODALITIES.
       source: an address (data:, https:, file:), or a value for read_image or read_video.
-      where: its name in errors, "messages[1].content[2].image_url".
+      where: its path for errors, "messages[1].content[2].image_url".
       param: the field of the request that contains it.
     """
 
@@ -52,12 +52,12 @@ class MediaPart:
     param: str = "messages"
 
     def refusal(self, error: MediaError) -> RequestError:
-        """The error to raise for this part, which is named in it."""
+        """Return the error to raise for this part, which names it."""
         return RequestError(f"{self.where} {error}", param=self.param)
 
 
 class PlacedPart(dict[str, Any]):
-    """A content part converted from another API. where: its name there, beginning with the request's field."""
+    """Content part converted from another API. where: its path there, beginning with the request's field."""
 
     def __init__(self, part: Mapping[str, Any], where: str):
         super().__init__(part)
@@ -223,9 +223,10 @@ _READERS = {
 
 
 def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
-    """The address in an OpenAI part, given in an object or as text. Raises RequestError.
+    """Return the address in an OpenAI part, given in an object or as text. Raises RequestError.
 
-    part: of a message. key: its field with the address. where: name of the part in errors. param: field of the request.
+    part: of a message. key: its field with the address. where: path of the part for errors. param: field of the
+    request.
     """
     value = part.get(key)
     if isinstance(value, Mapping):
@@ -245,9 +246,9 @@ def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
 
 
 def _anthropic(source: Any, where: str, param: str) -> str:
-    """The address of an Anthropic source; base64 data becomes a data URL without a media type.
+    """Return the address of an Anthropic source; base64 data becomes a data URL without a media type.
 
-    where: name of the source in errors. param: field of the request. Raises RequestError for any other source.
+    where: path of the source for errors. param: field of the request. Raises RequestError for any other source.
     """
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "url" and isinstance(source.get("url"), str):
@@ -260,7 +261,10 @@ def _anthropic(source: Any, where: str, param: str) -> str:
 
 
 def _object(part: Mapping[str, Any], keys: Sequence[str], where: str, param: str) -> tuple[str, Any]:
-    """The one key of `keys` that is given, with its value. Raises RequestError for none or several."""
+    """Return the one key of `keys` that is given, with its value. Raises RequestError for none or several.
+
+    part: of a message; where: its path for errors; param: field of the request.
+    """
     given = [key for key in keys if part.get(key) is not None]
     if len(given) != 1:
         text = f"{where} of type {show_value(part['type'])} must have {' or '.join(keys)}"

@@ -24,9 +24,9 @@ _NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 
 
 def picture_end(data: bytes) -> int:
-    """Returns the number of bytes that belong to the picture at the beginning of `data`.
+    """Return the number of bytes that belong to the image at the beginning of `data`.
 
-    All of them if it is no picture, is of a type whose end is not looked for (TIFF), or cannot be followed to its end.
+    All of them if it is no image, is of a type whose end is not looked for (TIFF), or cannot be followed to its end.
     """
     find = _ENDS.get(image_type(data) or "")
     try:
@@ -103,7 +103,7 @@ def _gif(data: bytes) -> int | None:
 
 
 def _gif_table(flags: int) -> int:
-    """Size of the colour table that these flags announce."""
+    """Return the size in bytes of the colour table that these flags announce."""
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 

@@ -1,4 +1,4 @@
-"""PIL pictures in a program of one's own: fetched, converted, and written into messages, by vLLM's names."""
+"""PIL images for the user's own program: fetched, converted, and written into messages, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def convert_image_mode(
 
 
 def encode_image_url(image: Image.Image, *, image_mode: str | None = "RGB", format: str = "PNG") -> str:
-    """The data: URL of a picture, for `image_url` of a message. image_mode: its mode; None keeps it."""
+    """Return the data: URL of an image, for `image_url` of a message. image_mode: its mode; None keeps it."""
     converted = image if image_mode is None else convert_image_mode(image, image_mode)
     file = io.BytesIO()
     converted.save(file, format)

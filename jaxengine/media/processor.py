@@ -11,7 +11,7 @@ from jaxengine.scheduler.errors import RequestError
 
 
 class Processed(NamedTuple):
-    """A picture or video, preprocessed for the tower.
+    """Image or video, preprocessed for the tower.
 
     Attributes:
       patches, columns, rows: as in jaxengine.scheduler.media.MediaItem.
@@ -59,7 +59,7 @@ def check_room(modality: str, num_patches: int, most: int | None) -> None:
 
 
 class MediaProcessor(Protocol):
-    """Preprocesses media for one checkpoint (jaxengine.media.registry).
+    """Interface of the preprocessing of media for one checkpoint (jaxengine.media.registry).
 
     Attributes:
       modalities: modalities that the model takes, of "image" and "video".
@@ -70,7 +70,7 @@ class MediaProcessor(Protocol):
     settings: str
 
     def placeholder(self, modality: str) -> str:
-        """The text that stands for one item in a prompt, as the checkpoint's chat template writes it."""
+        """Return the text that stands for one item in a prompt, as the checkpoint's chat template writes it."""
         ...
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
@@ -83,15 +83,15 @@ class MediaProcessor(Protocol):
         ...
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """The grid (time, height, width), in patches, of a picture that is given as `num_rows` embeddings.
+        """Return the grid (time, height, width), in patches, of an image that is given as `num_rows` embeddings.
 
-        grid: as given with them; None if it was not. Raises RequestError for a number that no picture has, and for a
+        grid: as given with them; None if it was not. Raises RequestError for a number that no image has, and for a
         missing grid if the family needs one.
         """
         ...
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """The largest possible item, or if `size`, (height, width) in pixels, is not None, an item of this size.
+        """Return the largest possible item, or if `size`, (height, width) in pixels, is not None, an item of this size.
 
         For memory plans and limits: its pixel values are meaningless and may be missing, patches with F = 0.
         """

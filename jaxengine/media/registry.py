@@ -25,7 +25,7 @@ from jaxengine.models.config.model_config import ModelConfig
 def llava_or_pixtral(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:
-    """Processor by the tower: Pixtral's tower takes pictures of any aspect ratio."""
+    """Return the processor by the tower: Pixtral's takes images of any aspect ratio."""
     kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
     return kind(folder, config_json, model_config, tokenizer)
 
@@ -54,7 +54,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
 def processor_for(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor | None:
-    """The processor of a checkpoint; None if the model has no vision tower or it is not used.
+    """Return the processor of a checkpoint; None if the model has no vision tower or it is not used.
 
     Args:
       folder: of the checkpoint, with its processors' settings.

@@ -75,7 +75,7 @@ def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget)
 
 
 def _times(container: Any, stream: Any, until: float) -> np.ndarray:
-    """float64 [N]: seconds at which each frame is shown, in order, read without decoding.
+    """Return float64 [N]: seconds at which each frame is shown, in order, read without decoding.
 
     until: deadline of the file, by time.monotonic. The first need not be 0. Raises MediaError after it, and for more
     than MAX_SOURCE_FRAMES frames.

@@ -28,7 +28,7 @@ FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of pictu
 
 
 def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Returns a video.
+    """Return a video: sampled frames with their times.
 
     Args:
       value: bytes or pathlib.Path of a file, whose frames are sampled by options.video_sampling; or frames, which are
@@ -116,7 +116,7 @@ def _count(image: Any, name: str) -> int:
 
 
 def _seconds(image: Any) -> float:
-    """Duration of the current frame in seconds."""
+    """Return the duration of the current frame in seconds."""
     duration = image.info.get("duration", 0)
     known = isinstance(duration, (int, float)) and 0 < duration < 1e9
     return duration / 1000 if known else _DEFAULT_SECONDS

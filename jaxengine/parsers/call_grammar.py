@@ -32,12 +32,12 @@ class CallGrammar:
     json: Callable[[Schema], str]
 
     def word(self, text: str) -> str:
-        """Grammar term for a marker: a token if the vocabulary has one of this text, otherwise a literal."""
+        """Return the grammar term for a marker: a token if the vocabulary has one of this text, otherwise a literal."""
         token_id = self.token_id(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
     def listed(self, rule: str, separator: str) -> str:
-        """Grammar term for one `rule`, or several separated by `separator` if `many`."""
+        """Return the grammar term for one `rule`, or several separated by `separator` if `many`."""
         return f"{rule} ({literal(separator)} {rule})*" if self.many else rule
 
     def arguments(self) -> Iterator[str]:
@@ -46,7 +46,7 @@ class CallGrammar:
             yield f"arguments_{number}: {self.json(schema)}"
 
     def objects(self, key: str) -> str:
-        """Grammar alternatives {"name": ..., key: ...}, which use the rules of `arguments`."""
+        """Return grammar alternatives {"name": ..., key: ...}, which use the rules of `arguments`."""
         begins = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ' for name in self.functions]
         return " | ".join(f'{literal(begin)} arguments_{at} "}}"' for at, begin in enumerate(begins))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CallStarts:
-    """Calls that the tool parser after a reasoning parser will find.
+    """Beginnings of calls that the tool parser after a reasoning parser will find.
 
     Attributes:
       functions: names of the request's functions.

@@ -23,7 +23,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The start of a tool call. index: 0 for the first call of an output."""
+    """Start of a tool call. index: 0 for the first call of an output."""
 
     index: int
     id: str
@@ -42,7 +42,8 @@ Event = ContentDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
 class OutputParser(Protocol):
-    """Parses one output of a model, fed in pieces of any size; the events do not depend on where it is cut.
+    """Interface of a parser of one output of a model, fed in pieces of any size; events do not depend on where it is
+    cut.
 
     No text is lost: text that turns out not to be a tool call or similar becomes content.
     """
@@ -61,12 +62,13 @@ class ReasoningParser(OutputParser, Protocol):
 
     @property
     def late_ends(self) -> tuple[str, ...]:
-        """The words that end reasoning, if a call has ended it without one of them; such a word may still come."""
+        """Return the words that end reasoning, if a call has ended it without one of them; such a word may still come.
+        """
         ...
 
 
 class Collector:
-    """Collects events, numbers the calls, and drops white space between calls."""
+    """Collector of events that numbers the calls and drops white space between calls."""
 
     def __init__(self, new_id: Iterable[str]):
         self._ids = iter(new_id)
@@ -130,7 +132,7 @@ class ParsedCall:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """A complete output. content and reasoning are None if empty."""
+    """Complete output, parsed. content and reasoning are None if empty."""
 
     content: str | None = None
     reasoning: str | None = None

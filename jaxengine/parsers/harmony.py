@@ -39,7 +39,7 @@ class Header:
         return "" if found is None else found.group(1)
 
     def function(self, functions: Collection[str]) -> str | None:
-        """Name of the function that the message calls, by its recipient; None for other messages.
+        """Return the name of the function that the message calls, by its recipient; None for other messages.
 
         A recipient "functions.NAME" calls NAME, even if the request has no such function. One without the prefix must
         be in `functions`, the names of the request's functions, and not be a built-in tool of gpt-oss.
@@ -59,7 +59,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A piece of the current message's body."""
+    """Piece of the current message's body."""
 
     text: str
 
@@ -84,7 +84,7 @@ Part = Header | Body | End | Outside
 
 
 class HarmonyReader:
-    """Splits one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged."""
+    """Splitter of one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
@@ -126,7 +126,7 @@ class HarmonyReader:
     def _first(self, text: str, at: int) -> int:
         """State at the output's start or after a message, where a message may begin without <|start|>.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the position `at`; returns the position after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found is None:

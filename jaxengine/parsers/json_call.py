@@ -23,7 +23,7 @@ class Progress(Enum):
 
 
 class JsonCall:
-    """Reads one object, from its opening brace on.
+    """Reader of one object, from its opening brace on.
 
     Args:
       names: keys that may hold the arguments.
@@ -48,7 +48,7 @@ class JsonCall:
 
     @property
     def held(self) -> str:
-        """Text read so far, while it is not known to be a call; "" afterwards."""
+        """Return the text read so far, while it is not known to be a call; "" afterwards."""
         return "" if self._started else "".join(self._text)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:

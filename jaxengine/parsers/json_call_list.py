@@ -8,7 +8,7 @@ from jaxengine.parsers.markers import Opening
 
 
 class JsonCallList:
-    """Reads one list, from its opening bracket on. names, bare: see JsonCall.
+    """Reader of one list, from its opening bracket on. names, bare: see JsonCall.
 
     Brackets and commas around calls are dropped; without any call they are content.
     """
@@ -24,7 +24,7 @@ class JsonCallList:
 
     @property
     def held(self) -> str:
-        """Text read so far that is not known to belong to a call."""
+        """Return the text read so far that is not known to belong to a call."""
         return "".join(self._before) + (self._opening.held if self._call is None else self._call.held)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:

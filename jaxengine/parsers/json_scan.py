@@ -57,7 +57,7 @@ class JsonScanner:
 
     @property
     def in_scalar(self) -> bool:
-        """Inside a number or literal, whose end only shows with the next character."""
+        """Whether the position is inside a number or literal, whose end only shows with the next character."""
         return self._state is _State.SCALAR
 
     @property

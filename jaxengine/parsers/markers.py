@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 class Marker:
-    """Finds the first of some words anywhere in a text. No word may be a prefix of another."""
+    """Search for the first of some words anywhere in a text. No word may be a prefix of another."""
 
     def __init__(self, *words: str):
         assert not any(later.startswith(word) for word, later in pairwise(sorted(words))), words
@@ -50,7 +50,9 @@ class Marker:
         return held
 
     def _open_end(self, text: str) -> int:
-        """Start of the longest suffix of `text` that is a proper prefix of a word; its length if there is none."""
+        """Return the start of the longest suffix of `text` that is a proper prefix of a word; its length if there is
+        none.
+        """
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(word.startswith(text[start:]) for word in self._words):
                 return start
@@ -58,7 +60,7 @@ class Marker:
 
 
 class Opening:
-    """Checks whether a text begins with one of some words, or sequences of words. White space may precede any word.
+    """Check whether a text begins with one of some words, or sequences of words. White space may precede any word.
 
     No word or sequence may be a prefix of another.
     """
@@ -87,7 +89,7 @@ class Opening:
 
     @property
     def held(self) -> str:
-        """All text read so far."""
+        """Return all text read so far."""
         return "".join(self._read)
 
 

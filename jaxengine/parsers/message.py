@@ -7,7 +7,9 @@ from jaxengine.parsers.markers import Marker
 
 
 class MessageParser:
-    """Combines a reasoning and a tool parser; None for a model that writes no reasoning, or calls no tools."""
+    """Combination of a reasoning and a tool parser; either is None for a model that writes no reasoning, or calls no
+    tools.
+    """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: OutputParser | None):
         self._reasoning = reasoning
@@ -53,9 +55,10 @@ class MessageParser:
 
 
 class LateEnd:
-    """Removes the first word that ends reasoning from the content after a call that has ended the reasoning already.
+    """Filter that removes the first word that ends reasoning from the content after a call that ended the reasoning
+    already.
 
-    White space around the word goes with it if nothing else precedes the word.
+    White space around the word is removed with it if nothing else precedes the word.
     """
 
     def __init__(self, words: tuple[str, ...]):
@@ -80,7 +83,7 @@ class LateEnd:
         return plain + self._released(text[at:])
 
     def take(self) -> str:
-        """Returns held text that is no beginning of the word after all."""
+        """Return held text that is not the beginning of the word after all."""
         return "" if self._end is None else self._released(self._end.take())
 
     def _released(self, text: str) -> str:

@@ -17,7 +17,7 @@ _WRAPPERS = ("arguments", "input")
 
 
 class ParameterJson:
-    """Emits arguments to `out`: a string as it arrives, other values when complete.
+    """Writer of arguments to `out`: a string as it arrives, other values when complete.
 
     schema: of the function's arguments, None if unknown. verbatim: a line break at the beginning of a value is part of
     it; otherwise it belongs to the format, as does one at the end of the same value.
@@ -39,7 +39,7 @@ class ParameterJson:
 
     @property
     def may_be_next(self) -> AbstractSet[str] | None:
-        """Names of the function's other parameters; None if they are unknown."""
+        """Return the names of the function's other parameters; None if they are unknown."""
         return self._properties - self._names if self._properties else None
 
     def begin(self, name: str, types: frozenset[str] | None) -> None:
@@ -94,12 +94,12 @@ class ParameterJson:
         self._out.arguments("}")
 
     def cut_name(self, name: str, is_complete: bool) -> None:
-        """Ends an output that ends in a parameter's name, or after it."""
+        """End an output that ends in a parameter's name, or after it. is_complete: whether the name is complete."""
         self._spell_wrapped()
         self._out.arguments(self._name_json(name) if is_complete else self._name_json(name).removesuffix('"'))
 
     def cut_value(self) -> None:
-        """Ends an output that ends in a value."""
+        """End an output that ends in a parameter's value."""
         text = _without_breaks("".join(self._value), self._own_line)
         if self._is_wrapper:
             self._out.arguments(f"{json.dumps(*self._names)}: ")

@@ -52,7 +52,7 @@ class _Open:
 
 
 class PythonScanner:
-    """Converts one value.
+    """Converter of one value.
 
     Attributes:
       json: pieces of the value as JSON.
@@ -200,7 +200,7 @@ class PythonScanner:
 
 
 def _character(code: int) -> str:
-    """Character for use within a JSON string; half a surrogate pair is escaped."""
+    """Return a character for use within a JSON string; an unpaired surrogate is escaped."""
     return json.dumps(chr(code), ensure_ascii=0xD800 <= code <= 0xDFFF)[1:-1]
 
 

@@ -23,22 +23,28 @@ class HarmonyFormat:
     stop_words = STOP_WORDS
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Implements registry.ReasoningFormat.open."""
+        """Create the parser of one output that follows `prompt` and continues the answer `continued`; see
+        registry.ReasoningFormat.open.
+        """
         return HarmonyReasoningParser(() if calls is None else calls.functions)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Implements registry.ReasoningFormat.waits_for. A constraint may be written between the two words."""
+        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output; a constraint
+        may be written between the two words. See registry.ReasoningFormat.waits_for.
+        """
         return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Implements registry.ReasoningFormat.answers_after. Calls and remarks before them are not the answer."""
+        """Return the fields of stop_after for such an output; calls and remarks before them are not the answer. See
+        registry.ReasoningFormat.answers_after.
+        """
         return self.waits_for(prompt, continued) or None
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Implements registry.ReasoningFormat.limited_by. Only a first message of the channel analysis is limited.
+        """Return the fields of thinking_words, of which only a first message of the channel analysis is limited: what
+        ends and begins reasoning, and the text that closes it.
 
-        Returns the fields of thinking_words: what ends and begins reasoning, and the text that closes it. None for an
-        output that continues a given answer, the text `continued`.
+        None for an output that continues a given answer, the text `continued`.
         """
         if continued:
             return None
@@ -51,7 +57,7 @@ class HarmonyFormat:
 
 
 class HarmonyReasoningParser:
-    """Splits one output into reasoning and content. functions: names of the request's functions."""
+    """Splitter of one output into reasoning and content. functions: names of the request's functions."""
 
     late_ends = ()
 

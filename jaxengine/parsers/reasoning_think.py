@@ -46,9 +46,8 @@ class ThinkFormat:
     stop_words = ()
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Implements registry.ReasoningFormat.open.
+        """Create the parser of one output that follows `prompt` and continues the answer `continued`, "" for a new one.
 
-        Creates the parser of one output that follows `prompt` and continues the answer `continued`, "" for a new one.
         calls: calls that end reasoning; None: no call does.
         """
         inside = bool(self._begins_inside(prompt, continued))
@@ -59,7 +58,9 @@ class ThinkFormat:
         return parser if self.answer is None else AnswerParser(parser, *self.answer)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Implements registry.ReasoningFormat.waits_for."""
+        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`; {}
+        without reasoning.
+        """
         inside = self._begins_inside(prompt, continued)
         if inside is False:
             return {}
@@ -67,15 +68,16 @@ class ThinkFormat:
         return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Implements registry.ReasoningFormat.answers_after. Even after an end word in the prompt, an output may begin
-        with an opening word.
+        """Return the fields of stop_after for such an output as in `open`; None if all of it is the answer. Even after
+        an end word in the prompt, an output may begin with an opening word. calls: whether a parser of tool calls
+        follows.
         """
         inside = self._begins_inside(prompt, continued)
         ends = (*self.ends, *(self.calls if calls else ()))
         return {"reasoning_end": ends, "reasoning_begin": None if inside else self.begins}
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Implements registry.ReasoningFormat.limited_by."""
+        """Return the fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit."""
         begin = None if self._begins_inside(prompt, continued) else self.begins[0]
         return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": self.ends[0]}
 
@@ -100,7 +102,7 @@ def _end_of_last(text: str, word: str) -> int:
 
 
 class ThinkParser:
-    """Splits one output into reasoning and content.
+    """Splitter of one output into reasoning and content.
 
     words, calls: what ends reasoning; calls None: no calls do. inside: the output begins with reasoning, with or
     without opening word.
@@ -146,7 +148,7 @@ class ThinkParser:
     def _first(self, text: str, at: int) -> int:
         """State at the output's start, where reasoning may be opened.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the position `at`; returns the position after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found is not None:
@@ -170,7 +172,7 @@ class ThinkParser:
     def _after_word(self, text: str, at: int) -> int:
         """State after a word that ends the reasoning if a call of one of the functions begins with it.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the position `at`; returns the position after the last character read.
         """
         at, found = self._call.read(text, at)
         if found:
@@ -191,7 +193,7 @@ class ThinkParser:
 
 
 class ShownParser:
-    """Leaves reasoning in the content. before: the opening word if the prompt has it, which is prepended to
+    """Parser that leaves reasoning in the content. before: the opening word if the prompt has it, which is prepended to
     the output.
     """
 
@@ -209,9 +211,9 @@ class ShownParser:
 
 
 class AnswerParser:
-    """Removes the words around an answer, together with a line break inside each.
+    """Parser that removes the words around an answer, together with a line break inside each.
 
-    Text after them is content too, unless it is white space.
+    Text after them is content, too, unless it is white space.
     """
 
     def __init__(self, inner: ReasoningParser, begin: str, end: str):

@@ -45,7 +45,7 @@ def short_call_ids() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format of tool calls.
+    """Format of tool calls.
 
     Attributes:
       parser: class that is called with new ids; for a typed format also with the functions' schemas.
@@ -55,8 +55,8 @@ class ToolFormat:
       forced_grammar: yields rules for entire outputs, with the top rule `start`, when a call is required; None: a
         required call is written as our own JSON.
       starts: yields the beginnings of calls of a function, see CallStarts.words; None: they are not words.
-      typed: the parser needs the functions: values are plain text, whose types are in the schemas, or a function's name
-        tells a call.
+      typed: the parser needs the functions: values are plain text, whose types are in the schemas, or the call is
+        recognised by a function's name.
       special_tokens: calls are marked with special tokens, which detokenised text must include.
       stop_words: tokens that end an output, in addition to those of the model's configuration.
       template: words of a chat template, all of which must occur for "auto" to select the format.
@@ -108,20 +108,20 @@ class ReasoningFormat(Protocol):
         ...
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """The fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`; {}
+        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`; {}
         without reasoning.
         """
         ...
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """The fields of stop_after for such an output as in `open`; None if all of it is the answer.
+        """Return the fields of stop_after for such an output as in `open`; None if all of it is the answer.
 
         calls: whether a parser of the model's own tool calls follows.
         """
         ...
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """The fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit."""
+        """Return the fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit."""
         ...
 
 
@@ -308,13 +308,13 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
 
 
 def tool_format(name: str | None) -> ToolFormat | None:
-    """The format of a tool parser; None for None and "auto". Raises ConfigError for an unknown name."""
+    """Return the format of a tool parser; None for None and "auto". Raises ConfigError for an unknown name."""
     _check("tool_call_parser", name, TOOL_PARSERS)
     return TOOL_PARSERS.get(name or AUTO)
 
 
 def reasoning_format(name: str | None) -> ReasoningFormat | None:
-    """The format of a reasoning parser; None for None and "auto". Raises ConfigError for an unknown name."""
+    """Return the format of a reasoning parser; None for None and "auto". Raises ConfigError for an unknown name."""
     _check("reasoning_parser", name, REASONING_PARSERS)
     row = REASONING_PARSERS.get(name or AUTO)
     return None if row is None else row.format

@@ -8,7 +8,7 @@ from jaxengine.parsers.events import Collector, Event
 
 
 class StateParser:
-    """The common half of these OutputParsers.
+    """Common part of OutputParsers that are state machines.
 
     Attributes:
       _state: method of the current state; reads a text from a position and returns the new position.

@@ -19,7 +19,9 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n") -> Iterator[str]:
-    """Yields rules, with the top rule `calls`. space: text inside of the words."""
+    """Yield Lark rules for calls, with the top rule `calls`. begin, end: words around a call; space: text inside of the
+    words.
+    """
     between = f"{literal(space)} " if space else ""
     yield "calls: " + calls.listed("call", "\n")
     yield f"call: {calls.word(begin)} {between}({calls.objects('arguments')}) {between}{calls.word(end) if end else ''}"
@@ -32,7 +34,7 @@ def starts(name: str, begin: str = BEGIN) -> Iterator[tuple[str, ...]]:
 
 
 class HermesToolParser(StateParser):
-    """Parses calls between two words. begin, end: the words; end "": none."""
+    """Parser of calls between two words. begin, end: the words; end "": none."""
 
     def __init__(self, new_id: Iterable[str], begin: str = BEGIN, end: str = END):
         super().__init__(new_id)
@@ -94,7 +96,7 @@ class HermesToolParser(StateParser):
         """State in arguments that are not valid JSON: they continue until the closing word, or the next call's word if
         the format has none.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the position `at`; returns the position after the last character read.
         """
         plain, at, found = self._end.read(text, at)
         self._out.arguments(plain)

@@ -18,7 +18,9 @@ _KEYS = ("arguments", "parameters")
 
 
 def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Iterator[str]:
-    """Yields rules, with the top rule `calls`."""
+    """Yield Lark rules for a list of calls, with the top rule `calls`. begins: words before the list; end: the word
+    after it, "" for none.
+    """
     closing = calls.word(end) if end else ""
     yield f'calls: {calls.word(begins[0])} "[" {calls.listed("call", ", ")} "]" {closing}'
     yield f"call: {calls.objects('arguments')}"
@@ -26,7 +28,7 @@ def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Itera
 
 
 class JsonListToolParser(StateParser):
-    """Parses a list of calls. begins: words before the list; end: the word after it, "" for none.
+    """Parser of a list of calls. begins: words before the list; end: the word after it, "" for none.
 
     bare: an output may begin with the list itself.
     """

@@ -62,7 +62,7 @@ class ParameterWords:
 
     @property
     def value_ends(self) -> tuple[str, ...]:
-        """The words that may end a value."""
+        """Return the words that may end a value."""
         return (self.parameter[2], self.call[2], self.parameter[0], *(self.section or ())[1:])
 
     def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:
@@ -193,7 +193,7 @@ class ParameterToolParser(StateParser):
         return self._out.finish()
 
     def _cut_call(self, arguments: ParameterJson) -> None:
-        """Ends an output that ends inside a call, whose arguments it completes or leaves cut.
+        """End an output that ends inside a call, whose arguments are completed or left cut.
 
         A word that may end a value, if it is the last one, ends it, unless it begins another parameter.
         """
@@ -266,10 +266,10 @@ class ParameterToolParser(StateParser):
         self._arguments, self._state = None, self._content
 
     def _next_part(self, word: str) -> None:
-        """Selects the state inside a call, after `word`.
+        """Select the state inside a call, after `word`.
 
-        word: the one before a parameter's name or the one after a call, which ends the call here; any other, and "",
-        means that one of these two must follow.
+        word: the word before a parameter's name, or the one after a call, which ends the call; after any other, and
+        after "", one of these two must follow.
         """
         if word == self._words.parameter[0]:
             self._word, self._state = [], self._in_name
@@ -336,7 +336,9 @@ class ParameterToolParser(StateParser):
         self._state = self._in_value
 
     def _name_and_types(self) -> tuple[str, frozenset[str] | None]:
-        """The name of the current parameter, and the JSON types that the format states of its value; None if none."""
+        """Return the name of the current parameter, and the JSON types that the format states for its value; None if
+        none.
+        """
         name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
         if not self._words.says_string:
             return "".join(self._word).strip(), None

@@ -80,8 +80,8 @@ def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
 
 
 class PythonicToolParser:
-    """Parses calls in Python's notation. words: before and after the calls; brackets: the calls are a list, which may
-    begin an output without words.
+    """Parser of calls in Python's notation. words: before and after the calls; brackets: the calls are a list, which
+    may begin an output without words.
     """
 
     def __init__(self, new_id: Iterable[str], words: tuple[str, str] = ("", ""), brackets: bool = True):
@@ -135,7 +135,7 @@ class PythonicToolParser:
         return at
 
     def _read(self, char: str) -> bool:
-        """Reads the next character in or after calls; returns False if what is held and the character are no calls."""
+        """Read the next character in or after calls; return False if the held text and the character are no calls."""
         match self._state:
             case _State.NAME | _State.PARAMETER_NAME:
                 return self._read_word(char)

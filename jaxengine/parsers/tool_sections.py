@@ -245,7 +245,7 @@ class SectionToolParser(StateParser):
         return at
 
     def _turn_to(self, word: str) -> None:
-        """Selects the state after a call, by the word that ended it, which may be missing."""
+        """Select the state after a call, by the word that ended it, which may be missing."""
         if word == self._words.begin:
             self._begin_call([word])
         elif word:

@@ -1,4 +1,4 @@
-"""Validation of chat messages, and the ways in which templates expect the same message to be written.
+"""Validation of chat messages, and the different forms in which templates expect the same message.
 
 A template does not state how it expects a message without text or the arguments of an earlier call: some expect a
 missing key, None or "", and an object or JSON text. Nor does it state where it takes instructions: most know no role
@@ -52,13 +52,13 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
 
 
 def lost_instructions(messages: Sequence[Message], text: str) -> bool:
-    """Whether a template has left out the content of a system or developer message. text: what it has written."""
+    """Whether a template has left out the content of a system or developer message. text: the rendered text."""
     contents = (message.get("content") for message in messages if message["role"] in _INSTRUCTING)
     return any(isinstance(content, str) and content.strip() not in text for content in contents)
 
 
 def has_unusual_instructions(messages: Sequence[Message]) -> bool:
-    """Whether there is a message that many templates do not take: a developer's, or a system message that is not the
+    """Whether there is a message that many templates refuse: a developer message, or a system message that is not the
     first message.
     """
     return messages[0]["role"] == "developer" or any(each["role"] in _INSTRUCTING for each in messages[1:])

@@ -25,7 +25,7 @@ FUNCTIONS = frozenset({"raise_exception", "strftime_now", "namespace", "dict", "
 
 
 class TemplateRefusal(ValueError):
-    """The template called raise_exception, because its input does not suit it."""
+    """Raised if the template called raise_exception, because its input does not suit it."""
 
 
 @lru_cache(maxsize=16)

@@ -64,7 +64,7 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_names(tree: nodes.Template) -> set[str]:
-    """Names of variables that hold a message's content, by name or by assignment."""
+    """Return the names of variables that hold a message's content, by name or by assignment."""
     names = {_CONTENT}
     # Assignments may chain; a few rounds are enough.
     for _ in range(3):

@@ -16,10 +16,10 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_cut_json(text: str) -> Any:
-    """Parses a value; of a truncated one everything except a last piece that is meaningless alone.
+    """Parse a value; of a truncated one, everything except a last piece that is meaningless alone.
 
-    Raises ValueError for invalid JSON, numbers that are not finite and halves of surrogate pairs; RecursionError for
-    values nested too deeply.
+    Raises ValueError for invalid JSON, numbers that are not finite and unpaired surrogates; RecursionError for values
+    nested too deeply.
     """
     problem = None
     for candidate in (text, *_closed(text)):
@@ -35,7 +35,8 @@ def read_cut_json(text: str) -> Any:
 
 
 def _closed(text: str) -> tuple[str, ...]:
-    """Two completions of truncated JSON: with everything open closed, and the same after its last complete piece.
+    """Return two completions of truncated JSON: with everything open closed, and the same after its last complete
+    piece.
 
     () if nothing is open, or brackets do not match.
     """

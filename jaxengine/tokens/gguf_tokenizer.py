@@ -1,6 +1,6 @@
-"""Builds a tokenizer from the metadata of a GGUF file.
+"""Builder of a tokenizer from the metadata of a GGUF file.
 
-A GGUF file holds the vocabulary and says how texts are split by a name (see vocabularies.splits). Models of
+A GGUF file holds the vocabulary and names the way in which texts are split (see vocabularies.splits). Models of
 vocabularies are, in llama.cpp's words: "gpt2", byte-level BPE with a merge list; "llama", SentencePiece BPE, whose
 merges follow from the scores; "t5", SentencePiece's unigram model; "bert", the pieces of words; "gemma4", BPE over
 characters.
@@ -109,7 +109,7 @@ class _Parts(NamedTuple):
         return list(self.vocabulary)
 
     def pieces(self, adds_space: bool) -> Pieces:
-        """The vocabulary of a SentencePiece model. adds_space: unless the file says otherwise. Raises
+        """Return the vocabulary of a SentencePiece model. adds_space: default where the file does not say. Raises
         ModelFileError.
         """
         scores = self.metadata.numbers("scores", len(self.vocabulary))
@@ -128,9 +128,9 @@ class _Parts(NamedTuple):
         )
 
     def finished(self, tokenizer: Tokenizer, adds_bos: bool, adds_eos: bool = False) -> Tokenizer:
-        """Add to a tokenizer its special tokens, and the BOS and EOS that the file asks for.
+        """Add to a tokenizer its special tokens, and the BOS and EOS that the file requests, and return it.
 
-        adds_bos, adds_eos: unless the file says otherwise. A file that asks for one without naming it gets none.
+        adds_bos, adds_eos: defaults where the file does not say. A file that requests one without naming it gets none.
         """
         names = self.names
         add_marked_tokens(tokenizer, names, self.types.tolist())
@@ -242,8 +242,8 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
 
 
 def chat_template_of(values: Mapping[str, Any], path: str) -> str | dict[str, str] | None:
-    """The file's chat template, Jinja source; sources by name, the first "default", of a file with several; None if it
-    has none. Raises ModelFileError if one is not a text.
+    """Return the file's chat template, Jinja source; sources by name, the first "default", for a file with several;
+    None if it has none. Raises ModelFileError if one is not a text.
     """
     named = {key: value for key, value in values.items() if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")}
     for key, template in named.items():

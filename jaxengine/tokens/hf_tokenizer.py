@@ -124,7 +124,7 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
 
 
 def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[list[str], list[AddedToken]]:
-    """Names of pieces as tokenizer_config.json has them (`added_tokens_decoder`), and those that it describes.
+    """Return the names of pieces in tokenizer_config.json (`added_tokens_decoder`), and the tokens that it describes.
 
     A repository gives the spare pieces of a vocabulary names of its own. config: content of that file, at `path`.
     Raises ModelFileError.
@@ -144,7 +144,7 @@ def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[
 
 
 def _added(entry: Any, content: str) -> AddedToken:
-    """Token that an entry of tokenizer_config.json describes, a text or an object with flags."""
+    """Return the token that an entry of tokenizer_config.json describes, a text or an object with flags."""
     given = entry if isinstance(entry, dict) else {}
     return AddedToken(content, **{name: given[name] for name in ADDED_TOKEN_FLAGS if type(given.get(name)) is bool})
 
@@ -174,7 +174,9 @@ def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, di
 
 
 def _without_tokenizer(folder: Path) -> str:
-    """Advice, for an error, what to do about a folder without tokenizer.json, by the other tokenizer files in it."""
+    """Return advice, for an error, what to do about a folder without tokenizer.json, by the other tokenizer files in
+    it.
+    """
     ways = "name another with the option tokenizer, or give token ids with skip_tokenizer_init"
     others = [name for name in (PIECES, "tiktoken.model", "vocab.json", VOCAB) if (folder / name).is_file()]
     if others:
@@ -246,7 +248,9 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str]
 
 
 def _content(entry: Any, path: Path, key: str) -> str:
-    """Text of a token that is given as text, or as an object with "content". Raises ModelFileError for neither."""
+    """Return the text of a token that is given as text, or as an object with "content". Raises ModelFileError for
+    neither.
+    """
     content = entry.get("content") if isinstance(entry, dict) else entry
     if not isinstance(content, str) or not content:
         raise ModelFileError(path, f"must be a token, got {repr(entry)[:100]}", key)

@@ -26,15 +26,15 @@ _MODULE = "jaxengine.tokens.template_worker"
 
 
 class TemplateFailure(ValueError):
-    """A template produced no text."""
+    """Raised if a template produced no text."""
 
 
 class BadTemplate(TemplateFailure):
-    """The template is invalid, for any input."""
+    """Raised for a template that is invalid for any input."""
 
 
 class ConversationRefused(TemplateFailure):
-    """The template ran but refused its input; another variant of the messages may be accepted."""
+    """Raised if the template ran but refused its input; another variant of the messages may be accepted."""
 
 
 class _Renderer:

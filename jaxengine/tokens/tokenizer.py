@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Characters that spell bytes: printable Latin-1 characters are themselves, other bytes are U+0100 and up, in
-    order.
+    """Return the byte that each character spells: printable Latin-1 characters are themselves, other bytes are U+0100
+    and up, in order.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -64,10 +64,11 @@ class Tokenizer:
         folder: Path | None = None,
         lowers: bool = False,
     ):
-        """Takes over `backend`, whose truncation and padding are switched off.
+        """Take over `backend`, whose truncation and padding are switched off.
 
         special: ids by role. chat_template: source, sources by name, or None for a model without one. folder: the
-        Hugging Face folder whose tokenizer.json was read, or None. lowers: see there.
+        Hugging Face folder whose tokenizer.json was read, or None. lowers: whether texts are lower-cased before
+        tokenization.
         """
         # A tokenizer.json may contain truncation and padding settings of the training.
         backend.no_truncation()
@@ -103,9 +104,9 @@ class Tokenizer:
 
     @classmethod
     def from_hf_folder(cls, path: str | os.PathLike[str], *, lowers: bool = False) -> Tokenizer:
-        """Reads tokenizer.json or vocab.txt and related files (see hf_tokenizer). Raises ModelFileError.
+        """Read tokenizer.json or vocab.txt and related files (see hf_tokenizer). Raises ModelFileError.
 
-        lowers: see the class.
+        lowers: whether texts are lower-cased before tokenization.
         """
         with rust_errors(path):
             has_file = (Path(path) / TOKENIZER).is_file()
@@ -137,7 +138,7 @@ class Tokenizer:
         return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
 
     def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
-        """Encodings of texts, or of pairs of texts, made in parallel. Raises the errors of `encode`."""
+        """Return encodings of texts, or of pairs of texts, made in parallel. Raises the errors of `encode`."""
         for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
@@ -171,7 +172,7 @@ class Tokenizer:
             return "\ufffd"
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary's entries as stored; None for ids outside of it."""
+        """Return the vocabulary's entries as stored; None for ids outside of it."""
         return [self.backend.id_to_token(number) for number in token_ids]
 
     def apply_chat_template(
@@ -223,7 +224,7 @@ class Tokenizer:
         }
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that the id adds to the text, not necessarily complete characters; only if `is_byte_level`.
+        """Return the bytes that the id adds to the text, not necessarily complete characters; only if `is_byte_level`.
 
         A byte-level vocabulary spells every byte as one printable character (Radford et al. 2019, GPT-2). Tokens with
         other characters are taken literally; ids outside the vocabulary add nothing.
@@ -239,8 +240,8 @@ class Tokenizer:
         return known
 
     def text_bytes(self, token_id: int) -> bytes:
-        """Bytes that the id adds within a text; for vocabularies that are not byte-level, by SentencePiece's spelling:
-        U+2581 is a space, <0x0A> a byte.
+        """Return the bytes that the id adds within a text; for vocabularies that are not byte-level, by SentencePiece's
+        spelling: U+2581 is a space, <0x0A> a byte.
         """
         if self.is_byte_level:
             return self.token_bytes(token_id)
@@ -251,7 +252,7 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> PreTrainedTokenizerFast:
-        """A copy of the tokenizer as a transformers object; for a folder with all settings of its files."""
+        """Return a copy of the tokenizer as a transformers object; for a folder with all settings of its files."""
         # Imported here, as importing transformers takes long and nothing else needs it.
         from transformers import PreTrainedTokenizerFast
 

@@ -46,7 +46,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return self.token_ids["image"]
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Time of the first frame of each temporal step."""
+        """Return the time of the first frame of each temporal step, in seconds."""
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
         return tuple(shown[:: self.tower.temporal_patch_size].tolist())
 
@@ -58,7 +58,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
-        """Span of the placeholder alone: a video's own marks stay around all of its frames."""
+        """Return the span [start, end) of the placeholder alone: a video's own marks stay around all of its frames."""
         return place, place + 1
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:

@@ -81,8 +81,8 @@ class GridProcessor:
         return Processed(np.ascontiguousarray(patches), chosen, order.astype(np.int32), len(order), grid, seconds)
 
     def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
-        """Columns of each patch by name, in the order of the tower: its frame, its coordinates within the frame, and
-        the frame's size.
+        """Return columns of each patch by name, in the order of the tower: its frame, its coordinates within the frame,
+        and the frame's size.
 
         grid: (time, height, width) in patches. order: the first result of `order`. Each column is int [patches]:
         "segment", "row", "column", "height", "width".
@@ -101,8 +101,8 @@ class GridProcessor:
         }
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the tower's rows, as indexes into the picture's rows line by line, and the window of each; both
-        int [rows].
+        """Return the order of the tower's rows, as indexes into the image's rows line by line, and the window of each;
+        both int [rows].
 
         grid: (time, height, width) in patches. Here they stay line by line, in one window.
         """
@@ -120,14 +120,15 @@ class GridProcessor:
         return time, height, width
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
-        """An item's grid in embeddings, after merging."""
+        """Return an item's grid in embeddings, after merging."""
         time, height, width = item.grid
         return time, height // self.tower.spatial_merge_size, width // self.tower.spatial_merge_size
 
     def placeholders(
         self, ids: np.ndarray, items: Mapping[str, Sequence[Processed]]
     ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-        """Positions i64[n] of the placeholders in `ids`, and the item of each: (modality, number within the modality).
+        """Return positions i64[n] of the placeholders in `ids`, and the item of each: (modality, number within the
+        modality).
 
         Raises RequestError if there is not one placeholder for each item.
         """
@@ -144,7 +145,7 @@ class GridProcessor:
 
 
 def check_ratio(height: int, width: int) -> None:
-    """Raises RequestError for a strip, of which one side is more than MAX_ASPECT_RATIO times the other."""
+    """Raise RequestError for an image of which one side is more than MAX_ASPECT_RATIO times the other."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(
             f"the longer side of a picture must be at most {MAX_ASPECT_RATIO} times the shorter one, got "

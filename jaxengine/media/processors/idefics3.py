@@ -92,7 +92,7 @@ class Idefics3Processor(UnitProcessor):
         return [*pieces, *fake, *whole, *embeddings, *fake]
 
     def edge(self, options: Mapping[str, Any], default: int) -> int:
-        """The longest edge in `options`, or the default. Raises RequestError."""
+        """Return the longest edge, in pixels, from `options`, or the default. Raises RequestError."""
         asked = options.get("size", {"longest_edge": default})
         edge = asked.get("longest_edge") if isinstance(asked, Mapping) and len(asked) == 1 else None
         if type(edge) is not int or not 1 <= edge <= _MAX_EDGE:

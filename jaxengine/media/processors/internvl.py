@@ -121,17 +121,17 @@ class InternVLProcessor(UnitProcessor):
 
 
 def _tilings(least: int, most: int) -> list[tuple[int, int]]:
-    """All (rows, columns) with `least` to `most` tiles, sorted by number of tiles, then by columns."""
+    """Return all (rows, columns) with `least` to `most` tiles, sorted by number of tiles, then by columns."""
     sides = range(1, most + 1)
     found = [(rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most]
     return sorted(found, key=lambda tiling: tiling[0] * tiling[1])
 
 
 def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """The (rows, columns) whose shape is nearest to the picture's.
+    """Return the (rows, columns) whose shape is nearest to the image's.
 
-    height, width: of the picture in pixels; side: of a tile; least, most: limits of the number of tiles. Among equals
-    it is the one with the most tiles, as long as they have less than twice the picture's area.
+    height, width: of the image in pixels; side: of a tile; least, most: limits of the number of tiles. Among equals it
+    is the one with the most tiles, as long as they have less than twice the image's area.
     """
     best, nearest = (1, 1), float("inf")
     for rows, columns in _tilings(least, most):

@@ -98,10 +98,10 @@ class KimiVLProcessor(GridProcessor):
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def _sizes(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(height, width) in pixels of a picture after scaling, and after padding to whole rows of the tower.
+        """Return (height, width) in pixels of an image after scaling, and after padding to whole rows of the tower.
 
-        height, width: of the picture, which is scaled down to about `limit` patches if it has more. Raises RequestError
-        for a strip, and for a side of _SIDE patches or more.
+        height, width: of the image, which is scaled down to about `limit` patches if it has more. Raises RequestError
+        for an extreme aspect ratio, and for a side of _SIDE patches or more.
         """
         check_ratio(height, width)
         patch = self.tower.patch_size
@@ -116,10 +116,10 @@ class KimiVLProcessor(GridProcessor):
         return (height, width), (high, wide)
 
     def _largest_grid(self) -> tuple[int, int]:
-        """A grid, (rows, columns) of patches, with at least as many patches as any picture's.
+        """Return a grid, (rows, columns) of patches, with at least as many patches as any image's.
 
-        A picture whose grid begins another row of the tower after `rows` patches, and another column after `columns`,
-        is larger than these. If it was scaled down, it has less than `limit` patches times the factor of the partial
+        An image whose grid begins another row of the tower after `rows` patches, and another column after `columns`, is
+        larger than these. If it was scaled down, it has less than `limit` patches times the factor of the partial
         patches at its sides, which it had before scaling: limit * (1 + 1 / rows) * (1 + 1 / columns).
         """
         step = self.tower.spatial_merge_size

@@ -107,7 +107,8 @@ class Llama4Processor(UnitProcessor):
 
 
 def _tilings(most: int) -> list[tuple[int, int]]:
-    """All (rows, columns) of at most `most` tiles, most tiles first, those of the same shape next to each other."""
+    """Return all (rows, columns) of at most `most` tiles, most tiles first, those of the same shape next to each other.
+    """
     by_shape: dict[float, list[tuple[int, int]]] = {}
     for count in range(most, 0, -1):
         for rows in range(1, count + 1):
@@ -117,10 +118,10 @@ def _tilings(most: int) -> list[tuple[int, int]]:
 
 
 def _tiling(height: int, width: int, side: int, most: int, fills: bool) -> tuple[int, int]:
-    """The (rows, columns) that shrinks a picture least. If it fits into several, those that enlarge it least (with
-    `fills` most), and the smallest of these.
+    """Return the (rows, columns) that shrinks an image least. If it fits into several, those that enlarge it least
+    (with `fills` most), and the smallest of these.
 
-    side: pixels of a tile's side. most: limit of tiles.
+    height, width: of the image in pixels; side: pixels of a tile's side. most: limit of tiles.
     """
     tilings = _tilings(most)
     sizes = np.asarray(tilings) * side

@@ -99,9 +99,9 @@ class LlavaNextProcessor(LlavaProcessor):
         return 1, 1, num_rows  # a picture may have any number
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
-        """The (rows, columns) of `tilings` that keeps most of a picture's pixels, and the smallest of such.
+        """Return the (rows, columns) of `tilings` that keeps most of an image's pixels, and the smallest of such.
 
-        height, width: of the picture in pixels, which keeps its aspect ratio.
+        height, width: of the image in pixels, which keeps its aspect ratio.
         """
         best, most_kept, least_waste = self.tilings[0], 0, math.inf
         for rows, columns in self.tilings:
@@ -115,7 +115,10 @@ class LlavaNextProcessor(LlavaProcessor):
 
     @staticmethod
     def _without_black(height: int, width: int, lines: int, columns: int) -> tuple[int, int, int, int]:
-        """First line, first column, lines and columns of the patches that are not black margin."""
+        """Return the first line, first column, lines and columns of the patches that are not black margin.
+
+        height, width: of the image in pixels; lines, columns: of the patches of all tiles.
+        """
         if width / height > columns / lines:
             cut = (lines - int(round(height * (columns / width), 7))) // 2
             return cut, 0, lines - 2 * cut, columns

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class EmbeddingRun(NamedTuple):
-    """Consecutive embeddings in a prompt: a picture, a video, or a frame of one.
+    """Consecutive embeddings in a prompt: an image, a video, or a frame of one.
 
     Attributes:
       start: position of the first one.

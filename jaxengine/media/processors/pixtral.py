@@ -102,10 +102,11 @@ class PixtralProcessor(GridProcessor):
         return Expanded(np.concatenate([*parts, ids[copied:]]).tolist(), positions, order)
 
     def _resized_size(self, height: int, width: int, longest: int) -> tuple[int, int]:
-        """(height, width) in pixels of a picture after resizing, as by transformers' get_resize_output_image_size.
+        """Return (height, width) in pixels of an image after resizing, as by transformers'
+        get_resize_output_image_size.
 
         longest: limit of its longer side in pixels, before both sides are rounded up to multiples of `factor`. Raises
-        RequestError for a strip.
+        RequestError for an extreme aspect ratio.
         """
         check_ratio(height, width)
         ratio = max(height, width) / longest
@@ -115,7 +116,7 @@ class PixtralProcessor(GridProcessor):
         return high, wide
 
     def _mark_ids(self) -> tuple[int, int]:
-        """The ids of the tokens (after each line of a picture, after its last one).
+        """Return the ids of the tokens (after each line of an image, after its last one).
 
         Raises RequestError without a tokenizer, and if a mark is not one token of it.
         """

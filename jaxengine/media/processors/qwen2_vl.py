@@ -48,7 +48,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Preprocessing settings of one modality."""
+    """Preprocessing settings of one modality, image or video."""
 
     pixels: Pixels
     bounds: Bounds
@@ -124,16 +124,19 @@ class Qwen2VLProcessor(GridProcessor):
         return self.cut(sizes.pixels.normalized(resized), seconds)
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Start of each temporal step of a video in seconds after its first frame; steps have equal duration."""
+        """Return the start of each temporal step of a video in seconds after its first frame; steps have equal
+        duration.
+        """
         steps = -(-len(video.frames) // self.tower.temporal_patch_size)
         fps = video.fps
         shown = UNKNOWN_FPS if fps is None else len(video.frames) / video.total_num_frames * fps
         return tuple(step * (self.tower.temporal_patch_size / shown) for step in range(steps))
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        """(height, width) in pixels of a picture or a video's frames after resizing, as by transformers' smart_resize.
+        """Return (height, width) in pixels of an image or a video's frames after resizing, as by transformers'
+        smart_resize.
 
-        bounds: of the pixels of a picture or frame. modality, num_frames: for subclasses. Raises RequestError if one
+        bounds: of the pixels of an image or frame. modality, num_frames: for subclasses. Raises RequestError if one
         side is more than MAX_ASPECT_RATIO times the other.
         """
         del modality, num_frames
@@ -159,13 +162,15 @@ class Qwen2VLProcessor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Height and width in pixels of the frames with the most patches. modality, num_frames: for subclasses."""
+        """Return the height and width in pixels of the frames with the most patches. modality, num_frames: for
+        subclasses.
+        """
         del modality, num_frames
         return self.widest(bounds.most)
 
     def widest(self, pixels: int) -> tuple[int, int]:
-        """Height and width in pixels, multiples of `factor`, whose product is closest to `pixels` from below; the
-        squarest such size.
+        """Return the height and width in pixels, multiples of `factor`, whose product is closest to `pixels` from
+        below; the squarest such size.
 
         The width is the longer side, at most about MAX_ASPECT_RATIO times the height. Below factor**2 pixels it is one
         square of `factor`.
@@ -191,7 +196,7 @@ class Qwen2VLProcessor(GridProcessor):
         return Expanded(ids.tolist(), positions, order, places, delta)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Temporal M-RoPE positions of an item's steps."""
+        """Return the temporal M-RoPE positions of an item's steps."""
         return np.arange(item.grid[0])
 
 
@@ -218,13 +223,13 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
 
 
 def shrunk(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:
-    """Divides the sides by `ratio` and rounds down to multiples of `factor`."""
+    """Return the sides divided by `ratio` and rounded down to multiples of `factor`, in pixels."""
     high, wide = (max(factor, math.floor(side / ratio / factor) * factor) for side in (height, width))
     return high, wide
 
 
 def grown(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:
-    """Multiplies the sides by `ratio` and rounds up to multiples of `factor`."""
+    """Return the sides multiplied by `ratio` and rounded up to multiples of `factor`, in pixels."""
     return math.ceil(height * ratio / factor) * factor, math.ceil(width * ratio / factor) * factor
 
 
@@ -246,10 +251,10 @@ def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
 
 
 def _asked_bounds(options: Mapping[str, Any], given: Bounds) -> Bounds:
-    """Reads pixel bounds from a request's mm_processor_kwargs (size, min_pixels, max_pixels).
+    """Read pixel bounds from a request's mm_processor_kwargs (size, min_pixels, max_pixels).
 
-    given: the bounds for what they leave out. Raises RequestError for bounds that are not integers, of which the least
-    exceeds the most, or beyond MAX_PIXELS.
+    given: the bounds for values that they leave out. Raises RequestError for bounds that are not integers, of which the
+    least exceeds the most, or beyond MAX_PIXELS.
     """
     if not options:
         return given

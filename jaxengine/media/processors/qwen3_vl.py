@@ -25,7 +25,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     }
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Midpoint between the first and last frame of each temporal step, in seconds."""
+        """Return the midpoint between the first and last frame of each temporal step, in seconds."""
         depth = self.tower.temporal_patch_size
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
         shown = np.concatenate([shown, np.repeat(shown[-1:], -len(shown) % depth)]).reshape(-1, depth)
@@ -68,16 +68,16 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return Expanded(ids.tolist(), positions, order, places, delta)
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
-        """Span of the prompt to replace for a video: its placeholder and the tokens around it, as each step has its
-        own.
+        """Return the span [start, end) of the prompt to replace for a video: its placeholder and the tokens around it,
+        as each step has its own.
         """
         before, after = self.around
         whole = 0 < place < len(ids) - 1 and ids[place - 1] == before and ids[place + 1] == after
         return (place - 1, place + 2) if whole else (place, place + 1)
 
     def _steps(self, modality: str, item: Processed) -> list[np.ndarray]:
-        """Tokens, i64, of each step of an item: placeholders for a picture, which is one step; a time and placeholders
-        for each temporal step of a video.
+        """Return tokens, i64, of each step of an item: placeholders for an image, which is one step; a time and
+        placeholders for each temporal step of a video.
 
         Raises RequestError for a video without a tokenizer.
         """
@@ -91,11 +91,11 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return [np.asarray(self.step_tokens(item, seconds), np.int64) for seconds in item.seconds]
 
     def seen_id(self, modality: str) -> int:
-        """The placeholder token at whose positions embeddings go."""
+        """Return the placeholder token at whose positions embeddings go."""
         return self.token_ids[modality]
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
-        """Tokens of a temporal step of a video that is shown at `seconds`."""
+        """Return the tokens of a temporal step of a video that is shown at `seconds`."""
         before, after = self.around
         each = item.num_rows // item.grid[0]
         said = self.tokenizer.encode(f"<{seconds:.1f} seconds>", False)
@@ -105,7 +105,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 def resized_frames(
     num_frames: int, height: int, width: int, bounds: Bounds, factor: int, depth: int
 ) -> tuple[int, int]:
-    """(height, width) in pixels of frames after resizing, as by transformers' smart_resize of Qwen3-VL.
+    """Return (height, width) in pixels of frames after resizing, as by transformers' smart_resize of Qwen3-VL.
 
     bounds: of the pixels of all frames together. factor: pixels along a side of a row of the tower. depth: frames of a
     patch. Raises RequestError if one side is more than MAX_ASPECT_RATIO times the other.

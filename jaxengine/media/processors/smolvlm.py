@@ -125,7 +125,7 @@ class SmolVLMProcessor(Idefics3Processor):
 
 
 def _times(video: Any, count: int) -> tuple[float, ...]:
-    """Times of the `count` frames of a video, followed by its duration, all in seconds.
+    """Return the times of the `count` frames of a video, followed by its duration, all in seconds.
 
     video: frames.Video, or the frames alone. Without fps, 24 frames a second are assumed, and it ends with the last
     frame. Raises RequestError for times beyond _MOST_SECONDS.
@@ -141,7 +141,7 @@ def _times(video: Any, count: int) -> tuple[float, ...]:
 
 
 def _described(video: Processed, image: str) -> str:
-    """Text for a video, with a picture's placeholder for each frame."""
+    """Return the text for a video, with an image placeholder for each frame."""
     *times, seconds = video.seconds
     parts = [_INTRO.format(count=in_words(len(times)), duration=timedelta(seconds=int(seconds)))]
     parts += [_FRAME.format(minutes=int(time // 60), seconds=int(time % 60)) + image for time in times]
@@ -149,7 +149,7 @@ def _described(video: Processed, image: str) -> str:
 
 
 def in_words(number: int) -> str:
-    """A number from 0 to 999,999 in English words, as num2words writes it."""
+    """Return a number from 0 to 999,999 in English words, as num2words writes it."""
     if number >= 1000:
         thousands, rest = divmod(number, 1000)
         said = f"{in_words(thousands)} thousand"

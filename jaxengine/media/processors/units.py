@@ -90,7 +90,7 @@ class UnitProcessor:
 
     @abstractmethod
     def placeholder_id(self) -> int:
-        """The token that stands for one picture in a prompt."""
+        """Return the token that stands for one image in a prompt."""
 
     @abstractmethod
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
@@ -101,28 +101,28 @@ class UnitProcessor:
 
     @abstractmethod
     def pieces(self, item: Processed) -> list[int]:
-        """Tokens of a picture in the prompt, with `image_id` for each of its embeddings."""
+        """Return the tokens of an image in the prompt, with `image_id` for each of its embeddings."""
 
     @abstractmethod
     def largest_size(self) -> tuple[int, int]:
-        """Height and width in pixels of a picture with the most units."""
+        """Return the height and width in pixels of an image with the most units."""
 
     def option_names(self) -> tuple[str, ...]:
-        """Names of mm_processor_kwargs that `units` uses."""
+        """Return the names of mm_processor_kwargs that `units` uses."""
         return ()
 
     @property
     def in_tokens(self) -> tuple[str, ...]:
-        """Modalities whose items are a single token in a prompt before expansion."""
+        """Return the modalities whose items are a single token in a prompt before expansion."""
         return self.modalities
 
     @property
     def image_id(self) -> int:
-        """The placeholder token at whose positions embeddings go."""
+        """Return the placeholder token at whose positions embeddings go."""
         return self.placeholder_id()
 
     def token_id(self, *names: str) -> int:
-        """A token id by the first of these fields that config.json has. Raises ModelConfigError."""
+        """Return a token id from the first of these fields that config.json has. Raises ModelConfigError."""
         name = next((name for name in names if self.config_fields.has(name)), names[0])
         found = self.config_fields.integer(name, minimum=0)
         if found >= self.vocab_size:
@@ -133,12 +133,12 @@ class UnitProcessor:
         return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id_of(modality)])[0])
 
     def placeholder_id_of(self, modality: str) -> int:
-        """The token that stands for one item in a prompt."""
+        """Return the token that stands for one item of a modality in a prompt."""
         del modality
         return self.placeholder_id()
 
     def video_pieces(self, item: Processed) -> list[int]:
-        """Tokens of a video in the prompt. Families that take videos override it. Raises RequestError."""
+        """Return the tokens of a video in the prompt. Families that take videos override it. Raises RequestError."""
         raise RequestError(
             f"video is not supported by this model; it takes {', '.join(self.modalities)}", param="video"
         )
@@ -210,7 +210,7 @@ class UnitProcessor:
         return self.pixels.normalized(units)
 
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
-        """Result for units all of whose embeddings are in the prompt, in the tower's order."""
+        """Return the result for units all of whose embeddings are in the prompt, in the tower's order."""
         count = len(patches) // self.tower.merge
         side = self.side // self.patch
         no_columns = np.zeros((0, len(patches)), np.int32)

@@ -1,1 +1,1 @@
-"""Tokenizers built from the parts that files bring: vocabularies, scores, ranks and names of splittings."""
+"""Tokenizers built from the parts in model files: vocabularies, scores, ranks and names of splittings."""

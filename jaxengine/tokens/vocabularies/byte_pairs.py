@@ -44,7 +44,9 @@ def byte_pair_tokenizer(
 
 
 def too_long(tokens: Collection[str]) -> str | None:
-    """Say of which length tokens must be; None if they are. tokens: all of a vocabulary, at least one."""
+    """Return an error text that gives the allowed length of tokens if one is too long; None otherwise. tokens: all of a
+    vocabulary, at least one.
+    """
     longest, total = max(map(len, tokens)), sum(map(len, tokens))
     if longest <= MAX_TOKEN_CHARS and total <= MAX_VOCABULARY_CHARS:
         return None
@@ -78,7 +80,8 @@ def spelt(tokens: Iterable[bytes]) -> list[str]:
 
 
 def _spelling() -> dict[int, str]:
-    """Characters by byte: printable Latin-1 characters are themselves, the others are U+0100 and up, in order."""
+    """Return characters by byte: printable Latin-1 characters are themselves, the others are U+0100 and up, in order.
+    """
     alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
     plain = [byte for byte in range(256) if chr(byte) in alphabet]
     others = [byte for byte in range(256) if chr(byte) not in alphabet]

@@ -6,7 +6,7 @@ from tokenizers.processors import TemplateProcessing
 
 
 def with_ends(begin: tuple[str, int] | None, end: tuple[str, int] | None, *, pairs: bool = False) -> TemplateProcessing:
-    """Build the step that puts tokens around a text; None: no token.
+    """Build the post-processing step that puts tokens around a text; None: no token.
 
     begin, end: name and id. pairs: `end` also stands between two texts, and the second one is of type 1.
     """

@@ -19,16 +19,16 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 class Pieces(NamedTuple):
-    """A vocabulary with what is done to a text first.
+    """SentencePiece vocabulary, with the preparation of texts.
 
     Attributes:
       names, scores, types: of each piece, by id; names are distinct.
       char_map: SentencePiece's compiled map of characters; empty for none.
       adds_space: a space is put in front of the text.
-      isolates: user-defined pieces are whole and alone wherever the text, as it is prepared, has them; else those are
-        tokens that are found in the text as it was.
-      only_first: the space is not put in front of text behind a special token, or before a space.
-      strips: spaces at both ends are taken off and runs of spaces become one.
+      isolates: user-defined pieces are whole and alone wherever the prepared text has them; else those are tokens that
+        are found in the original text.
+      only_first: the space is not put in front of text after a special token, or before a space.
+      strips: spaces at both ends are removed and runs of spaces become one.
     """
 
     names: Sequence[str]
@@ -41,7 +41,7 @@ class Pieces(NamedTuple):
     isolates: bool = False
 
     def with_types(self, *types: int) -> list[int]:
-        """Ids of the pieces of these types."""
+        """Return the ids of the pieces of these types."""
         return _of(self.types, *types)
 
 
@@ -102,7 +102,9 @@ def add_marked_tokens(tokenizer: Tokenizer, names: Sequence[str], types: Sequenc
 
 
 def _splits_written_bytes() -> Any:
-    """Step that has <0x0A> in a text read as characters, where the byte's token would be found by its name."""
+    """Return the step that makes the text "<0x0A>" be read as characters, where the byte's token would be found by its
+    name.
+    """
     return pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
 
 

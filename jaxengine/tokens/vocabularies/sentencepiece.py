@@ -1,5 +1,5 @@
-"""SentencePiece's `tokenizer.model`: a protocol buffer with the pieces, how they were trained, and what is done to a
-text first.
+"""Reader of SentencePiece's `tokenizer.model`: a protocol buffer with the pieces, their training settings, and the
+preparation of texts.
 
 Its fields are those of sentencepiece_model.proto; only those that change tokens are read, without Google's library.
 """

@@ -111,7 +111,7 @@ class Splitting(NamedTuple):
         return pre_tokenizers.Sequence(list(self._steps()))
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Return what a text goes through first, or None."""
+        """Return the normalisation of a text before it is split, or None."""
         if not self.spells_bytes:
             return normalizers.Replace(" ", "\u2581")
         return normalizers.NFC() if self.composes else None

@@ -26,16 +26,16 @@ _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} (?:0|[1-9][0-9]{0,6})")
 
 
 class Ranks(NamedTuple):
-    """Ranks of a model family, as the code of its repositories has them.
+    """Facts about a model family's ranks file, from the code of its repositories.
 
     Attributes:
       file: name of the file of ranks.
       splitting: name of the splitting, a key of SPLITTINGS.
-      special: special tokens behind the ranks, in order. Names in tokenizer_config.json (`added_tokens_decoder`) win.
-      more: how many there are at least.
-      unnamed: name of one without a name, by its id or, if `counts`, by its place among those.
+      special: special tokens after the ranks, in order. Names in tokenizer_config.json (`added_tokens_decoder`) win.
+      more: least number of special tokens.
+      unnamed: name of one without a name, by its id or, if `counts`, by its index among those.
       tokens: special tokens by role, unless the folder names others.
-      adds_bos: texts begin with the beginning of text.
+      adds_bos: texts begin with the beginning-of-text token.
     """
 
     file: str
@@ -84,8 +84,8 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
     """Build the tokenizer of a file of ranks, with its special tokens.
 
     source: content of the file at `path`. named: special tokens by id, as the folder names them. bos: text of the
-    beginning of text, which `row` may want. Raises ModelFileError for a file with other lines, and for ranks that are
-    not the numbers from 0 on.
+    beginning-of-text token, used if `row.adds_bos`. Raises ModelFileError for a file with other lines, and for ranks
+    that are not the numbers from 0 on.
     """
     tokens = spelt(_tokens(source, path))
     if (problem := too_long(tokens)) is not None:
@@ -101,7 +101,7 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
 
 
 def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
-    """Tokens by rank. Raises ModelFileError."""
+    """Return the tokens, as bytes, by rank. Raises ModelFileError."""
     lines = source.split()
     size = len(lines) // 2
     if len(lines) % 2 or not 256 <= size <= MAX_TOKENS:
@@ -117,7 +117,7 @@ def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
 
 
 def _special(row: Ranks, named: Mapping[int, str], first: int, path: Path) -> list[str]:
-    """Special tokens in order, from the id `first` on. Raises ModelFileError for too many."""
+    """Return the special tokens in order, from the id `first` on. Raises ModelFileError for too many."""
     known = dict(enumerate(row.special, first)) | {at: name for at, name in named.items() if at >= first}
     size = max(row.more, max(known, default=first) + 1 - first)
     if size > MAX_SPECIAL:
