@@ -1,4 +1,4 @@
-"""Engines and servers that benchmarks start: options, checkpoints without weights, requests to a server."""
+"""Engines and servers that benchmarks start: their options, checkpoints without weights, and requests to a server."""
 
 from __future__ import annotations
 
@@ -29,20 +29,29 @@ LLAMA |= {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 
 
 def engine_options(decodes: tuple[int, ...] = (), prefills: tuple[int, ...] = (), **options: Any) -> dict[str, Any]:
-    """Options of an engine that says nothing and has few programs: sizes of decode and of mixed steps, and others."""
+    """Return options of an engine that logs nothing and compiles few programs.
+
+    decodes, prefills: sizes of decode steps and of steps with prefill to compile. options: further engine options.
+    """
     sizes = {"cudagraph_capture_sizes": [*decodes], "prefill_sizes": [*prefills]}
     return {"compilation_config": sizes, "disable_log_stats": True, **options}
 
 
 def write_config(folder: str | Path, sizes: tuple[int, ...], **more: Any) -> None:
-    """Makes `folder` a checkpoint of Llama's family without weights, for load_format="dummy". sizes: those of SIZES."""
+    """Make `folder` a checkpoint of a Llama model without weights, for load_format="dummy".
+
+    sizes: values of the config.json fields named in SIZES. more: further fields.
+    """
     config = LLAMA | dict(zip(SIZES, sizes, strict=True)) | more
     (Path(folder) / "config.json").write_text(json.dumps(config))
 
 
 @contextlib.contextmanager
 def serving(options: dict[str, Any], *, wait: float = 600.0, **changes: Any) -> Iterator[ServerProcess]:
-    """`jaxengine serve` as a user starts it, removed in the end. wait: seconds that it may take to start."""
+    """Context in which `jaxengine serve` runs as a user starts it; stopped and removed at the end.
+
+    options: of the engine. wait: seconds that it may take to start. changes: further arguments of `start_server`.
+    """
     server = start_server(options, wait=wait, **changes)
     try:
         yield server
@@ -51,7 +60,11 @@ def serving(options: dict[str, Any], *, wait: float = 600.0, **changes: Any) -> 
 
 
 def ask(url: str, path: str, body: bytes | None = None, timeout: float = 60.0, **headers: str) -> tuple[int, str]:
-    """The status and the text of an answer, on a connection of its own; 0 and why where there is none."""
+    """Send a request on a connection of its own (POST with a body, GET without); return (HTTP status, text of the
+    answer), or (0, reason) if there is no answer.
+
+    timeout: seconds. headers: further headers.
+    """
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
     try:
         headers = {"Content-Type": "application/json", **headers}
@@ -65,7 +78,10 @@ def ask(url: str, path: str, body: bytes | None = None, timeout: float = 60.0, *
 
 
 def greedy_traffic(url: str, timeout: float | None = 120.0, **fields: Any) -> Traffic:
-    """Completions at temperature 0, to their last token, of the model that a server has. url: without a path."""
+    """Return traffic of completions at temperature 0 that run to max_tokens, for the model that a server has.
+
+    url: of the server, without a path. timeout: seconds of a request. fields: further fields of each request.
+    """
     server = Server.at(f"{url}/v1")
     model = asyncio.run(get_json(server, "/models"))["data"][0]["id"]
     return Traffic(server, "completions", model, {"temperature": 0.0, "ignore_eos": True, **fields}, timeout=timeout)

@@ -1,8 +1,8 @@
 """Runs a benchmark: `python -m benchmarks NAME [options]`. Without a name it lists them.
 
-Owns the table of benchmarks and the options that several of them share. A benchmark is a module with `OPTIONS`, a table
-of what it takes, and `run(args, recorder)`, which adds rows to the recorder. The harness reads the command line and
-chooses the platform. Its exit status is 1 when a row says that a limit was not kept.
+This module has the table of benchmarks and the options that several of them share. A benchmark is a module with
+`OPTIONS`, a table of its options, and `run(args, recorder)`, which adds rows to the recorder. The harness reads the
+command line and chooses the platform. Its exit status is 1 if a row says that a limit was not kept.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Option:
-    """What `--name` takes; a benchmark's table of options has them by name, with underscores.
+    """A command-line option of a benchmark. A benchmark's table has its options by name, with underscores.
 
     Attributes:
-      default: the value without it, whose type says how one is read: False is a flag, a tuple takes several.
-      kind: reads one value, where the default does not say how.
-      positional: it has no `--` and must be given.
+      default: the value if the option is not given; its type determines how a value is read: False makes the option a
+        flag, a tuple lets it take several values.
+      kind: function that reads one value, if the default does not determine how.
+      positional: the option is a positional argument, which must be given.
     """
 
     default: Any = None
@@ -80,7 +81,7 @@ class Option:
     positional: bool = False
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Adds it to a parser."""
+        """Add the option to a parser under a name."""
         flag = name if self.positional else f"--{name.replace('_', '-')}"
         if isinstance(self.default, bool):
             parser.add_argument(flag, action="store_true", help=self.help)
@@ -116,21 +117,21 @@ SHARED = {
 
 
 class OptionError(ValueError):
-    """Options that do not go together, or a machine that cannot run the benchmark."""
+    """Options contradict each other, or this machine cannot run the benchmark."""
 
 
 def shared(**defaults: Any) -> dict[str, Option]:
-    """Options that several benchmarks have, with this one's defaults."""
+    """Return options that several benchmarks have, by name, with the defaults given here."""
     return {name: replace(SHARED[name], default=value) for name, value in defaults.items()}
 
 
 def load(name: str) -> ModuleType:
-    """Import the module of a benchmark."""
+    """Import and return the module of the benchmark called `name`."""
     return importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}")
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark's command line."""
+    """Return the parser of a benchmark's command line."""
     module = load(name)
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
@@ -146,14 +147,18 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def file_of(name: str, save: str | None) -> Path | None:
-    """Return the file that `--save` means: itself with .json, else NAME_WORD.json, for "" NAME.json, in RESULTS."""
+    """Return the file that `--save` means: `save` itself if it ends in .json; else NAME_WORD.json, or NAME.json for "",
+    in RESULTS; None for None.
+
+    name: of the benchmark.
+    """
     if save is None or save.endswith(".json"):
         return None if save is None else Path(save)
     return RESULTS / f"{name}{'_' * bool(save)}{save}.json"
 
 
 def listing() -> str:
-    """The table of benchmarks, for people."""
+    """Return a text that lists the benchmarks."""
     lines, room = ["python -m benchmarks NAME [options]; NAME --help says which", ""], ""
     for name, (module, about) in BENCHMARKS.items():
         if (here := module.partition(".")[0]) != room:
@@ -164,7 +169,7 @@ def listing() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark, or list them; returns the exit status."""
+    """Run one benchmark, or list them; return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(listing())
@@ -190,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _use(platform: str) -> None:
-    """Has jax, which may be imported already, run on this platform, here and in processes that are started."""
+    """Make jax, which may be imported already, run on a platform, in this process and in those that it starts."""
     os.environ["JAX_PLATFORMS"] = platform
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", platform)

@@ -1,7 +1,7 @@
-"""Processes that benchmarks start: functions of a module that run in one of their own, programs that are ended when
-they hang, and the memory that one holds.
+"""Processes that benchmarks start: functions of a module that run in a process of their own, programs that are ended
+when they hang, and the memory of a process.
 
-`python -m benchmarks.processes MODULE:FUNCTION ARGUMENTS` calls a function with an object of JSON.
+`python -m benchmarks.processes MODULE:FUNCTION ARGUMENTS` calls a function with the arguments in a JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START_S = 60.0  # that a process may take until it has something to say
 
 
 def command(function: Callable[..., Any] | str, **arguments: Any) -> list[str]:
-    """The command line of a process that calls `function` (or "module:name"); arguments must survive JSON."""
+    """Return the command line of a process that calls `function` (or "module:name"); arguments must survive JSON."""
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
     return [sys.executable, "-m", "benchmarks.processes", name, json.dumps(arguments)]
 
@@ -37,11 +37,11 @@ def watch(
     each: Callable[[], Any],
     **variables: str,
 ) -> int | str:
-    """Runs a command in the root; returns its exit status, or why it was ended.
+    """Run a command in the repository's root; return its exit status, or why it was ended.
 
-    That is "hung" when the file `grows` has not changed for `stall_s` seconds (START_S more until it first does), "cut"
-    when `seconds` are over. With the command ends all that it started. log: output is appended to it. each: called
-    after every change of the file. variables: of the environment.
+    That is "hung" if the file `grows` has not changed for `stall_s` seconds (START_S more until it first does), "cut"
+    if `seconds` are over. All processes that the command started end with it. log: output is appended to it. each:
+    called after every change of the file. variables: of the environment.
     """
     with log.open("ab") as output:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
@@ -77,7 +77,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def memory(pid: int | str = "self", kind: str = "VmRSS") -> int:
-    """Bytes that Linux says a process holds (`kind`: a line of /proc/PID/status); 0 where it has ended."""
+    """Return the bytes that Linux states for a process (`kind`: a line of /proc/PID/status); 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

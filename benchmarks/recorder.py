@@ -23,13 +23,13 @@ BEGUN = "begun"
 
 
 class Recorder:
-    """The rows of one run.
+    """The rows of one run of a benchmark.
 
     Attributes:
-      rows: what was added so far, in order.
+      rows: rows added so far, in order.
       notes: further entries of the file, beside the rows.
       deadline: `time.monotonic()` after which `measure` begins no further row.
-      describe: says what the rows were measured on.
+      describe: returns a description of the machine on which the rows are measured.
       failed: whether a row's `kept` is False.
     """
 
@@ -41,7 +41,10 @@ class Recorder:
         budget_s: float = float("inf"),
         describe: Callable[[], dict[str, Any]] = host,
     ):
-        """path: of the file; None writes none."""
+        """Begin a run without rows.
+
+        path: of the file; None writes none. command: command line, for the file. budget_s: seconds until `deadline`.
+        """
         self.path, self.rows, self.notes = path, list[Row](), dict[str, Any]()
         self.deadline = time.monotonic() + budget_s
         when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -54,13 +57,15 @@ class Recorder:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What `describe` says, asked for when it is needed: it may start a device."""
+        """Return the result of `describe`, which is called when first needed, as it may start a device."""
         if self._machine is None:
             self._machine = self.describe()
         return self._machine
 
     def add(self, row: Row, key: tuple[str, ...] = (), *, quiet: bool = False) -> Row:
-        """Appends a row, or puts it in the place of the row with the same values in the columns `key`; prints it."""
+        """Append a row, or replace the row that has the same values in the columns `key`; write the file, and print the
+        row unless `quiet`. Returns the row.
+        """
         same = [at for at, each in enumerate(self.rows) if key and all(each.get(name) == row[name] for name in key)]
         if same:
             self.rows[same[0]] = row
@@ -72,11 +77,14 @@ class Recorder:
         return row
 
     def take_over(self) -> None:
-        """Begins with the rows that the file has, whichever machine made them."""
+        """Begin with the rows in the file, whichever machine made them."""
         self.rows = self._read().get("rows", [])
 
     def resume(self) -> None:
-        """Begins with the rows of a file of the same machine and versions; any other file is replaced."""
+        """Begin with the rows in the file if it is from the same machine and versions; otherwise replace it.
+
+        A row that had begun but not ended is kept and reported as such.
+        """
         before = self._read()
         if before.get("machine") == self.machine:
             self.rows = before["rows"]
@@ -86,11 +94,12 @@ class Recorder:
         self.write()
 
     def named(self, name: str) -> Row | None:
-        """The row that `measure` made under a name."""
+        """Return the row that `measure` made under a name; None if there is none."""
         return next((row for row in self.rows if row.get("name") == name), None)
 
     def measure(self, name: str, function: Callable[[], Row]) -> Row | None:
-        """The row `name`: as a resumed file has it, or what `function` gives; None when there is no time for it.
+        """Return the row `name`: the one in a resumed file, else the result of `function`; None if no time is left for
+        it.
 
         An exception becomes the row's `error`.
         """
@@ -106,14 +115,14 @@ class Recorder:
         return self.add({"name": name, **row}, ("name",))
 
     def finish(self) -> None:
-        """Prints the rows as a table, if they are of one kind, and writes the file."""
+        """Print the rows as a table, if all have the same columns, and write the file."""
         flat = all(not isinstance(value, dict | list) for row in self.rows for value in row.values())
         if len(self.rows) > 1 and flat and len({tuple(row) for row in self.rows}) == 1:
             print("\n" + table(self.rows))
         self.write()
 
     def write(self) -> None:
-        """Puts the file in the place of the one before."""
+        """Replace the file atomically with the current rows; does nothing without a file."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ _TIME = "%m-%d %H:%M:%S"
 
 
 def log_to_stderr(process: str | None = None) -> None:
-    """Shows the engine's log lines and other packages' warnings, unless logging has been configured already.
+    """Show the engine's log lines and other packages' warnings on standard error, unless logging is configured already.
 
     process: name of this process, put before each line; None when there is only one process.
     """
@@ -27,12 +27,14 @@ def log_to_stderr(process: str | None = None) -> None:
 
 
 def only_warnings() -> None:
-    """Hides the engine's log lines below warnings, for commands that converse with a person on the terminal."""
+    """Hide the engine's log lines below warnings, for commands that converse with a person on the terminal."""
     logging.getLogger("jaxengine").setLevel(logging.WARNING)
 
 
 class _Lines(logging.Formatter):
-    """Formatter that repeats the prefix on each line of a message of several lines, so that a search finds them all."""
+    """Log formatter that repeats the prefix on each line of a message of several lines, so that a search finds them
+    all.
+    """
 
     def __init__(self, process: str):
         super().__init__("%(message)s")

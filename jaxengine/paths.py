@@ -1,4 +1,4 @@
-"""Where this installation of jaxengine lies."""
+"""The folder, or zip file, from which this jaxengine was imported."""
 
 from __future__ import annotations
 

@@ -35,24 +35,27 @@ _INDEX = re.compile("[0-9]{1,9}")
 
 
 class UnresolvedError(ValueError):
-    """A reference has no target within its document."""
+    """A reference points to nothing within its document."""
 
 
 class Place(NamedTuple):
-    """A schema, and the URI that references within it are relative to ("" without `$id`)."""
+    """A part of a JSON schema document, with the URI (`base`) that references within it are relative to ("" without
+    `$id`).
+    """
 
     schema: Any
     base: str = ""
 
     def inside(self, schema: Any) -> Place:
-        """The place of a part of this schema."""
+        """Return `schema`, which is contained in this one, as a Place; its own `$id`, if it has one, becomes its base.
+        """
         own = schema.get("$id") if isinstance(schema, Mapping) else None
         if not isinstance(own, str) or own.startswith("#"):
             return Place(schema, self.base)
         return Place(schema, _joined(self.base, own.partition("#")[0]))
 
     def subschemas(self) -> Iterator[Place]:
-        """Yields the schemas that this schema directly contains."""
+        """Yield the schemas that this schema directly contains."""
         if isinstance(self.schema, Mapping):
             for word in SCHEMAS_BY_NAME:
                 yield from map(self.inside, mapping(self.schema, word).values())
@@ -61,19 +64,25 @@ class Place(NamedTuple):
             yield from (self.inside(self.schema[word]) for word in SCHEMA if word in self.schema)
 
     def listed(self, word: str) -> list[Place]:
-        """The places of a keyword's list of schemas; [] without such a list."""
+        """Return the schemas that a keyword such as "anyOf" lists, as Places; [] without such a list.
+
+        word: the keyword.
+        """
         found = self.schema.get(word) if isinstance(self.schema, Mapping) else None
         return [self.inside(each) for each in found] if isinstance(found, list) else []
 
 
 def mapping(schema: Any, word: str) -> Mapping[str, Any]:
-    """The object that a keyword has as its value; {} if it has none."""
+    """Return the object that a schema has as the value of a keyword; {} if it has none.
+
+    word: the keyword.
+    """
     found = schema.get(word) if isinstance(schema, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
 
 class SchemaDocument:
-    """A JSON schema that references are resolved in."""
+    """A JSON schema document within which references are resolved."""
 
     def __init__(self, root: Any):
         self.root = Place(None).inside(root)
@@ -99,10 +108,10 @@ class SchemaDocument:
         return place
 
     def applicable(self, place: Place, always: bool = False) -> Iterator[Place]:
-        """Yields the schemas that may apply to the same value as `place`, itself first: by reference, as alternatives
-        or in addition; at most _MAX_APPLICABLE. References without a target are skipped.
+        """Yield the schemas that may apply to the same value as `place`: `place` itself, then those that it reaches by
+        reference, as alternatives or in addition; at most _MAX_APPLICABLE. References without a target are skipped.
 
-        always: only the schemas that apply in any case.
+        always: yield only schemas that apply in any case, not alternatives.
         """
         waiting, seen = [place], set[int]()
         while waiting and len(seen) < _MAX_APPLICABLE:
@@ -118,7 +127,10 @@ class SchemaDocument:
             waiting += self.referred(place, strict=False)
 
     def referred(self, place: Place, strict: bool = True) -> list[Place]:
-        """Targets of a schema's own references. Raises UnresolvedError if `strict`; otherwise skips those without."""
+        """Return the targets of the references that a schema itself has, not of those within its parts.
+
+        strict: raise UnresolvedError for a reference without a target; otherwise such references are skipped.
+        """
         found = []
         for word in REFERENCES:
             if word in place.schema:
@@ -131,7 +143,7 @@ class SchemaDocument:
 
     @cached_property
     def _named(self) -> dict[str, Place]:
-        """Places by `$id`, as a URI, and by anchor, as URI#anchor."""
+        """Map `$id` (as an absolute URI) and anchor (as URI#anchor) of each part of the document to that part."""
         named: dict[str, Place] = {}
         waiting = [self.root]
         while waiting:
@@ -147,7 +159,7 @@ class SchemaDocument:
 
 
 def _joined(base: str, uri: str) -> str:
-    """Resolves a URI; text that is none stays as it is."""
+    """Resolve `uri` against `base`; a text that is not a URI is returned unchanged."""
     try:
         return urljoin(base, uri) if uri else base
     except ValueError:
@@ -155,7 +167,7 @@ def _joined(base: str, uri: str) -> str:
 
 
 def _pointed(place: Place, pointer: str) -> Place | None:
-    """Follows a JSON pointer from a place; returns the place it points to, None if it points nowhere."""
+    """Follow a JSON pointer from a place; return the place it points to, None if it points nowhere."""
     for step in pointer.split("/")[1:]:
         found, key = place.schema, step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and key in found:
@@ -168,10 +180,10 @@ def _pointed(place: Place, pointer: str) -> Place | None:
 
 
 def moved(place: Place, document: SchemaDocument, definitions: dict[str, Any]) -> Any:
-    """Copy a schema of one document for use in another.
+    """Return a copy of a schema of `document` for use in another document; its references are rewritten.
 
-    definitions: `$defs` of the other document, which may have those of several; the targets of references are added
-    under new names. Other definitions stay behind, as do the anchors and `$id`s. Raises UnresolvedError.
+    definitions: `$defs` of the other document, changed in place: the targets of references are added under new names.
+    Definitions that nothing refers to are not copied, nor are anchors and `$id`s. Raises UnresolvedError.
     """
     mover = _Mover(document, definitions)
     copy = mover.copy(place)
@@ -182,7 +194,10 @@ def moved(place: Place, document: SchemaDocument, definitions: dict[str, Any]) -
 
 
 def self_contained(document: SchemaDocument, *places: Place) -> dict[str, Any]:
-    """Copy schemas, all of which apply to one value, as a document of their own. Raises UnresolvedError."""
+    """Return one schema, with the definitions that it needs, that requires all of `places` of a value.
+
+    Raises UnresolvedError.
+    """
     definitions: dict[str, Any] = {}
     copies = [moved(place, document, definitions) for place in places]
     copy = copies[0] if len(copies) == 1 else {"allOf": copies}
@@ -190,13 +205,17 @@ def self_contained(document: SchemaDocument, *places: Place) -> dict[str, Any]:
 
 
 def with_definitions(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema with `$defs`, if there are any."""
+    """Return the schema with `definitions` as its `$defs`; the schema itself if there are none."""
     return {**schema, "$defs": definitions} if definitions else schema
 
 
 @dataclass
 class _Mover:
-    """Copies schemas of a document. waiting: names of definitions that are referred to, and what they copy."""
+    """Copies schemas of `document` for another document, whose `$defs` are `definitions`.
+
+    Attributes:
+      waiting: (name in `definitions`, schema to copy there) of references that were met but not copied yet.
+    """
 
     document: SchemaDocument
     definitions: dict[str, Any]
@@ -229,7 +248,7 @@ class _Mover:
         return copy
 
     def _name(self, target: Place) -> str:
-        """The new reference to a target. Raises UnresolvedError."""
+        """Return the reference, in the new document, to a target; a new target gets a name. Raises UnresolvedError."""
         if not isinstance(target.schema, Mapping | bool):
             raise UnresolvedError(f"a reference of the schema points to {type(target.schema).__name__}, not a schema")
         name = self._names.get(id(target.schema))

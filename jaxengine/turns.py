@@ -1,7 +1,7 @@
-"""Threads that clients take turns at, so that the slow files of one do not hold up those of another.
+"""Thread pool whose clients take turns, so that slow files of one client do not hold up those of another.
 
-An owner is the holder of a key, whose requests share a turn. Work without an owner, of Python or of a server with one
-key, has no one to leave room for and may use all threads.
+An owner is the holder of an API key; all requests with that key share a turn. Work without an owner (from Python, or
+from a server with one key) has nobody to leave room for and may use all threads.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _T = TypeVar("_T")
 
 
 def share_of(owner: str | None, total: int) -> int:
-    """The most of `total` places that an owner may have: half of them, at least one; all without an owner."""
+    """Return how many of `total` threads an owner may occupy at once: half of them, at least one; all without an owner.
+    """
     return total if owner is None else max(1, total // 2)
 
 
 class Turns(Generic[_T]):
-    """Items that wait for one of `num_places`, in a line for each owner. For one thread at a time.
+    """Items that wait for one of `num_places` places, in one queue per owner. Must be used by one thread at a time.
 
-    Owners take turns; one that has its share of the places (`share_of`) lets the others go first.
+    Owners take turns; an owner that occupies its share of the places (`share_of`) lets the others go first.
     """
 
     def __init__(self, num_places: int):
@@ -39,11 +40,11 @@ class Turns(Generic[_T]):
         self._running: Counter[str | None] = Counter()
 
     def push(self, owner: str | None, item: _T) -> None:
-        """Puts an item at the end of its owner's line."""
+        """Put an item at the end of its owner's queue."""
         self._lines.setdefault(owner, deque()).append(item)
 
     def remove(self, owner: str | None, item: _T) -> None:
-        """Takes an item out of its owner's line, if it is still there."""
+        """Take an item out of its owner's queue, if it is still there."""
         line = self._lines.get(owner, deque())
         if item in line:
             line.remove(item)
@@ -51,7 +52,7 @@ class Turns(Generic[_T]):
                 del self._lines[owner]
 
     def start(self) -> tuple[str | None, _T] | None:
-        """Gives a place to the next item; returns it with its owner. None if no place is free for one that waits."""
+        """Give a place to the next waiting item and return (owner, item); None if no place is free for any item."""
         if self._running.total() >= self._num_places:
             return None
         free = (owner for owner in self._lines if self._running[owner] < share_of(owner, self._num_places))
@@ -60,7 +61,8 @@ class Turns(Generic[_T]):
         return None
 
     def _take(self, owner: str | None) -> _T:
-        """Takes the first item of an owner's line, and a place for it. The owner's next turn is behind the others'."""
+        """Return the first item of an owner's queue, counting a place as occupied; the owner moves behind the others.
+        """
         line = self._lines[owner]
         item = line.popleft()
         self._running[owner] += 1
@@ -70,7 +72,7 @@ class Turns(Generic[_T]):
         return item
 
     def end(self, owner: str | None) -> None:
-        """Gives back a place of this owner."""
+        """Free a place that this owner occupied."""
         self._running[owner] -= 1
         if not self._running[owner]:
             del self._running[owner]
@@ -99,7 +101,7 @@ class _Work:
 
 
 class FairThreads:
-    """A thread pool at which owners take turns, see Turns. Threads are started on first use."""
+    """A thread pool whose owners take turns (see Turns). Threads are started on first use."""
 
     def __init__(self, num_threads: int, name: str):
         self._turns: Turns[_Work] = Turns(num_threads)
@@ -107,11 +109,11 @@ class FairThreads:
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Has a thread call `function` in the caller's context, at a turn of its OWNER.
+        """Queue `function(*args, **kwargs)` for a thread, to run in the caller's context; return the future of its
+        result.
 
-        Returns the future of its result at once.
-
-        A future that is cancelled before its turn leaves the line at once, with everything that it holds.
+        It waits for a turn of the context's OWNER. A future that is cancelled before then leaves the queue at once, and
+        what the call refers to is released.
         """
         owner, context = OWNER.get(), contextvars.copy_context()
         work = _Work(lambda: context.run(function, *args, **kwargs))
@@ -128,7 +130,7 @@ class FairThreads:
         return work.future
 
     def _start(self) -> None:
-        """Starts what may run now."""
+        """Hand every queued call that may run now to the threads."""
         with self._lock:
             while (turn := self._turns.start()) is not None:
                 self._threads.submit(self._run, *turn)

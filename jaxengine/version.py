@@ -1,3 +1,3 @@
-"""The version of jaxengine, which the wheel, the command line and the processes of an engine compare."""
+"""Version of jaxengine, which the wheel and the command line state, and which processes of one engine compare."""
 
 __version__ = "0.1.0"

@@ -1,9 +1,9 @@
-"""Modules of vLLM by their names: `from jaxengine.lora.request import LoRARequest` is `from jaxengine import
+"""Modules of vLLM under their names: `from jaxengine.lora.request import LoRARequest` is `from jaxengine import
 LoRARequest`.
 
-A module of MODULES has no file. A finder, asked after Python's own, makes it when it is imported, and its names are
-looked up when they are used. Names of vLLM that have no counterpart raise ImportError with what there is instead. Type
-checkers see no such modules: typed programs import from `jaxengine`.
+The modules listed in MODULES have no files. An import finder, asked after Python's own, makes such a module when it is
+imported, and its names are looked up when they are used. A name of vLLM that has no counterpart raises ImportError,
+whose message says what to use instead. Type checkers see no such modules: typed programs import from `jaxengine`.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ NOT_BUILT: dict[str, str] = {
 
 
 class NotBuiltImportError(ModuleNotFoundError):
-    """vLLM has a module or name that this engine does not."""
+    """Import of a module or name that vLLM has and this engine does not."""
 
 
 def look_up(module: str) -> Callable[[str], Any]:
-    """Makes the `__getattr__` of a module of MODULES: imports a name from its home when it is first used.
+    """Return the `__getattr__` of a module of MODULES, which imports a name from where it is defined on first use.
 
-    It raises NotBuiltImportError for a name that vLLM has and this engine does not, AttributeError for another one.
+    It raises NotBuiltImportError for a name that vLLM has and this engine does not, AttributeError for any other name.
     """
     homes = _homes(module.removeprefix(f"{_ROOT}."))
 
@@ -128,9 +128,11 @@ def look_up(module: str) -> Callable[[str], Any]:
 
 
 def refuse(module: str, name: str) -> None:
-    """Raises NotBuiltImportError for a name that vLLM has in a module, or may have, and this engine does not.
+    """Raise NotBuiltImportError if vLLM has, or may have, `name` in a module and this engine does not.
 
-    Names of submodules, and those with underscores that Python looks for itself, are left to the caller.
+    Does nothing for submodules, and for names with underscores that Python itself looks for.
+
+    module: full name of the module.
     """
     full = f"{module}.{name}"
     inside = full.removeprefix(f"{_ROOT}.")
@@ -141,12 +143,12 @@ def refuse(module: str, name: str) -> None:
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name below `jaxengine` is a module or package of vLLM's that `import` makes."""
+    """Whether a dotted name below `jaxengine` is one of vLLM's modules or packages that `install` makes importable."""
     return name in MODULES or name in PACKAGES
 
 
 def install() -> None:
-    """Lets `import` find MODULES."""
+    """Let `import` find the modules of MODULES: adds the finder to Python's."""
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.append(_Finder())
 
@@ -171,13 +173,15 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _homes(module: str) -> dict[str, str]:
-    """Name -> module:attribute, or module: for the same name, of each name in a module of MODULES."""
+    """Map each name of a module of MODULES to where it is defined, "module:attribute" ("module:" if named the same
+    there).
+    """
     words = (word.partition("=") for word in MODULES.get(module, "").split())
     return {name: home or f"{_ROOT}:{name}" for name, _, home in words}
 
 
 def _advice(name: str) -> str | None:
-    """The text of the longest row of NOT_BUILT that `name` is or begins with; None if there is none."""
+    """Return the text of NOT_BUILT for the longest key that is `name` or a package around it; None if there is none."""
     parts = name.split(".")
     begins = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((NOT_BUILT[each] for each in begins if each in NOT_BUILT), None)

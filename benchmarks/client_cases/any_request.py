@@ -1,4 +1,6 @@
-"""schemathesis over a socket: requests that fit /openapi.json or nearly do are answered in time, none by a fault."""
+"""schemathesis over a socket: requests that match /openapi.json, or nearly do, are answered in time and never with a
+server error.
+"""
 
 import contextlib
 

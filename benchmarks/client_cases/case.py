@@ -1,7 +1,8 @@
-"""What every client is asked to do, and how its cases report. Runs with the client's packages; imports nothing of ours.
+"""The task that every client is given, and the reporting of its cases. Runs with the client's packages; imports nothing
+of jaxengine.
 
 A script defines `async def` functions named after columns of the table, which raise when something is wrong, and ends
-with `report(globals())`: one line of JSON a column.
+with `report(globals())`, which prints one line of JSON for each column.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ SECONDS = 900.0
 
 
 class Place(pydantic.BaseModel):
-    """The arguments of the tool: short, so that a small model is soon done with them."""
+    """The arguments of the tool `get_weather`: short, so that a small model completes them quickly."""
 
     city: Literal["Paris", "Rome"]
     days: int = pydantic.Field(ge=1, le=9)
 
 
 class Weather(pydantic.BaseModel):
-    """What an answer is to look like."""
+    """The form that structured answers must have."""
 
     city: Literal["Paris", "Rome"]
     degrees: int = pydantic.Field(ge=0, le=40)
@@ -49,12 +50,16 @@ class Weather(pydantic.BaseModel):
 
 
 def get_weather(city: Literal["Paris", "Rome"], days: int = 1) -> str:
-    """The weather of a city for some days."""
+    """Return the weather of a city for some days; the tool that clients offer to the model."""
     return f"{city}: 20 degrees and no rain, for {days} days"
 
 
 def report(module: dict[str, Any]) -> None:
-    """Runs the script's cases one after the other and prints what came of each."""
+    """Run a script's cases one after the other and print, as lines of JSON, the client's versions and each case's
+    outcome.
+
+    module: globals() of the script.
+    """
     names = module["PACKAGES"]
     versions = {name: importlib.metadata.version(name) for name in names}
     print(json.dumps({"client": " + ".join(f"{name} {version}" for name, version in versions.items())}), flush=True)

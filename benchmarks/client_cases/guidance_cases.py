@@ -27,7 +27,10 @@ async def chat():
 
 @guidance
 def answer(model):
-    """Whole turns: a stream runs in a thread of its own, where no block of the caller's is open."""
+    """Return the model after the question and a generated answer, in guidance blocks opened here.
+
+    guidance streams in a thread of its own, in which none of the caller's blocks is open.
+    """
     return asked(model, gen("text", max_tokens=32))
 
 

@@ -1,4 +1,4 @@
-"""instructor: pydantic models out of forced calls, out of schemas, whole and streamed."""
+"""instructor: pydantic models from forced tool calls and from schemas, whole and streamed."""
 
 import instructor
 import openai

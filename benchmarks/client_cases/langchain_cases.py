@@ -1,4 +1,4 @@
-"""LangChain over OpenAI's chat, and over Anthropic's messages for the same."""
+"""LangChain over OpenAI's chat completions, and over Anthropic's messages with the same cases."""
 
 from case import BASE, KEY, MODEL, QUESTION, Place, Weather, get_weather, report
 from langchain_anthropic import ChatAnthropic

@@ -1,4 +1,4 @@
-"""litellm: OpenAI's endpoint, and Anthropic's as a provider of its own."""
+"""litellm: OpenAI's endpoint, and Anthropic's as a separate provider."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""lm-eval's model for completions, with the server's tokenizer: what the Python API says of the same texts."""
+"""lm-eval's model for completions, with the server's tokenizer: its scores must equal the Python API's for the same
+texts.
+"""
 
 import json
 from pathlib import Path

@@ -64,7 +64,7 @@ async def structured():
 
 
 async def second_turn():
-    """After the call that it is made to make, the agent answers as it likes."""
+    """Check that an agent that was forced to call a tool answers freely after the call."""
     for model in models:
         forced = {"tool_choice": "required", "parallel_tool_calls": False}
         run = await Runner.run(agent(model, tools=[function_tool(get_weather)], settings=forced), QUESTION)

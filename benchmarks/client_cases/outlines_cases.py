@@ -15,7 +15,7 @@ by_openai, by_vllm = outlines.from_openai(plain, MODEL), outlines.from_vllm(plai
 
 
 class Closed(Weather, extra="forbid"):
-    """Without more fields, which vLLM's structured_outputs let a model write where a schema does."""
+    """Weather without additional properties, which vLLM's structured_outputs would otherwise let a model write."""
 
 
 async def chat():

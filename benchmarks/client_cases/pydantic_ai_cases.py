@@ -1,4 +1,4 @@
-"""pydantic-ai over OpenAI's chat, its responses, and Anthropic's messages."""
+"""pydantic-ai over OpenAI's chat completions and responses, and Anthropic's messages."""
 
 from case import BASE, KEY, MODEL, QUESTION, Weather, get_weather, report
 from pydantic_ai import Agent, NativeOutput, ToolOutput
@@ -42,7 +42,7 @@ async def stream():
 
 
 async def tools():
-    """Its own way to a structure: a tool that must be called."""
+    """Check structured output by pydantic-ai's default method: a tool that the model must call."""
     for model in models:
         run = await Agent(model, output_type=ToolOutput(Weather), model_settings=SETTINGS).run(QUESTION)
         assert isinstance(run.output, Weather)

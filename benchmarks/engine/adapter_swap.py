@@ -1,9 +1,10 @@
-"""What bringing an adapter to its slot takes, and how long streams that run stand still for it, on the default model.
+"""How long it takes to bring an adapter to its slot on the devices, and how long running streams are delayed by that,
+on the default model.
 
 Streams without an adapter run all the time. While they do, an adapter is loaded, and a request names it whose prompt is
-one token; then comes the same request without an adapter, for what any new one costs. `swap` is the time until the step
-after the one that finds the adapter there; a gap is the longest time between two steps' ends. Milliseconds, medians of
-the repeats, of gaps the longest.
+one token; then the same request is sent without an adapter, to show what any new one costs. `swap` is the time until
+the step after the one that finds the adapter on the devices; a gap is the longest time between the ends of two steps.
+Times are milliseconds: medians of the repeats, of gaps the longest.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ ENGINE = engine_options(
 
 
 def write_adapter(folder: Path, core: EngineCore, rank: int, seed: int) -> str:
-    """An adapter of every matrix that takes one, as PEFT writes it."""
+    """Write an adapter for every matrix that can have one, in PEFT's format, to `folder`; returns its path.
+
+    core: engine with the model. rank: of the adapter. seed: of its random numbers.
+    """
     drawn, tensors, shapes = np.random.default_rng(seed), {}, core.runner.extension("adapters").targets.shapes
     for module, (size, out) in shapes.items():
         for name, shape in (("A", (rank, size)), ("B", (out, rank))):
@@ -60,7 +64,11 @@ def write_adapter(folder: Path, core: EngineCore, rank: int, seed: int) -> str:
 
 
 class Streams:
-    """An engine with requests that run on and on; `ends`: when each step ended."""
+    """An engine whose requests never end.
+
+    Attributes:
+      ends: the time at which each step ended, in seconds.
+    """
 
     def __init__(self, core: EngineCore, count: int):
         self.core, self.ends, self.first = core, [0.0], set[str]()
@@ -87,15 +95,16 @@ class Streams:
             self.step()
 
     def intervals(self, begin: int) -> np.ndarray:
-        """Milliseconds between the ends of steps since that many had ended."""
+        """Return the milliseconds between the ends of consecutive steps, from step number `begin` on."""
         return np.diff(np.array(self.ends[begin:])) * 1e3
 
 
 def once(streams: Streams, path: str, name: str) -> dict[str, float]:
-    """Load an adapter, run it by one request and unload it, while the streams run; returns milliseconds by name.
+    """Load an adapter, use it in one request and unload it, while the streams run; return milliseconds by name.
 
-    step: median of a step before. load, swap: until it is loaded, and until it is on the devices. gap: longest step
-    since the load began. gap of a plain request: the longest until a request without an adapter has its first token.
+    step: median of a step before. load, swap: until the adapter is loaded, and until it is on the devices. gap: longest
+    step since loading began. gap of a plain request: longest step until a request without an adapter has its first
+    token. path, name: of the adapter.
     """
     core, store = streams.core, streams.core.engine.extensions.adapter_store()
     for _ in range(20):
@@ -122,7 +131,11 @@ def once(streams: Streams, path: str, name: str) -> dict[str, float]:
 
 
 def parts(core: EngineCore, path: str) -> dict[str, float]:
-    """Time the parts of a swap where nothing else runs; returns milliseconds by name. Overwrites slot 1 of pools."""
+    """Time the parts of a swap while nothing else runs; return milliseconds by name. Overwrites slot 1 of the adapters'
+    pools.
+
+    path: of the adapter.
+    """
     store, found = core.engine.extensions.adapter_store(), {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:

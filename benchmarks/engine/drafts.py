@@ -1,12 +1,13 @@
-"""What drafts bring on the default model: tokens a step and tokens a second, beside the same engine without.
+"""Gain from drafts on the default model: tokens per step and tokens per second, compared with the same engine without
+drafts.
 
-Without --draft they are looked up (n-grams), or with --method grammar there are none but tokens that a grammar leaves
-no choice; `python -m benchmarks first_layers FOLDER` makes a model for it, and `python -m benchmarks train_head FOLDER`
-an EAGLE-3 head, which --method eagle3 says it is.
+Without --draft, drafts are looked up (n-grams); with --method grammar only tokens that a grammar leaves no choice of
+are drafted. `python -m benchmarks first_layers FOLDER` makes a draft model for --draft, and `python -m benchmarks
+train_head FOLDER` an EAGLE-3 head, which needs --method eagle3.
 
-Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal. The
-answers to `json` and `json edit` are under grammars, which decide the names of properties; the latter repeats values of
-its prompt. --always drafts in every step, whether it pays or not, to see how many drafts are right.
+Prompts run one at a time, and all at once if --num-seqs allows it, by both engines in turn; tokens must be equal. The
+answers to `json` and `json edit` are under grammars, which determine the names of properties; the latter repeats values
+of its prompt. --always drafts in every step, whether it pays or not, to show how many drafts are right.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ OPTIONS = {
 
 
 def answer(llm: LLM, names: list[str], params: list[SamplingParams]) -> tuple[list[list[int]], float, int]:
-    """Tokens of each prompt, seconds, and steps."""
+    """Generate the answers to the named prompts at once; return the tokens of each, the seconds, and the number of
+    steps.
+
+    names: keys of PROMPTS. params: sampling parameters of each.
+    """
     steps, start = llm.core.engine.stats.num_steps, time.perf_counter()
     outputs = llm.chat([[{"role": "user", "content": PROMPTS[name]}] for name in names], params, use_tqdm=False)
     seconds = time.perf_counter() - start

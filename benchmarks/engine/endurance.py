@@ -1,10 +1,10 @@
-"""Whether memory grows with the requests served.
+"""Whether memory grows with the number of requests served.
 
-A model of random weights and a few KiB, so that a request costs little and what one leaves behind shows: offline in a
-process of its own, then by `jaxengine serve` over sockets, of which the engine's process and the API process are
-watched. A row is a tenth of the requests: resident anonymous memory at its end, and how much of it came since the row
-before, for 1,000 requests. The first rows fill rings of a fixed length (the timeline, the latencies shown on the status
-page); after them the growth has to be near 0.
+The model has random weights of a few KiB, so that a request costs little and what it leaves behind shows: first offline
+in a process of its own, then with `jaxengine serve` over sockets, where the engine's process and the API process are
+watched. A row is a tenth of the requests: resident anonymous memory at its end, and its growth since the previous row
+per 1,000 requests. The first rows fill rings of a fixed length (the timeline, the latencies shown on the status page);
+after them the growth has to be near 0.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def offline(folder: str, num_requests: int) -> None:
-    """Serves by `LLM.generate`, a hundred at a time; a JSON line [number, bytes] after each row."""
+    """Serve `num_requests` with `LLM.generate`, a hundred at a time; print [number served, resident bytes] as JSON
+    after each row.
+
+    folder: of the model.
+    """
     from jaxengine import LLM, SamplingParams
 
     llm = LLM(folder, **ENGINE)
@@ -80,7 +84,11 @@ def _offline_elsewhere(folder: str, num_requests: int) -> Iterator[tuple[int, di
 
 
 def served(folder: str, num_requests: int) -> Iterator[tuple[int, dict[str, int]]]:
-    """Serves streams over HTTP, as many at once as run at once."""
+    """Serve `num_requests` streams over HTTP, as many at once as the engine runs; yield (number served, bytes by
+    process) after each row.
+
+    folder: of the model.
+    """
     with serving({**ENGINE, "model": folder}) as running:
         each = num_requests // ROWS
         for row in range(ROWS):
@@ -108,10 +116,10 @@ async def _send(url: str, first: int, count: int) -> None:
 
 
 def _prompt(number: int) -> list[int]:
-    """Six tokens, so that some prefixes are shared and most are not."""
+    """Return six token ids for request `number`, so that some prefixes are shared and most are not."""
     return [(number * 31 + place * (number % 97 + 1)) % 120 + 3 for place in range(6)]
 
 
 def _fields(number: int) -> dict[str, Any]:
-    """Parameters that differ between requests; some with logprobs."""
+    """Return sampling parameters for request `number`, which differ between requests; some ask for logprobs."""
     return {"max_tokens": 2, "temperature": 1.0, "top_k": 5 + number % 7, "logprobs": 1 if number % 300 == 0 else None}

@@ -1,8 +1,9 @@
-"""The engine from end to end with random weights of a real shape, and how long the device idles between its steps.
+"""The whole engine with random weights of a real model's shape, and the share of time that the device idles between
+steps.
 
-`tokens_per_s` is of whole runs, prompts included. For the idle share all sequences decode: `step_ms` is what a step
-takes in the engine's loop, `device_ms` what the same compiled programs take when it is dispatched again and again and
-nobody reads its results. What the first has above the second is time in which the device waited for the host.
+`tokens_per_s` is of whole runs, prompts included. For the idle share all sequences decode: `step_ms` is the time of a
+step in the engine's loop, `device_ms` that of the same compiled programs when they are dispatched again and again and
+nobody reads their results. The difference is time in which the device waited for the host.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def make_llm(config: tuple[int, ...], num_seqs: list[int], max_model_len: int) -> Any:
-    """An engine with random weights and one program per measured number of sequences."""
+    """Return an engine with random weights and one decode program for each number of sequences to measure.
+
+    config: the model's sizes. num_seqs: numbers of sequences.
+    """
     from jaxengine import LLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +82,11 @@ def make_llm(config: tuple[int, ...], num_seqs: list[int], max_model_len: int) -
 
 
 def measure(llm: Any, num_seqs: int, input_len: int, output_len: int, num_steps: int) -> dict[str, Any]:
-    """A whole run of `num_seqs` random prompts, then the idle share of its decode steps."""
+    """Measure a whole run of `num_seqs` random prompts, then the idle share of its decode steps; return a row of
+    figures.
+
+    input_len, output_len: tokens of each prompt and output. num_steps: steps to time.
+    """
     from jaxengine.bench.engine_run import run_workload
     from jaxengine.bench.workloads import fixed_lengths
 
@@ -93,7 +101,11 @@ def measure(llm: Any, num_seqs: int, input_len: int, output_len: int, num_steps:
 
 
 def idle(llm: Any, prompts: tuple[tuple[int, ...], ...], num_steps: int) -> dict[str, float]:
-    """Decode steps of all prompts in the engine's loop, and the last of them repeated on the device alone."""
+    """Time decode steps of all prompts in the engine's loop, then the last of these steps repeated on the device alone;
+    return figures by name.
+
+    num_steps: steps to time.
+    """
     import jax
 
     from jaxengine.requests.sampling_params import SamplingParams

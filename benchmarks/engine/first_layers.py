@@ -1,10 +1,9 @@
-"""Writes a draft model for the default model: its own first layers, and its head behind them, nothing trained.
+"""Writes a draft model for the default model: its own first layers with its head behind them, not trained.
 
-    python -m benchmarks first_layers FOLDER
-    python -m benchmarks drafts --draft FOLDER --drafts 3
+    python -m benchmarks first_layers FOLDER python -m benchmarks drafts --draft FOLDER --drafts 3
 
-It shows what a draft model costs and that it changes no token, not what a good one brings: a draft costs as many of the
-model's layers as it has, and layers that were not trained to be the last are seldom of the model's mind.
+It shows what a draft model costs and that it changes no token, not what a good one gains: a draft costs as many of the
+model's layers as it has, and layers that were not trained to be the last seldom predict what the model does.
 """
 
 from __future__ import annotations
@@ -44,7 +43,10 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, Any], model: ModelConfig, num_layers: int, **more: Any) -> None:
-    """A Hugging Face folder of tensors whose layers have the sizes of `model`; more: further entries of config.json."""
+    """Write tensors as a Hugging Face folder of a model with `num_layers` layers of the sizes of `model`.
+
+    more: further entries of config.json.
+    """
     attention = model.attention[0]
     assert attention.rope is not None and attention.rope.scaling is None
     config = {

@@ -1,9 +1,9 @@
-"""What a cache of codes costs in exactness and saves in memory, of the default model in float32.
+"""Loss of exactness, and saving of memory, by a KV cache of codes (int8, fp8), on the default model in float32.
 
 The recorded workloads with their greedy continuations run through engines that differ in kv_cache_dtype, each with the
-same bytes for its pool. Of every token of the continuations: whether it is still the likeliest after those before it,
-and how far its log-probability is from that with a cache of float32. With --only, a file keeps its rows of the
-others.
+same bytes for its pool. For every token of the continuations: whether it is still the likeliest after the tokens before
+it, and how far its log-probability is from that with a cache of float32. With --only, the file's rows of other dtypes
+are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ ENGINE = engine_options(
 
 
 def scored(llm: LLM, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(log-probability, whether it is the likeliest) of every token of the recorded continuations of a workload."""
+    """Return (log-probability, whether it is the likeliest) of every token of the recorded continuations of a workload.
+
+    name: of the workload.
+    """
     workload = recorded(name)
     prompts = [{"prompt_token_ids": [*p, *r]} for p, r in zip(workload.prompts, workload.reference, strict=True)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -47,9 +50,10 @@ def scored(llm: LLM, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure(kind: str, exact: dict[str, np.ndarray]) -> Row:
-    """Measure one kv_cache_dtype: a row of its pool's tokens, and per text the share of best tokens and the mean error.
+    """Measure one kv_cache_dtype; return a row: tokens in its pool, and per text the share of best tokens and the mean
+    error.
 
-    exact: log-probabilities by text to compare with; those of the first call are put into it.
+    exact: log-probabilities to compare with, by text; the first call's are stored in it.
     """
     llm = LLM(**ENGINE, kv_cache_dtype=kind)
     plan = llm.core.runner.plan

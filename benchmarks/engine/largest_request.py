@@ -1,8 +1,8 @@
-"""What one request with the largest legal value of a field costs the steps of the others.
+"""How much one request with the largest legal value of a field slows the steps of other requests.
 
 Microseconds of an `Engine.step` with a runner that does nothing: `before` with plain requests only, `beside` while one
-has the field at its largest, `after` when that one has ended. The first is measured anew for every field, right before,
-since a machine's speed changes; each is the fastest of several rounds. A field that makes `after` dearer than `before`
+request has the field at its largest, `after` when that one has ended. `before` is measured anew for every field, since
+a machine's speed changes; each figure is the fastest of several rounds. A field that makes `after` slower than `before`
 has left something behind (tests/jaxengine/engine/test_step_cost.py counts calls, and fails).
 """
 
@@ -34,7 +34,7 @@ OPTIONS = {"num_seqs": Option(64, "sequences running at once", kind=positive_int
 
 
 def largest(vocab_size: int) -> dict[str, Any]:
-    """The largest value of every field of SamplingParams that the engine's loop gets to see."""
+    """Return the largest value of each field of SamplingParams that reaches the engine's loop, by field."""
     return {
         "presence_penalty": 2.0,
         "frequency_penalty": 2.0,
@@ -63,7 +63,7 @@ BAD_WORDS = {
 
 
 class Steps:
-    """An engine whose device costs nothing, `num_seqs - 1` plain requests in it."""
+    """An engine with a runner that does nothing, running `num_seqs - 1` plain requests."""
 
     def __init__(self, num_seqs: int):
         config = SchedulerConfig(
@@ -83,7 +83,7 @@ class Steps:
             self.add(SamplingParams(temperature=0))
 
     def add(self, params: SamplingParams, bad_words: Any = ()) -> Request:
-        """Queues a request that does not end by itself."""
+        """Queue a request that does not end by itself, and return it."""
         prompt = np.random.default_rng(self._number).integers(3, 30_000, 20).astype(np.int32)
         request = Request(
             str(self._number),
@@ -97,7 +97,7 @@ class Steps:
         return request
 
     def microseconds(self) -> float:
-        """Run ROUNDS of STEPS steps; returns the microseconds of a step, the mean of the fastest round."""
+        """Run ROUNDS rounds of STEPS steps; return the microseconds per step of the fastest round."""
         for _ in range(4):
             self.engine.step()
         best = float("inf")

@@ -1,9 +1,9 @@
-"""What an engine on a CPU holds, beside what its memory plan says.
+"""Memory that an engine on a CPU really holds, compared with its memory plan.
 
-Each engine runs in a process of its own, started twice, so that a start that compiles is seen and one that loads.
-Real is the anonymous memory that is resident (RssAnon of /proc) after a full load: every slot taken, tokens drawn
-with penalties and logprobs, prompts scored. Pages of files, which Linux drops and reads again as it likes, are told
-beside it. Tells nothing of speed.
+Each engine runs in a process of its own and is started twice, to see a start that compiles and one that loads compiled
+programs. The real memory is the resident anonymous memory (RssAnon of /proc) after a full load: every slot taken,
+tokens drawn with penalties and logprobs, prompts scored. Pages of files, which Linux may drop and read again, are
+reported separately. Speed is not measured.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
-    """Serves a full load in a process of its own: the plan's bytes by purpose, what was held, and the start's kind."""
+    """Serve a full load in a process of its own; return the figures: the plan's bytes by purpose, the bytes held, and
+    the kind of start.
+
+    options: of the engine.
+    """
     done = subprocess.run(command(measure_here, options=options), stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure_here(options: dict[str, Any]) -> None:
-    """Prints the figures of this process as JSON."""
+    """Serve a full load in this process and print its figures as JSON. options: of the engine."""
     from jaxengine import LLM, SamplingParams
 
     llm = LLM(**{"disable_log_stats": True, **options})

@@ -1,12 +1,13 @@
-"""What the compiled shapes cost: padding by grid on a chat-like mix of lengths, against the time to compile the grid.
+"""Cost of rounding steps up to compiled shapes: padding on a chat-like mix of lengths, by grid of shapes, against the
+time to compile the grid.
 
 Requests arrive at random at three loads and run through the real scheduler with a model that costs nothing; lengths are
 log-normal around the averages of the ShareGPT trace (Kwon et al. 2023, section 6.1: 161 prompt and 338 output tokens).
-The scheduler does not know the grid, so one run serves all of them. `lost` is time and not tokens: what an 8B-shaped
-step takes with its padding above what it takes without, by a roofline of the platform (weights read once a step, a
-product for every token, a pass over the logits of every row). Empty rows of a decode step that waits for the weights
-anyway cost next to nothing, padding of a full prefill step its whole share. What a grid takes to compile follows from
-the mean times in which `jaxengine check` compiled the steps of an 8B model (`--checks`, for a GPU and a TPU).
+The scheduler does not know the grid, so one run serves all of them. `lost` is time and not tokens: how much longer an
+8B-shaped step takes with its padding than without, by a roofline of the platform (weights read once a step, a product
+for every token, a pass over the logits of every row). Empty rows of a decode step that waits for the weights anyway
+cost next to nothing, padding of a full prefill step its whole share. The time to compile a grid follows from the mean
+times in which `jaxengine check` compiled the steps of an 8B model (`--checks`, for a GPU and a TPU).
 """
 
 from __future__ import annotations
@@ -41,14 +42,18 @@ LOGIT_BYTES = 128_256 * 4 * 4
 
 @dataclass(frozen=True)
 class Roofline:
-    """An 8B model in bfloat16 on one device; rates of which half to three quarters are reached in practice."""
+    """Speed of an 8B model in bfloat16 on one device: rates that are half to three quarters of the nominal ones, as in
+    practice.
+    """
 
     bytes_per_s: float
     flops_per_s: float
     weight_bytes: float = 16.1e9
 
     def step_s(self, num_tokens: np.ndarray, num_seqs: np.ndarray) -> np.ndarray:
-        """Seconds of steps of these sizes, attention left out: padding has none."""
+        """Return the seconds of steps with these numbers of tokens and sequences, without attention, which padding does
+        not slow.
+        """
         products = self.weight_bytes * num_tokens / self.flops_per_s  # 2 operations a weight, 2 bytes a weight
         return np.maximum(self.weight_bytes / self.bytes_per_s, products) + LOGIT_BYTES * num_seqs / self.bytes_per_s
 
@@ -84,7 +89,11 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def compile_seconds(check: str) -> tuple[float, float]:
-    """The mean seconds of a decode and of a mixed step in a table that `jaxengine check --json` wrote."""
+    """Return the mean compile seconds of a decode and of a mixed step, from a table that `jaxengine check --json`
+    wrote.
+
+    check: name of the file.
+    """
     rows = [row for row in json.loads(Path(check).read_text())["rows"] if row["step"]]
     kinds = ([row["compile_s"] for row in rows if row["program"].startswith(kind)] for kind in ("decode", "mixed"))
     decode, mixed = (round(statistics.fmean(seconds), 1) for seconds in kinds)
@@ -92,7 +101,9 @@ def compile_seconds(check: str) -> tuple[float, float]:
 
 
 def grids(platform: Platform) -> dict[str, tuple[list[int], list[int]]]:
-    """Decode and mixed sizes by name, the largest of each left out: it is always compiled."""
+    """Return (decode sizes, mixed sizes) of each grid, by name; the largest size of each is left out, as it is always
+    compiled.
+    """
     seqs, tokens = platform.max_num_seqs, platform.max_num_batched_tokens
 
     def powers(base: float, first: int, limit: int) -> list[int]:
@@ -130,7 +141,11 @@ def grids(platform: Platform) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> np.ndarray:
-    """(tokens, sequences) of `num_steps` steps, i64[n, 2], after a warm-up that fills the engine."""
+    """Run the scheduler for `num_steps` steps, after a warm-up that fills the engine; return (tokens, sequences) of
+    each step that had any, i64[n, 2].
+
+    load: share of the engine's capacity at which requests arrive.
+    """
     generator = np.random.default_rng(seed)
     seqs = platform.max_num_seqs
     scheduler = Scheduler(
@@ -170,7 +185,7 @@ def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> 
 
 
 def _length(generator: np.random.Generator, mean: int) -> int:
-    """Log-normal with shape 1, whose mean is exp(1/2) times its median."""
+    """Draw a log-normal length with shape 1, whose mean is exp(1/2) times its median."""
     return int(np.clip(generator.lognormal(np.log(mean) - 0.5, 1.0), 4, MAX_MODEL_LEN // 2 - 1))
 
 
@@ -182,7 +197,12 @@ def evaluate(
     roofline: Roofline,
     compile_s: tuple[float, float],
 ) -> dict[str, Any]:
-    """Padding of the steps in percent of their tokens, time lost to it by load, and what the grid costs to compile."""
+    """Return a row for a grid: padding of the steps in percent of their tokens, time lost to it at each load, and the
+    time to compile the grid.
+
+    decode, mixed: sizes of the grid. loads: steps of each load, as `simulate` returns them. compile_s: of
+    `compile_seconds`.
+    """
     buckets = Buckets(platform.max_num_seqs, platform.max_num_batched_tokens, decode, mixed)
     lost, needed, padded = [], np.zeros(2), np.zeros(2)
     for steps in loads:
@@ -205,7 +225,9 @@ def evaluate(
 
 
 def recommend(rows: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
-    """The fewest programs that at every load lose at most `tolerance` percent more time than the best grid there."""
+    """Return the row with the fewest programs that at every load loses at most `tolerance` percent more time than the
+    best grid.
+    """
     names = ("lost_low", "lost_middle", "lost_full")
     best = {name: min(row[name] for row in rows) for name in names}
     good = [row for row in rows if all(row[name] <= best[name] + tolerance for name in names)]

@@ -1,12 +1,12 @@
-"""What lies where of pictures that were made ready, out of running servers: one for each kind of cache.
+"""Where preprocessed images are kept in running servers, for each kind of cache (mm_processor_cache_type).
 
-A tiny model is served as a user starts it. Of each kind: what GET /server_info says of it; the bytes of pixels that go
-to the engine with a picture's first and second use; resident memory of the API processes and the engine's after a fifth
-of so many distinct pictures and after all, ten times what fits into the cache; and what is left in /dev/shm after the
-end.
+A tiny model is served as a user starts it. Measured for each kind: what GET /server_info says about it; the bytes of
+pixels that are sent to the engine at an image's first and second use; resident memory of the API processes and the
+engine's after a fifth of many distinct images and after all, ten times what fits into the cache; and what is left in
+/dev/shm after the end.
 
-The exit status is 1 where a second use moved pixels that it should not, more was kept than allowed, memory went on
-growing by more than the bound, or something was left.
+The exit status is 1 if a second use sent pixels that it should not, more was kept than allowed, memory kept growing by
+more than the bound, or something was left.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ def fetched(server: ServerProcess, path: str) -> str:
 
 
 def moved(server: ServerProcess) -> dict[str, int]:
-    """Bytes of pixels that have gone to the engine, by way."""
+    """Return the bytes of pixels that have been sent to the engine so far, by way of sending."""
     found = re.findall(r"^jaxengine:mm_ipc_bytes_total{(.*?)} (\S+)$", fetched(server, "/metrics"), re.MULTILINE)
     ways = {re.findall(r'(?<!engine)="(.*?)"', labels)[-1]: int(float(value)) for labels, value in found}
     return ways
 
 
 def resident(server: ServerProcess) -> int:
-    """Bytes of memory of the API processes and the engine's; what they share counts in each."""
+    """Return the resident bytes of the API processes and the engine's together; memory that they share counts in each.
+    """
     return sum(map(memory, (server.engine_pid, *server.api_pids)))
 
 

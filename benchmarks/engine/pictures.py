@@ -1,19 +1,21 @@
-"""Pictures through a real server: nothing compiles, hostile files disturb nobody, what was seen is not seen to again.
+"""Images through a real server: nothing compiles, hostile files disturb nobody, and a known image is not encoded again.
 
 A model of Qwen3-VL's shape with random weights, large enough that a step takes some ten milliseconds on a processor, is
 served as a user starts it.
 
-sizes: 200 prompts of pictures and videos of odd sizes, alone and several at once, beside prompts of text.
-hostile: files that are damaged, too large, bombs or no pictures, and addresses that must not be asked or never answer,
-    one after the other while four streams of text run; times between tokens beside those of the same streams alone,
-    turn by turn, for a shared processor is not equally quick all the time. And beside as many requests without a
-    picture that are refused for one number: what any request costs where client and server share the processor.
-again: pictures asked about twice; what the second request has computed, and tokens a second with pictures and without.
-gaps: the longest time between two tokens of four streams of text, alone and while one new picture comes, of half of
-    the largest side (--side, pixels) and of the whole: what a call of the tower takes, for decodes wait for it.
+sizes: 200 prompts of images and videos of odd sizes, alone and several at once, mixed with prompts of text. hostile:
+files that are damaged, too large, bombs or not images, and addresses that must not be fetched or never answer,
+    one after the other while four streams of text run. The times between tokens are compared with those of the same
+      streams alone, alternately, because a shared processor is not equally fast all the time; and with those beside as
+      many requests without an image that are refused for one number, which any request costs if client and server share
+      the processor.
+again: images that are asked about twice; how much the second request computed, and tokens per second with images and
+    without.
+gaps: the longest time between two tokens of four streams of text, alone and while one new image arrives, of half of
+    the largest side (--side, pixels) and of the whole: the time of a call of the vision tower, for which decodes wait.
 
-The exit status is 1 where a program was compiled, a prompt failed that should not or the reverse, or the second request
-had something encoded. What the streams lose is told, not judged.
+The exit status is 1 if a program was compiled, a prompt failed that should not or the reverse, or the second request
+had something encoded. The slowdown of the streams is reported, not judged.
 """
 
 from __future__ import annotations
@@ -96,7 +98,10 @@ PRIVATE = (
 
 
 def write_model(folder: Path, side: int) -> Path:
-    """A checkpoint without weights, of TEXT and TOWER. side: pixels of the largest picture's."""
+    """Write a checkpoint without weights of the configs TEXT and TOWER, and return its path.
+
+    side: side of the largest image, in pixels.
+    """
     whole_checkpoint("qwen3_vl_vision", folder)
     for file in folder.glob("*.safetensors"):
         file.unlink()
@@ -112,7 +117,10 @@ def write_model(folder: Path, side: int) -> Path:
 
 
 def question(parts: Sequence[dict[str, Any]], max_tokens: int, **fields: Any) -> dict[str, Any]:
-    """A streamed chat request about these parts."""
+    """Return the body of a streamed chat request with these content parts.
+
+    fields: further fields of the body.
+    """
     content = [*parts, {"type": "text", "text": "What is this, and what is beside it?"}]
     fields = {"temperature": 0.0, "ignore_eos": True, "stream": True, **fields}
     if fields["stream"]:
@@ -121,7 +129,7 @@ def question(parts: Sequence[dict[str, Any]], max_tokens: int, **fields: Any) ->
 
 
 def picture(rng: random.Random, width: int, height: int, form: str = "JPEG") -> dict[str, Any]:
-    """Coloured squares, a part of a message."""
+    """Return a content part of a message: an image of random coloured squares. form: file format."""
     small = Image.frombytes("RGB", (9, 7), rng.randbytes(9 * 7 * 3))
     url = data_url(saved(small.resize((width, height), Image.Resampling.NEAREST), form))
     return {"type": "image_url", "image_url": {"url": url}}
@@ -133,7 +141,7 @@ def video(rng: random.Random) -> dict[str, Any]:
 
 
 class Client:
-    """Requests to one server."""
+    """HTTP client for the chat requests to one server."""
 
     def __init__(self, server: ServerProcess):
         self.url = server.base_url
@@ -143,7 +151,7 @@ class Client:
         return await stream(self._connections, "/v1/chat/completions", body, timeout)
 
     async def ask_all(self, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Sample]:
-        """So many at a time."""
+        """Send all bodies, at most `at_once` at the same time; return a sample for each."""
         free = asyncio.Semaphore(at_once)
 
         async def one(body: dict[str, Any]) -> Sample:
@@ -153,7 +161,7 @@ class Client:
         return await asyncio.gather(*map(one, bodies))
 
     def counters(self) -> dict[str, float]:
-        """COUNTERS, of /metrics."""
+        """Return the server's metrics named in COUNTERS, from /metrics, by name."""
         (_, text), found = ask(self.url, "/metrics"), {}
         for name in COUNTERS:
             values = re.findall(rf"^{name}(?:_total)?(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
@@ -185,7 +193,7 @@ async def sizes(client: Client) -> tuple[dict[str, Any], bool]:
 
 
 def hostile_bodies(web: WebServer) -> dict[str, bytes]:
-    """Requests with one hostile picture each, by name."""
+    """Return request bodies with one hostile image each, by name. web: server of the bad answers."""
     named = {name: data_url(data) for name, (data, _) in HOSTILE.items()}
     named |= {f"server: {name}": f"{web.url}/{name}" for name in BAD_ANSWERS}
     named |= {f"address: {url}": url for url in PRIVATE}
@@ -196,11 +204,12 @@ def hostile_bodies(web: WebServer) -> dict[str, bytes]:
 
 
 class Attack:
-    """Requests, one after the other with `pace` seconds between, each known by a name; until it is over.
+    """Context in which a thread sends hostile requests, one after the other with `pace` seconds between, in turn, until
+    the context ends.
 
     Attributes:
-      answers: what each was told the first time: a status and a message, and seconds.
-      interval: seconds from one to the next, on average, once it is over.
+      answers: for each request name the first answer: HTTP status, message, seconds.
+      interval: mean seconds from one request to the next, known once the context has ended.
     """
 
     def __init__(self, url: str, bodies: dict[str, bytes], pace: float):
@@ -217,7 +226,7 @@ class Attack:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Each has been sent once, whatever else is over."""
+        """End the attack, but not before each request was sent once."""
         self._all_sent.wait()
         self._over.set()
         self._thread.join()
@@ -236,7 +245,10 @@ class Attack:
 
 
 def is_clear(status: int, said: str) -> bool:
-    """Whether an answer is one error of the client's, told in one line."""
+    """Whether an answer reports a client error (4xx) with a message of one line and no traceback.
+
+    said: body of the answer.
+    """
     if not 400 <= status < 500:
         return False
     error = json.loads(said)["error"]

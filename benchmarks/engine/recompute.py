@@ -1,9 +1,9 @@
-"""What a tight KV pool costs: tokens that a trace computes, over those it would compute with room for everything.
+"""Cost of a tight KV pool: tokens that a trace computes, over those that it would compute with room for everything.
 
-Requests all arrive at once and run through the real scheduler with a model that costs nothing, pages of 16 tokens and
-steps of 512. `long` are prompts of which the pool holds little more than the longest; `chat` are log-normal lengths in
-a fifth of the pages that the running requests want; `default` is with the prefix cache, `scored` asks for the prompt's
-logprobs besides, for which a cached prefix is computed again.
+Requests all arrive at once and run through the real scheduler with a model that costs nothing, with pages of 16 tokens
+and steps of 512. `long` has prompts of which the pool holds little more than the longest; `chat` has log-normal lengths
+in a fifth of the pages that the running requests need. `default` uses the prefix cache; `scored` also asks for the
+prompt's logprobs, for which a cached prefix is computed again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ CASES = {
 
 
 def lengths(trace: str, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
-    """(prompt lengths, output lengths, pages of a pool with one cache group)."""
+    """Return (prompt lengths, output lengths, pages of a pool with one cache group) of a trace.
+
+    trace: "long" or "chat".
+    """
     if trace == "long":
         prompts, outputs = generator.integers(1500, 3600, 60), generator.integers(16, 200, 60)
         return prompts, outputs, (MAX_MODEL_LEN + 200) // PAGE_SIZE
@@ -44,7 +47,7 @@ def lengths(trace: str, generator: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def measure(trace: str, case: str) -> Row:
-    """Run one trace to its end in a scheduler alone; returns a row. trace: of `lengths`; case: of CASES."""
+    """Run one trace to its end in a scheduler alone; return a row. trace: of `lengths`; case: of CASES."""
     generator = np.random.default_rng(7)
     caching, prompt_logprobs, windows = CASES[case]
     prompts, outputs, num_pages = lengths(trace, generator)

@@ -1,9 +1,9 @@
-"""Distance between a trainer's forward pass and the engine: log-probabilities of sampled tokens, bit by bit.
+"""Difference between a trainer's forward pass and the engine: log-probabilities of sampled tokens, bit by bit.
 
-Of recorded checkpoints of each kind of layer: dense, experts, windows, latent attention, states. An engine samples
-tokens in a batch, in chunks, in a small pool, and `jaxengine.rl.certify` compares their log-probabilities with those of
-`get_logprobs` and of `jaxengine.rl.log_probs`, with rl_exact and without. A row has the numbers whose bits differ, and
-the largest difference. `kept` says whether none differs with rl_exact.
+The models are recorded checkpoints of each kind of layer: dense, experts, windows, latent attention, states. An engine
+samples tokens in a batch, in chunks, in a small pool, and `jaxengine.rl.certify` compares their log-probabilities with
+those of `get_logprobs` and of `jaxengine.rl.log_probs`, with rl_exact and without. A row has how many numbers differ in
+their bits, and the largest difference; `kept` is True if none differs with rl_exact.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENGINE = {
 
 
 def prompts_of(vocab_size: int) -> list[list[int]]:
-    """Seven prompts of 3 to 40 tokens; two begin alike."""
+    """Return seven prompts of 3 to 40 random tokens; two begin alike."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, size).tolist() for size in (3, 40, 17, 26, 9, 31)]
     return [*prompts, prompts[1][:24] + prompts[0]]
@@ -59,7 +59,10 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def measured(name: str, dtype: str, exact: bool) -> dict[str, Any]:
-    """Certify one checkpoint in a dtype, with or without rl_exact; returns a row of where log-probabilities differ."""
+    """Certify one checkpoint in a dtype, with or without rl_exact; return a row with the differing log-probabilities.
+
+    name: of the checkpoint.
+    """
     model = open_model(checkpoint(name), dtype=dtype)
     llm = LLM(str(checkpoint(name)), dtype=dtype, rl_exact=exact, **ENGINE)
     try:

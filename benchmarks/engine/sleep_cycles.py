@@ -1,8 +1,8 @@
-"""Memory that sleep gives up and time that waking costs, on the default model, again and again, at levels 1 and 2.
+"""Memory that sleep frees and time that waking takes, on the default model, many times over, at levels 1 and 2.
 
 A row is a tenth of the cycles: bytes of the arrays on the devices before, asleep and after, resident anonymous memory,
-programs compiled, whether the tokens are those from before the first sleep, and the medians, in milliseconds, of going
-to sleep, of waking, of a first token right after it and of a first token when warm.
+programs compiled, whether the tokens equal those from before the first sleep, and the medians, in milliseconds, of
+going to sleep, of waking, of the first token right after it and of a first token when warm.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PROMPT = [[100, 7, 11, 200, 5]]
 
 
 def alive() -> float:
-    """MiB of the arrays on the devices."""
+    """Return the MiB of all arrays on the devices."""
     return round(sum(each.nbytes for each in jax.live_arrays()) / 2**20, 1)
 
 
 class Cycles:
-    """Sleeps of one engine, with what they took."""
+    """Puts one engine to sleep and wakes it, and keeps the measurements."""
 
     def __init__(self, llm: LLM, requests: int):
         self._llm, self._tensors = llm, stored()
@@ -49,10 +49,11 @@ class Cycles:
         self._llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
 
     def once(self, level: int) -> dict[str, Any]:
-        """Put the engine to sleep and wake it; returns bytes alive before, asleep and after, and seconds by name.
+        """Put the engine to sleep and wake it; return MiB of arrays alive before, asleep and after, and seconds by
+        name.
 
-        sleep, wake, first: seconds of each, `first` up to the first token; warm: of another first token. At level 2
-        waking includes the weights, which come from host memory.
+        sleep, wake, first: seconds of going to sleep, of waking, and from then to the first token; warm: of another
+        first token. At level 2 waking includes restoring the weights, which come from host memory.
         """
         llm, found = self._llm, {}
         llm.core.utility("reset_prefix_cache")

@@ -1,4 +1,4 @@
-"""Cost of steering: steps of requests that each add vectors of their own, beside the same steps without any.
+"""Cost of steering: steps of requests that each add vectors of their own, compared with the same steps without.
 
 Three rows on the default model: an engine without the option, one with it whose requests add nothing, and one where
 every request adds its own vector after every layer. A time is that of a decode step of all requests, the least of the
@@ -28,7 +28,7 @@ ENGINE = engine_options(dtype="float32", max_model_len=1024, max_num_batched_tok
 
 
 def step_seconds(core: EngineCore, args: Namespace, *, steered: bool) -> float:
-    """Median seconds of a decode step of all requests."""
+    """Return the median seconds of a decode step of all requests. steered: each request adds its own vectors."""
     drawn = np.random.default_rng(0)
     size = core.inputs.model_config.hidden_size
     for number in range(args.requests):

@@ -63,7 +63,9 @@ Params = dict[str, jax.Array]
 
 
 def answers(num_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """Have the default model answer each question; returns the token ids of question and answer, at most num_tokens."""
+    """Have the default model answer each question; return (token ids of the question, of the answer) of each, answers
+    at most num_tokens long.
+    """
     llm = LLM(
         dtype="float32", max_model_len=512, max_num_seqs=32, kv_cache_memory_bytes=1 << 29, disable_log_stats=True
     )
@@ -74,7 +76,7 @@ def answers(num_tokens: int) -> list[tuple[list[int], list[int]]]:
 
 
 class Target:
-    """The default model, its weights by name and its hidden states."""
+    """The default model: its weights by name and its hidden states."""
 
     def __init__(self, length: int):
         self._source = open_model(EngineConfig())
@@ -103,13 +105,13 @@ class Target:
         return np.asarray(self._hidden(self._state, token_ids))
 
     def read(self, name: str) -> np.ndarray:
-        """A weight by its name on the hub, f32."""
+        """Return a weight, f32, by its name on the hub."""
         assert self.weights is not None and not isinstance(self.weights, Path)
         return np.asarray(self.weights.read(name), np.float32)
 
 
 def first_params(target: Target) -> Params:
-    """Make the parameters, f32, with which an EAGLE-3 head begins: a copy of the model's last layer and final norm.
+    """Return the parameters, f32, with which an EAGLE-3 head begins: a copy of the model's last layer and final norm.
 
     The columns of q, k and v that read embeddings are zeros, and `fc` passes on the last of the three hidden states.
     """
@@ -128,7 +130,7 @@ def first_params(target: Target) -> Params:
 
 
 class Head:
-    """The definition of a head over whole sequences, for training; models/layers/eagle3.py is what serves it."""
+    """An EAGLE-3 head over whole sequences, for training; models/layers/eagle3.py is the one that serves."""
 
     def __init__(self, target: Target):
         attention = target.config.attention[0]
@@ -140,7 +142,7 @@ class Head:
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * weight
 
     def turn(self, x: jax.Array) -> jax.Array:
-        """Rotate [B, T, heads, dim] by positions 0 to T - 1."""
+        """Rotate x[B, T, heads, dim] by positions 0 to T - 1."""
         frequencies = self.theta ** (-jnp.arange(0, self.dim, 2, dtype=jnp.float32) / self.dim)
         angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies
         first, second = jnp.split(x, 2, axis=-1)
@@ -148,11 +150,11 @@ class Head:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def layer(self, params: Params, embeddings: jax.Array, hidden: jax.Array, before: Any = None) -> tuple[Any, Any]:
-        """Run the head's layer over embeddings and hidden states, both [B, T, D]; returns its hidden states [B, T, D],
+        """Run the head's layer over embeddings and hidden states, both [B, T, D]; return its hidden states [B, T, D],
         and its keys and values [B, T, KV heads, dim].
 
-        before: keys and values of the earlier positions, from the pass that made `hidden`; None for its own. A token's
-        own position always has its own.
+        before: keys and values of the earlier positions, from the pass that made `hidden`; None to use this pass's. A
+        token's own position always uses this pass's.
         """
         normed = self.norm(hidden, params["hidden_norm"])
         x = jnp.concatenate([self.norm(embeddings, params["input_layernorm"]), normed], axis=-1)
@@ -177,7 +179,7 @@ class Head:
 
     def logits(self, params: Params, lm_head: jax.Array, batch: dict[str, jax.Array]) -> list[jax.Array]:
         """Return two arrays of logits f32[B, T, DRAFTED] of the token after the next: from the model's hidden states at
-        a position, and from what the head made at the position before.
+        a position, and from the head's own hidden states at the position before.
 
         lm_head: f32[DRAFTED, D]. batch: rows of `prepare`'s arrays.
         """
@@ -192,10 +194,12 @@ class Head:
 def prepare(
     target: Target, texts: list[tuple[list[int], list[int]]], length: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """What is learnt from, of all texts, and the tokens that are drafted: those that answers have most.
+    """Return (training data of all texts, token ids that the head drafts, which are the most frequent ones of the
+    answers).
 
-    hidden f32[N, T, streams * D] at each token, embeddings f32[N, T, D] of the next ones, targets i32[N, T], the
-    indices among the drafted of those after, -1 where there is none or it belongs to the question.
+    The data are hidden f32[N, T, streams * D] at each token, embeddings f32[N, T, D] of the next tokens, and targets
+    i32[N, T], indices among the drafted tokens of the tokens after these; -1 where it is not drafted or is of the
+    question.
     """
     table = target.read("model.embed_tokens.weight")
     counts = np.bincount(np.concatenate([answer for _, answer in texts]), minlength=len(table))
@@ -224,9 +228,10 @@ def train(
     steps: int,
     recorder: Recorder,
 ) -> Params:
-    """Train the head with AdamW, at a rate that rises and falls to 0, on `rows` texts a step; returns its parameters.
+    """Train the head with AdamW, at a rate that rises and falls to 0, on `rows` texts a step; return its parameters.
 
-    lm_head: f32[DRAFTED, D]. data: of `prepare`; the last tenth is kept back, and judges every 25 steps for `recorder`.
+    lm_head: f32[DRAFTED, D]. data: of `prepare`; its last tenth is held out, and evaluated every 25 steps for
+    `recorder`.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-4, max(steps // 10, 1), steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))

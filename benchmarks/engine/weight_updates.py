@@ -1,9 +1,9 @@
 """Whether anything compiles or is left behind when weights are replaced again and again, on the default model.
 
-Streams run all the time, every eighth with an adapter, and each one that ends is followed by another. Updates bring, in
-turn, all weights, one third of the layers, all with numbers that are moved a little, and the adapter's matrices. A row
-is a tenth of the updates: programs compiled, bytes of the arrays on the devices, resident anonymous memory, and the
-medians of what an update of weights took while steps went on, and between two steps, in milliseconds.
+Streams run all the time, every eighth with an adapter, and each one that ends is followed by another. Updates replace,
+in turn, all weights, one third of the layers, all with slightly changed numbers, and the adapter's matrices. A row is a
+tenth of the updates: programs compiled, bytes of the arrays on the devices, resident anonymous memory, and the medians
+in milliseconds of an update of weights while steps go on, and of the time between two steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ADAPTER = {"r": RANK, "lora_alpha": 16, "peft_type": "LORA", "target_modules": [
 
 
 def stored() -> dict[str, np.ndarray]:
-    """The default model's tensors by name."""
+    """Return the default model's tensors by name."""
     source = open_model(EngineConfig()).weights
     assert source is not None and not isinstance(source, Path)
     tensors = {name: source.read(name) for name in source.names()}
@@ -48,13 +48,13 @@ def stored() -> dict[str, np.ndarray]:
 
 
 def moved(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield all tensors, one at a time, times 1 to 1.006, by the number of the update."""
+    """Yield all tensors, one at a time, multiplied by 1 to 1.006, depending on the update's `number`."""
     for name, array in tensors.items():
         yield name, (array * np.float32(1 + 1e-3 * (number % 7))).astype(array.dtype)
 
 
 def adapter(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield random LoRA matrices for the attention's output projections; `number` is their seed."""
+    """Yield random LoRA matrices for the attention's output projections, by name; `number` is their seed."""
     rng = np.random.default_rng(number)
     for name, array in tensors.items():
         if name.endswith("o_proj.weight"):
@@ -64,7 +64,7 @@ def adapter(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[st
 
 
 class Streams:
-    """Requests that run on and on."""
+    """Requests that run continually: each that ends is followed by another."""
 
     def __init__(self, llm: LLM, count: int):
         self._llm, self._count, self._num = llm, count, 0
@@ -81,7 +81,9 @@ class Streams:
 
 
 def update(llm: LLM, tensors: Mapping[str, np.ndarray], number: int) -> WeightUpdate | None:
-    """Replace all weights, or every third layer's, or an adapter's, by `number`; returns None for an adapter's."""
+    """Replace all weights, or every third layer's, or an adapter's, depending on `number`; return None for an
+    adapter's.
+    """
     kv: Any = ("recompute", "drop", "keep")[number % 3]
     if number % 4 == 0:
         return llm.update_weights(tensors, kv=kv)

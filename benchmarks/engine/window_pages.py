@@ -1,11 +1,12 @@
-"""How many tokens a KV pool holds where layers have windows: pages given back behind them, beside keeping them all.
+"""How many tokens a KV pool holds if layers have windows and pages behind them are freed, compared with keeping all
+pages.
 
-Both in the same bytes: those in which 40 sequences fit when every layer keeps every page. Cache groups, the bytes of a
-page and the number of pages are the engine's own (jaxengine.models.cache, the memory plan), and sequences come to the
-real scheduler, which takes in as many as fit; there is no model and no device. Prompts are such that all sequences have
-about the same length when nobody else is taken in; of a longer one the length asked for counts. `factor` is tokens held
-with pages given back over tokens held without; `bound` is what it would be if every window began at a page's first
-token, and a prompt needed no pages for what a step of it computes.
+Both pools have the same bytes: those in which 40 sequences fit when every layer keeps every page. Cache groups, the
+bytes of a page and the number of pages are the engine's own (jaxengine.models.cache, the memory plan), and sequences
+are added to the real scheduler, which admits as many as fit; there is no model and no device. Prompts are chosen so
+that all sequences have about the same length when no more are admitted; of a longer one only the given length counts.
+`factor` is tokens held with pages freed over tokens held without; `bound` is what it would be if every window began at
+a page's first token, and a prompt needed no pages for the tokens that a step computes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ OPTIONS = {"models": Option(MODELS, choices=MODELS, metavar="NAME")}
 
 
 def programs(model: ModelConfig, *, keep_all: bool) -> tuple[ResolvedConfig, StepPrograms]:
-    """The programs of an engine on one TPU, of which nothing is compiled."""
+    """Return the config and programs of an engine on one TPU, of which nothing is compiled.
+
+    keep_all: whether layers keep the pages behind their windows.
+    """
     config = EngineConfig(
         max_model_len=model.max_position_embeddings,
         block_size=PAGE_SIZE,
@@ -58,7 +62,7 @@ def programs(model: ModelConfig, *, keep_all: bool) -> tuple[ResolvedConfig, Ste
 
 
 def plan(config: ResolvedConfig, steps: StepPrograms, num_bytes: int) -> MemoryPlan:
-    """The engine's memory plan with so many bytes for pages."""
+    """Return the engine's memory plan with `num_bytes` for pages."""
     return plan_memory(
         replace(config, kv_cache_memory_bytes=num_bytes),
         total=2 * num_bytes,
@@ -70,9 +74,10 @@ def plan(config: ResolvedConfig, steps: StepPrograms, num_bytes: int) -> MemoryP
 
 
 def fill(config: SchedulerConfig, length: int, expected: int) -> dict[str, int]:
-    """Sequences, tokens and pages that the scheduler holds when it takes nobody in any more.
+    """Add sequences to a scheduler until it admits no more; return how many sequences, tokens and pages it holds, and
+    preemptions.
 
-    expected: about how many sequences that will be, of about `length` tokens each.
+    length: tokens of a sequence then, about. expected: how many sequences that will be, about.
     """
     scheduler, params = Scheduler(config), TokenParams(temperature=0.0)
     text, steps = np.arange(length, dtype=np.int32) + 100, -(-length // config.max_num_batched_tokens)
@@ -99,14 +104,20 @@ def fill(config: SchedulerConfig, length: int, expected: int) -> dict[str, int]:
 
 
 def bound(groups: Sequence[tuple[int | None, int]], num_layers: int, length: int) -> float:
-    """Pages of all layers over those that windows leave, of groups (window, layers a page holds) and whole pages."""
+    """Return how many times more tokens fit when pages behind windows are freed: pages of all layers over those kept.
+
+    groups: (window or None, layers whose keys a page holds) of each cache group. length: tokens of a sequence.
+    """
     columns = -(-length // PAGE_SIZE)
     kept = sum(columns if window is None else min(columns, -(-window // PAGE_SIZE)) for window, _ in groups)
     return num_layers * columns / (groups[0][1] * kept)
 
 
 def measure(name: str, lengths: Sequence[int] = LENGTHS, num_seqs: int = NUM_SEQS) -> list[dict[str, Any]]:
-    """A row for each length."""
+    """Return a row for each length: what a pool holds with all pages kept and with pages behind windows freed.
+
+    name: of the model. num_seqs: sequences that fit with all pages kept.
+    """
     rows = []
     for length in lengths:
         # No sequence ends; lengths beyond a model's context say what a pool of such layers would hold.

@@ -1,4 +1,4 @@
-"""Paged attention on the default device against what the device can do, and against other attentions.
+"""Paged attention on the default device, compared with the device's limits and with other implementations.
 
 --cases device has the sizes that accelerators serve, --cases steps the layers of a small model's steps, which write
 their keys first, for a CPU. --of jax is dot_product_attention over contiguous keys; FlashInfer, SDPA and flex are
@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 class Timed(NamedTuple):
-    """Seconds of one layer, and of compiling the chain."""
+    """Seconds that one layer takes, and seconds that compiling the chain took."""
 
     seconds: float
     compile_s: float | None = None
@@ -87,13 +87,14 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Host, device and versions."""
+    """Return host, device and versions."""
     device = jax.devices()[0]
     return {**host(), "device": device.device_kind, "platform": str(device.client.platform_version).splitlines()[0]}
 
 
 def shares(case: AttentionCase, timed: Timed, limits: dict[str, float | None]) -> dict[str, Any]:
-    """Row of a case: "us" of one layer, "GB_per_s", "TFLOP_per_s", and percent of the limits that were measured.
+    """Return the row of a case: "us" of one layer, "GB_per_s", "TFLOP_per_s", and percent of the limits that were
+    measured.
 
     limits: "bytes_per_s" of a copy and "flops_per_s" of a matmul; None for one that was not measured.
     """
@@ -107,7 +108,9 @@ def shares(case: AttentionCase, timed: Timed, limits: dict[str, float | None]) -
 
 
 def median_seconds(run: Callable[[], Any], least: float = 0.02) -> float:
-    """Median over ROUNDS of the seconds a call takes, as many calls in flight as make up `least` seconds."""
+    """Return the seconds that a call of `run` takes: the median over ROUNDS rounds of as many calls as fill `least`
+    seconds.
+    """
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())
@@ -123,7 +126,9 @@ def median_seconds(run: Callable[[], Any], least: float = 0.02) -> float:
 
 
 def copy_bandwidth(num_bytes: int) -> dict[str, float]:
-    """Measure an elementwise pass that reads and writes `num_bytes`, half each: {"bytes_per_s", "GB_per_s"}."""
+    """Measure an elementwise operation that reads and writes `num_bytes`, half each; return {"bytes_per_s",
+    "GB_per_s"}.
+    """
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.zeros(num_bytes // 8, jnp.float32)
 
@@ -137,7 +142,9 @@ def copy_bandwidth(num_bytes: int) -> dict[str, float]:
 
 
 def matmul_rate(width: int) -> dict[str, float]:
-    """Measure a bfloat16 product of two [width, width] matrices, summed in float32: {"flops_per_s", "TFLOP_per_s"}."""
+    """Measure a bfloat16 product of two [width, width] matrices, summed in float32; return {"flops_per_s",
+    "TFLOP_per_s"}.
+    """
     keys = jax.random.split(jax.random.key(0))
     x, y = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
     step = jax.jit(lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32).astype(jnp.bfloat16))
@@ -146,9 +153,9 @@ def matmul_rate(width: int) -> dict[str, float]:
 
 
 def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
-    """Time our ragged paged attention, in a chain with one schedule, as a model step has it.
+    """Time our ragged paged attention, in a chain of layers with one schedule, as in a model's step.
 
-    chain: as `_chain_of` gives it. Raises ValueError for keys and values over POOL_LIMIT.
+    chain: of `_chain_of`. Raises ValueError for keys and values over POOL_LIMIT.
     """
     num_layers, num_pools = _limited(case, chain)
     kv, batch = _random_pool(case, num_pools), _batch(case)
@@ -189,7 +196,7 @@ def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
 def contiguous(case: AttentionCase, chain: tuple[int, int]) -> Timed:
     """Time jax.nn.dot_product_attention over contiguous keys, padded to the longest: cuDNN on a GPU, XLA elsewhere.
 
-    chain: as `_chain_of` gives it. Raises ValueError for a case that it cannot compute.
+    chain: of `_chain_of`. Raises ValueError for a case that it cannot compute.
     """
     implementation: Any = "cudnn" if jax.devices()[0].platform in ("gpu", "cuda") else "xla"
     if case.kv_dtype not in ("bfloat16", "float32"):
@@ -223,8 +230,8 @@ def contiguous(case: AttentionCase, chain: tuple[int, int]) -> Timed:
 def kv_write(num_tokens: int, least: int, bytes_per_s: float | None) -> dict[str, Any]:
     """Time the write of a step's keys and values, 8 heads of 128 in bfloat16, into a donated pool.
 
-    least: bytes of the pool, about half. bytes_per_s: of a copy, None where it was not measured. Returns "us",
-    "GB_per_s" and "percent_of_copy".
+    least: bytes of the pool, about half. bytes_per_s: of a copy, None if it was not measured. Returns "us", "GB_per_s"
+    and "percent_of_copy".
     """
     case = AttentionCase(1, 1, max(2 * num_tokens, least // 8192))
     kv = _random_pool(case, 1)
@@ -245,27 +252,32 @@ def kv_write(num_tokens: int, least: int, bytes_per_s: float | None) -> dict[str
 
 
 def _compile(step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> tuple[Callable, float]:
-    """A compiled function and the seconds that tracing, lowering and compiling it took."""
+    """Compile a function for `args`; return (compiled function, seconds that tracing, lowering and compiling took).
+
+    donate: indices of donated arguments.
+    """
     start = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=donate).lower(*args).compile()
     return compiled, time.perf_counter() - start
 
 
 def _chain_of(case: AttentionCase, least: int, most: int) -> tuple[int, int]:
-    """(layers, distinct parts of the pool) of a chain that reads `least` bytes: at most `most` parts."""
+    """Return (number of layers, number of distinct parts of the pool) of a chain that reads at least `least` bytes from
+    distinct parts, of which there are at most `most`.
+    """
     num_pools = min(most, max(1, -(-least // case.kv_bytes)))
     return max(num_pools, 4 if least else 2), num_pools
 
 
 def _limited(case: AttentionCase, chain: tuple[int, int]) -> tuple[int, int]:
-    """The chain of a case; raises ValueError for one that is too large."""
+    """Return `chain`; raises ValueError if the keys and values of the case take more than POOL_LIMIT."""
     if case.kv_bytes > POOL_LIMIT:
         raise ValueError(f"keys and values take {case.kv_bytes >> 30} GiB, more than {POOL_LIMIT >> 30}")
     return chain
 
 
 def _random_pool(case: AttentionCase, num_pools: int):
-    """Normal keys and values in the layout of the default device."""
+    """Return a pool of normally distributed keys and values in the default device's layout, with `num_pools` parts."""
     num_pages = num_pools * case.num_pages
     spec = KVSpec(num_pages, case.page_size, case.num_kv_heads, case.head_dim, case.head_dim, case.kv_dtype)
     kv = jax.eval_shape(lambda: alloc(spec, layout=platform_of(jax.devices()[0])))  # no second pool beside the filled
@@ -280,7 +292,8 @@ def _random_pool(case: AttentionCase, num_pools: int):
 
 
 def _batch(case: AttentionCase) -> RaggedBatch:
-    """The step of a case, padded to its bucket. Pages of a sequence lie anywhere: the tables of a busy server."""
+    """Return the batch of a case's step, padded to its bucket. Pages of a sequence are scattered, as in a busy server.
+    """
     num_tokens, num_seqs, max_pages = case.room
     starts, kv_lens = np.full(num_seqs + 1, case.num_tokens, np.int32), np.zeros(num_seqs, np.int32)
     table, slots = np.zeros((num_seqs, max_pages), np.int32), np.full(num_tokens, -1, np.int32)

@@ -1,4 +1,4 @@
-"""Which attentions are measured, and what each must at least read and compute. Knows no implementation."""
+"""The attention cases that are measured, and the bytes and operations that each needs. Knows no implementation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class AttentionCase:
 
     Attributes:
       dtype: of queries, and of keys and values that are written.
-      ragged: (q_len, kv_len) of each sequence where they differ; q_len and kv_len are then the largest.
-      bucket: tokens, sequences and pages of a sequence that the step has room for; None for what the case needs.
+      ragged: (q_len, kv_len) of each sequence if they differ; q_len and kv_len are then the largest.
+      bucket: tokens, sequences and pages of a sequence for which the step has room; None for what the case needs.
       writes: each layer writes the keys and values of its queries first, as a model step does.
-      label: its name, where sizes do not tell it.
+      label: its name, if the sizes do not suffice as one.
     """
 
     num_seqs: int
@@ -50,7 +50,7 @@ class AttentionCase:
 
     @property
     def room(self) -> tuple[int, int, int]:
-        """Tokens, sequences and pages of a sequence that a step has room for."""
+        """Tokens, sequences and pages of a sequence for which a step has room."""
         return self.bucket or (self.num_tokens, self.num_seqs, -(-self.kv_len // self.page_size))
 
     @property
@@ -63,7 +63,7 @@ class AttentionCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, read once."""
+        """Bytes of all keys and values, each read once."""
         keys = sum(kv_len for _, kv_len in self.lengths)
         return 2 * keys * self.num_kv_heads * self.head_dim * _SIZES.get(self.kv_dtype, 1)
 
@@ -80,7 +80,9 @@ class AttentionCase:
 
 
 def decode_cases(tiny: bool = False) -> list[AttentionCase]:
-    """Cases of one token a sequence, the most telling first: a run may be cut. tiny: for a test."""
+    """Return cases of one token per sequence, the most informative first, as a run may be cut. tiny: small ones, for a
+    test.
+    """
     if tiny:
         first = AttentionCase(2, 1, 40, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
         return [first, replace(first, num_seqs=1, kv_dtype="float8_e4m3fn")]
@@ -93,7 +95,7 @@ def decode_cases(tiny: bool = False) -> list[AttentionCase]:
 
 
 def prefill_cases(tiny: bool = False) -> list[AttentionCase]:
-    """Cases of whole prompts, and of a chunk of one. tiny: for a test."""
+    """Return cases of whole prompts, and of a chunk of one. tiny: small ones, for a test."""
     if tiny:
         return [AttentionCase(1, 24, 24, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)]
     lengths = (8192, 2048, 32768, 1024, 4096, 16384)
@@ -103,7 +105,7 @@ def prefill_cases(tiny: bool = False) -> list[AttentionCase]:
 
 
 def all_cases(tiny: bool = False) -> list[AttentionCase]:
-    """Decode and prefill in turn."""
+    """Return decode and prefill cases alternately. tiny: small ones, for a test."""
     pairs = zip_longest(decode_cases(tiny), prefill_cases(tiny))
     return [case for pair in pairs for case in pair if case is not None]
 
@@ -113,7 +115,10 @@ def _variants() -> list[dict]:
 
 
 def step_cases(kv_dtype: str = "float32") -> list[AttentionCase]:
-    """Layers of steps of a small model in float32, heads and buckets as SmolLM2 135M has them on a CPU."""
+    """Return the layers of a small model's steps in float32, with heads and buckets as SmolLM2 135M has them on a CPU.
+
+    kv_dtype: of the pool.
+    """
     found = []
 
     def add(label: str, bucket: tuple[int, int, int], *lengths: tuple[int, int]) -> None:

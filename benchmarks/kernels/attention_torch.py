@@ -1,7 +1,7 @@
-"""The attentions that torch users have, for `python -m benchmarks attention`: FlashInfer, SDPA, flex.
+"""Attention implementations for torch, for `python -m benchmarks attention`: FlashInfer, SDPA, flex.
 
-What is not installed, or does not take a case, says so in its row. Times are CUDA events around many calls, the median
-of several; layers read different keys in turn.
+An implementation that is not installed, or does not support a case, gets a row that says so. Times are CUDA events
+around many calls, the median of several; layers read different keys in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALLS = 20
 
 
 def measure(recorder: Recorder, cases: Sequence[AttentionCase], labels: Sequence[str]) -> None:
-    """A row for each case and attention, or one that says why there is none."""
+    """Add to the recorder a row for each implementation (of `labels`) and case, or one that says why it cannot run."""
     recorder.describe = machine
     recorder.resume()
     attentions = {"flashinfer": flashinfer, "sdpa": sdpa, "flex": flex}
@@ -36,7 +36,7 @@ def measure(recorder: Recorder, cases: Sequence[AttentionCase], labels: Sequence
 
 
 def why_missing(label: str) -> str | None:
-    """Why an attention cannot run here at all, None if it can."""
+    """Return why an implementation cannot run here at all, None if it can."""
     try:
         torch = importlib.import_module("torch")
         if label == "flashinfer":
@@ -47,7 +47,7 @@ def why_missing(label: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Host, device and versions, as far as there are any."""
+    """Return host, device and versions, as far as there are any."""
     found = host()
     for name in ("torch", "flashinfer"):
         try:
@@ -60,7 +60,9 @@ def machine() -> dict[str, Any]:
 
 
 def flashinfer(case: AttentionCase) -> float:
-    """Seconds a call over a paged pool [P, 2, K, page, D], its plan made once as an engine step does for all layers."""
+    """Return the seconds per call over a paged pool [P, 2, K, page, D], with its plan made once, as an engine's step
+    does for all layers.
+    """
     torch, library = importlib.import_module("torch"), importlib.import_module("flashinfer")
     pages_per_seq = -(-case.kv_len // case.page_size)
     num_pages = case.num_seqs * pages_per_seq
@@ -82,7 +84,7 @@ def flashinfer(case: AttentionCase) -> float:
 
 
 def sdpa(case: AttentionCase) -> float:
-    """Seconds a call of scaled_dot_product_attention over contiguous keys."""
+    """Return the seconds per call of scaled_dot_product_attention over contiguous keys."""
     torch = importlib.import_module("torch")
     q, keys, values = _contiguous(torch, case)
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -93,7 +95,7 @@ def sdpa(case: AttentionCase) -> float:
 
 
 def flex(case: AttentionCase) -> float:
-    """Seconds a call of compiled flex_attention over contiguous keys."""
+    """Return the seconds per call of compiled flex_attention over contiguous keys."""
     torch = importlib.import_module("torch")
     library = importlib.import_module("torch.nn.attention.flex_attention")
     q, keys, values = _contiguous(torch, case)
@@ -125,7 +127,10 @@ def _queries(torch: Any, case: AttentionCase) -> Any:
 
 
 def _pools(torch: Any, case: AttentionCase, shape: tuple[int, ...]) -> list:
-    """As many pools as no cache holds."""
+    """Return random pools of one shape on the GPU, so many that its cache cannot hold them all.
+
+    Raises ValueError for a case whose keys and values take more than POOL_LIMIT.
+    """
     if case.kv_bytes > POOL_LIMIT:
         raise ValueError(f"keys and values take {case.kv_bytes >> 30} GiB, more than {POOL_LIMIT >> 30}")
     count = min(MAX_LAYERS, max(1, -(-CHAIN_BYTES // case.kv_bytes)))
@@ -134,7 +139,7 @@ def _pools(torch: Any, case: AttentionCase, shape: tuple[int, ...]) -> list:
 
 
 def _median_seconds(torch: Any, run: Callable[[int], Any]) -> float:
-    """Median over ROUNDS of the seconds a call takes; `run` is told the number of the call."""
+    """Return the median over ROUNDS rounds of the seconds that a call takes; `run` is given the number of the call."""
     for index in range(3):
         run(index)
     times = []

@@ -1,8 +1,9 @@
-"""The conformance tests of the device's kernels, one process for each kernel: `scripts/gpu_check` runs them.
+"""The conformance tests of the device's kernels, one process for each kernel, for `scripts/gpu_check`.
 
-A kernel is a function of the suite, its cases are what the function is run with. A kernel that hangs or ends its
-process is named with the case in which it did; the others go on, and it has another turn behind that case. This module
-is also a plugin of pytest, which writes a line for every case that begins or ends. It needs pytest and no plugin of it.
+A kernel is a test function of the suite; its cases are the parameters with which the function runs. A kernel that hangs
+or ends its process is reported with the case in which it did; the others continue, and it gets another turn after that
+case. This module is also a plugin of pytest, which writes a line for every case that begins or ends. It needs pytest
+and none of its plugins.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ class _Lines:
 def run(
     path: Path, seconds: float, stall_s: float, selection: Sequence[str], each: Callable[[], None], **variables: str
 ) -> str:
-    """Runs the selected cases, each kernel for its part of the seconds; returns "complete", "failed" or "cut".
+    """Run the selected cases, each kernel for its share of the seconds; return "complete", "failed" or "cut".
 
-    The rows in `path` are whole after every case. Rows that it has are taken over, those that were cut go on.
+    The rows in the file `path` are complete after every case. Rows that it already has are kept, and unfinished ones
+    continued.
 
     seconds: of all kernels together. stall_s: seconds without a line after which a case counts as hung. selection:
     arguments of pytest. each: called after every update of the rows. variables: of the processes' environment.
@@ -94,9 +96,10 @@ def run(
 
 
 def collect(selection: Sequence[str], seconds: float, **variables: str) -> tuple[dict[str, list[str]], list[str]]:
-    """Have pytest collect the selected cases; returns them by kernel, in order, and lines on what it could not collect.
+    """Have pytest collect the selected cases; return (cases by kernel, in order; lines about what it could not
+    collect).
 
-    More than `seconds`, or a failure of pytest, is such a line as well.
+    Taking more than `seconds`, or a failure of pytest, is such a line as well. variables: of pytest's environment.
     """
     command = [sys.executable, *PYTEST, "--collect-only", *selection]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **PLAIN, **variables}
@@ -130,7 +133,11 @@ def _turn(
     each: Callable[[], Any],
     **variables: str,
 ) -> None:
-    """Runs cases of one kernel in a process of its own, for at most `seconds`, and updates the kernel's row."""
+    """Run cases of one kernel in a process of its own, for at most `seconds`, and update the kernel's row.
+
+    stall_s: seconds without progress after which a case counts as hung. each: called after every update of the row.
+    variables: of the process's environment.
+    """
     assert recorder.path
     before, lines = {**row, "turns": row["turns"] + 1}, recorder.path.with_suffix(".lines")
     lines.unlink(missing_ok=True)
@@ -149,7 +156,9 @@ def _turn(
 
 
 def _outcomes(lines: Path) -> dict[str, tuple[str, str]]:
-    """Outcome and message of each case that has begun; a line that is being written is left out."""
+    """Return (outcome, message) of each case that has begun, by case, from the file `lines`; an unfinished line is left
+    out.
+    """
     whole = lines.read_text().rpartition("\n")[0].splitlines() if lines.exists() else []
     return {case: (outcome, message) for case, outcome, message in map(json.loads, whole)}
 

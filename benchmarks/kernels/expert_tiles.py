@@ -1,8 +1,8 @@
-"""Rows that the kernels of experts multiply, for each row that a token has there: tiles are shared, or not full.
+"""Rows that expert kernels multiply, for each row that tokens bring: tiles are shared between experts, or not full.
 
-Every token goes to as many experts as the model has it go to, each as likely as another; the kernels' own lists of
-tiles are counted, of gate and up, on a device that has all experts. `jaxengine check` tells the same of its steps.
-Needs no device. Of few rows an expert's matrix takes longer to read than to multiply with.
+Every token goes to as many experts as in the model, each equally likely; the tiles that the kernels themselves list are
+counted, for the gate and up products, on a device that has all experts. `jaxengine check` reports the same of its
+steps. Needs no device. With few rows an expert's matrix takes longer to read than to multiply with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ OPTIONS = {"tokens": Option((8, 128, 1024, 8192), "of a step")}
 
 
 def measure(model: str, num_tokens: int) -> dict[str, Any]:
-    """The row of a model's layer of experts, all of which one device has."""
+    """Return the row of a model's layer of experts, all of which one device has: multiplied rows, and their ratio to
+    the tokens' rows, of each kernel.
+    """
     experts = SHAPES[model].experts
     assert experts is not None
     count, k = experts.num_experts, experts.num_per_token

@@ -1,10 +1,11 @@
-"""What `scripts/gpu_check` runs: the engine, conformance on the device, attention, torch's attentions; one JSON file.
+"""The checks of `scripts/gpu_check`: the engine, conformance on the device, attention, torch's attentions; one JSON
+file.
 
-Before any of them, the packages that each section needs are imported: one that lacks some is named and left out. What
-runs is a process of its own; one whose results do not grow for a while hangs: it is ended, its row is named, and the
-section goes on behind it. Run again with the same folder, everything goes on where it was cut. The exit status is 1 if
-something failed, 3 if nothing did but a section was left out or cut, else 0. Imports no jax: a device serves one
-process at a time.
+Before any of them, the packages that each section needs are imported: a section that lacks some is named and left out.
+Each section runs in a process of its own; one whose results do not grow for a while hangs: it is ended, its row is
+named, and the section continues after that row. A later run with the same folder continues where this one was cut. The
+exit status is 1 if something failed, 3 if nothing did but a section was left out or cut, else 0. Imports no jax: a
+device serves one process at a time.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Section:
     """A part of the check.
 
     Attributes:
-      weight: its part of the time that is left when it begins, against the weights of those still to come.
-      stall_s: seconds without a new row after which it hangs: the longest compile is well below.
-      needs: modules that it imports. Those of this project come last and are tried if nothing else lacks.
-      words: of the command behind `python`; none for conformance.
+      weight: its share of the time that is left when it begins, relative to the weights of the sections still to come.
+      stall_s: seconds without a new row after which it counts as hung; the longest compile takes much less.
+      needs: modules that it imports. Those of this project come last and are tried only if no other is missing.
+      words: of the command after `python`; none for conformance.
     """
 
     weight: int
@@ -105,14 +106,15 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def take_over(earlier: str | None, folder: Path) -> None:
-    """Copies the files of an earlier call that are not in the folder."""
+    """Copy the result files of an earlier run's folder (None for none) that are not in `folder`."""
     for file in Path(earlier).glob("gpu_check*.json") if earlier else ():
         if not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
 
 
 def import_errors(names: list[str]) -> None:
-    """Prints, as JSON, which modules cannot be imported, and why; the project's own only if all others can."""
+    """Print, as JSON, which modules cannot be imported, and why; the project's own are tried only if all others can be.
+    """
     errors: dict[str, str] = {}
     for name in names:
         if errors and name.startswith(OWN):
@@ -125,7 +127,10 @@ def import_errors(names: list[str]) -> None:
 
 
 def lacking(needs: tuple[str, ...], **variables: str) -> dict[str, str]:
-    """Modules that a process of its own cannot import, and why."""
+    """Return the modules that a process of its own cannot import, with the reason for each.
+
+    variables: of the process's environment.
+    """
     line = command("benchmarks.kernels.gpu_check:import_errors", names=needs)
     environment = {**os.environ, **variables}
     try:
@@ -138,12 +143,14 @@ def lacking(needs: tuple[str, ...], **variables: str) -> dict[str, str]:
 
 
 def wanted(module: str) -> bool:
-    """Whether a module is of a package that one installs for this: not the project's own, not torch (gigabytes)."""
+    """Whether a module's package should be installed for the check: not the project's own, and not torch, which has
+    gigabytes.
+    """
     return module != "torch" and not module.startswith(OWN)
 
 
 def requirement(module: str) -> str:
-    """What pip installs for a module, with the versions that pyproject.toml has."""
+    """Return the requirement for pip that installs a module, with the versions that pyproject.toml has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
     package = PACKAGES.get(module, module)
@@ -151,7 +158,10 @@ def requirement(module: str) -> str:
 
 
 def lacking_table(lacks: dict[str, dict[str, str]]) -> str:
-    """A table of what runs and what lacks, and how to bring that."""
+    """Return a text table of the sections that run and those that lack modules, and how to install these.
+
+    lacks: by section, the missing modules with the reasons.
+    """
     rows = [{"section": name, "": f"lacks {', '.join(each)}" if each else "runs"} for name, each in lacks.items()]
     errors = {name: why for each in lacks.values() for name, why in each.items()}
     lines = [table(rows), "", *(f"{name}: {why}" for name, why in errors.items() if "No module named" not in why)]
@@ -165,7 +175,10 @@ def lacking_table(lacks: dict[str, dict[str, str]]) -> str:
 
 
 def begin(name: str, folder: Path, seconds: float, tiny: bool, **variables: str) -> str:
-    """Runs a section; "complete", "failed" or "cut"."""
+    """Run a section; return "complete", "failed" or "cut".
+
+    folder: for the results. seconds: that it may take. tiny: small cases, for a test. variables: of the environment.
+    """
     section, out = SECTIONS[name], folder / f"gpu_check_{name}.json"
 
     def each() -> None:
@@ -178,7 +191,11 @@ def begin(name: str, folder: Path, seconds: float, tiny: bool, **variables: str)
 
 
 def benchmark(name: str, out: Path, seconds: float, tiny: bool, each: Any, **variables: str) -> str:
-    """Runs a benchmark until it ends or its time is over; starts it again when it hangs or crashes in a row."""
+    """Run a section that is a benchmark until it ends or its time is over; if it hangs or crashes in a row, start it
+    again after that row. Returns "complete", "failed" or "cut".
+
+    out: its result file. each: called after every update of the file.
+    """
     section, deadline = SECTIONS[name], time.monotonic() + seconds
     line = [sys.executable, *section.words, "--save", str(out), *["--tiny"] * tiny]
     settle(out, "cut", 0.0)  # what was ended from outside
@@ -199,9 +216,10 @@ def benchmark(name: str, out: Path, seconds: float, tiny: bool, each: Any, **var
 
 
 def settle(out: Path, ended: int | str, stall_s: float) -> str | None:
-    """Says in the row that had begun how its process ended; one that was cut is left out, to be measured again.
+    """Record in the row that had begun how its process ended; if it was cut, remove the row so that it is measured
+    again.
 
-    Returns the row's name, None if none had begun.
+    out: result file. ended: exit status, "hung" or "cut". Returns the row's name, None if no row had begun.
     """
     whole = json.loads(out.read_text()) if out.exists() else {"rows": []}
     begun = next((row for row in whole["rows"] if row.get("status") == BEGUN), None)
@@ -216,18 +234,21 @@ def settle(out: Path, ended: int | str, stall_s: float) -> str | None:
 
 
 def is_bad(section: str, name: str, row: dict[str, Any]) -> bool:
-    """Whether a row is a fault of ours: other attentions may lack something."""
+    """Whether a row is a failure of this engine; other implementations may lack something."""
     return "status" in row or ("error" in row and section != "torch" and not name.endswith(", jax"))
 
 
 def rows(path: Path) -> dict[str, Any]:
-    """The rows of a benchmark's file by name."""
+    """Return the rows of a benchmark's file by name."""
     found = json.loads(path.read_text())["rows"] if path.exists() else []
     return {row["name"]: {key: value for key, value in row.items() if key != "name"} for row in found}
 
 
 def merge(folder: Path, section: str, status: str, **about: Any) -> None:
-    """Puts a section, as far as it is, into the one file a person reads."""
+    """Put a section's results so far, with a status, into the file of all sections, gpu_check.json.
+
+    about: further entries of the section.
+    """
     path, part = folder / "gpu_check.json", folder / f"gpu_check_{section}.json"
     whole = json.loads(path.read_text()) if path.exists() else {}
     if part.exists():
@@ -237,7 +258,7 @@ def merge(folder: Path, section: str, status: str, **about: Any) -> None:
 
 
 def write(path: Path, whole: dict[str, Any]) -> None:
-    """Puts a file in the place of the one before."""
+    """Replace a file atomically with `whole` as JSON."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(whole, indent=1) + "\n")
     os.replace(part, path)

@@ -1,7 +1,7 @@
 """The attention kernels that `python -m benchmarks tpu_cycles` compares, each bare and with loops of fixed length.
 
-Owns what has to be known of each kernel's inside for that: which loop walks the keys, and which of ours is the work on
-one block. Runs in the child process of `tpu_profile`, so it may change the kernels' modules.
+This module knows the inside of each kernel as far as needed for that: which loop walks the keys, and which of our
+functions works on one block. It runs in the child process of `tpu_profile`, so it may change the kernels' modules.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def ours(
     """Build one grid step of our TPU attention kernel, which does `part` `trips` times, with the block sizes of a step
     of `num_tokens`.
 
-    heads: query heads and KV heads. decode: rows of one token; otherwise tiles of several.
-    part: "block" folds one block of keys that all rows see, "edge" one with a mask, "tile" opens and closes a tile
-    around an "edge"; "fetch" and "wait" start and await the copies of a block. in_keys: of keys whose first elements
-    are the values, how many are; None for values apart. checked: with bounds checks, which a chip does without; they
-    stay on in this process, as `attend.compiler_params` is replaced.
+    heads: query heads and KV heads. decode: rows of one token; otherwise tiles of several. part: "block" computes one
+    block of keys that all rows see, "edge" one with a mask, "tile" opens and closes a tile around an "edge"; "fetch"
+    and "wait" start and await the copies of a block. in_keys: if values are the first elements of keys, how many; None
+    for separate values. checked: with bounds checks, which are off on a chip; they stay on in this process, as
+    `attend.compiler_params` is replaced.
     """
     if checked:
         attend.compiler_params = functools.partial(_checked, attend.compiler_params)
@@ -75,7 +75,8 @@ def theirs(
 ) -> Case:
     """Build one grid step of jax's own TPU attention kernel, which walks `trips` blocks of keys of one sequence.
 
-    Changes that kernel's module for the rest of the process: its loops have fixed lengths, and its copies do nothing.
+    heads: query heads and KV heads. Changes that kernel's module for the rest of the process: its loops have fixed
+    lengths, and its copies do nothing.
     """
     fix_trips(jax_kernel, lambda cond: trips if "kv_blk" in cond.__name__ else 1)
     jax_kernel.MultiPageAsyncCopyDescriptor.start = lambda self: None

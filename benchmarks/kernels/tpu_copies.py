@@ -1,8 +1,8 @@
 """Instruction bundles that copying a block of pages takes in our TPU attention; needs libtpu, not a TPU.
 
 A kernel that does nothing but start the copies of one decode block ("fetch"), or await them ("wait"), is compiled with
-one block written out and with two. The difference is what a block takes, the loop for one that is not full included.
-It is counted as production compiles the kernel, and with bounds checks. Rows of a file that are not measured are kept.
+one block written out and with two. The difference is what a block takes, including the loop for one that is not full.
+It is counted as production compiles the kernel, and with bounds checks. A file's rows that are not measured are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ MAX_PAGES = 64  # pages of a sequence: more than a block holds
 
 
 def count(target: str, heads: str, part: str, checked: bool) -> tuple[int, int]:
-    """Bundles of a block, and its pages."""
+    """Return (instruction bundles of a block, pages of a block).
+
+    target: TPU to compile for. heads: key of HEADS. part: "fetch" or "wait". checked: with bounds checks.
+    """
     arguments = {"heads": HEADS[heads], "head_dim": 128, "in_keys": None, "page_size": PAGE_SIZE, "decode": True}
     arguments |= {"max_pages": MAX_PAGES, "num_tokens": 64, "part": part, "checked": checked}
 
@@ -34,7 +37,7 @@ def count(target: str, heads: str, part: str, checked: bool) -> tuple[int, int]:
 
 
 def measure(target: str, heads: str, part: str) -> dict[str, Any]:
-    """A row."""
+    """Return a row: the bundles that a block takes, without and with bounds checks. Arguments: see `count`."""
     (bundles, pages), (checked, _) = (count(target, heads, part, checked) for checked in (False, True))
     return {"target": target, "heads": heads, "part": part, "pages": pages, "bundles": bundles, "checked": checked}
 

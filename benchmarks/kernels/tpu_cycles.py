@@ -1,12 +1,12 @@
-"""Estimated cycles of our TPU attention beside jax's own, and the roofline, by shape; needs libtpu, not a TPU.
+"""Estimated cycles of our TPU attention and of jax's own, and the roofline, by shape; needs libtpu, not a TPU.
 
-A kernel is profiled bare (tpu_profile): no copies, a fixed number of key blocks. The difference between 9
-and 1 blocks, over 8, is what one block costs. "block" is that for one sequence (decode) or 128 tokens (prefill) and
-1024 keys, with all heads: the same work for both kernels. "shape" multiplies by the blocks a kernel walks for the whole
-shape (ours stops at the causal edge, jax's walks every block) and adds what opening and closing a tile costs us. jax's
-kernel gets whichever of its block sizes is fastest, and heads padded to what it accepts; of latents it has none. v5p:
-cycles of one core; our kernel uses both, jax's one, and the microseconds say so. Roofline: the larger of bytes /
-bandwidth and flops / peak.
+A kernel is profiled bare (tpu_profile): no copies, a fixed number of key blocks. The difference between 9 and 1 blocks,
+over 8, is what one block costs. "block" is that for one sequence (decode) or 128 tokens (prefill) and 1024 keys, with
+all heads: the same work for both kernels. "shape" multiplies by the blocks a kernel walks for the whole shape (ours
+stops at the causal edge, jax's walks every block) and adds what opening and closing a tile costs ours. jax's kernel
+gets whichever of its block sizes is fastest, and heads padded to what it accepts; it has none for latent attention.
+v5p: cycles of one core; our kernel uses both, jax's one, which the microseconds take into account. Roofline: the larger
+of bytes / bandwidth and flops / peak.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
     @property
     def kv_width(self) -> int:
-        """Elements that the cache holds of a token and kv head."""
+        """Elements that the cache holds for each token and KV head."""
         return self.head_dim + (0 if self.in_keys else self.head_dim)
 
 
@@ -79,11 +79,11 @@ SHAPES = (
 
 
 class Unprofiled(RuntimeError):
-    """libtpu compiles a kernel and cannot say what it costs."""
+    """libtpu compiles a kernel but gives no estimate of its cycles."""
 
 
 class Cost(NamedTuple):
-    """Cycles of one core."""
+    """Cycles of one core, of which `normal_block` is for the block size that both kernels are compared by."""
 
     block: float  # of one key block and tile of the kernel
     normal_block: float  # the same for 1024 keys and 1 (decode) or 128 (prefill) tokens
@@ -92,7 +92,10 @@ class Cost(NamedTuple):
 
 @functools.cache
 def cycles(target: str, build: str, trips: int, **arguments) -> tuple[int, dict]:
-    """Estimated cycles of one grid step and what the case says of itself."""
+    """Return (estimated cycles of one grid step, facts that the case reports about itself).
+
+    target: TPU. build: name of the function in the module of cases. trips: blocks. Raises Unprofiled.
+    """
     result = profile(f"{CASES}:{build}", TARGETS[target].topology, trips=trips, page_size=PAGE_SIZE, **arguments)
     if result.cycles is None:
         raise Unprofiled(f"libtpu cannot profile {build} {arguments} on {target}")
@@ -127,7 +130,9 @@ def our_cost(shape: Shape, target: str) -> Cost:
 
 
 def their_cost(shape: Shape, target: str) -> Cost:
-    """Cost of jax's kernel with its fastest block size; nan where libtpu can profile none of them, and for latents."""
+    """Return the cost of jax's kernel with its fastest block size; NaN if libtpu can profile none of them, and for
+    latents.
+    """
     heads, head_dim = shape.heads, shape.head_dim
     if heads == SMOLLM[0]:  # it tiles 1, 2, 4 or a multiple of 8 kv heads, of 128 lanes
         heads, head_dim = (12, 4), 128
@@ -158,7 +163,7 @@ def roofline_us(shape: Shape, target: str) -> float:
 
 
 def measure(shape: Shape, target: str) -> dict[str, Any]:
-    """A row: cycles of a block and of the shape, and microseconds; None for what libtpu cannot say."""
+    """Return a row: cycles of a block and of the shape, and microseconds; None for what libtpu cannot estimate."""
     ours, theirs = our_cost(shape, target), their_cost(shape, target)
     figures = {
         "our_block": ours.normal_block,

@@ -1,8 +1,9 @@
-"""Estimated cycles of our TPU attention over a cache of one byte a number beside bfloat16's; needs libtpu, not a TPU.
+"""Estimated cycles of our TPU attention over a cache of one byte per number and over a bfloat16 one; needs libtpu, not
+a TPU.
 
 One block of 1024 keys, with one token (decode) or 128 (prefill) and all heads, profiled as in `tpu_cycles`: the kernel
-bare, without its copies, whose bytes over the bandwidth are put beside. A block "takes" the larger of both.
-v5p: cycles of one core of two, which share the bandwidth. Rows of a file that are not measured are kept.
+bare, without its copies; the time of these, bytes over bandwidth, is a separate column. "takes" is the larger of both.
+v5p: cycles of one core of two, which share the bandwidth. A file's rows that are not measured are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ TOKENS = 1024
 
 
 def block_cycles(target: str, heads: str, kind: str, *, decode: bool) -> float:
-    """Cycles of attention to 1024 keys by 1 token with a mask, in a decode, or by 128 tokens without, in a prefill."""
+    """Return the cycles of attention to 1024 keys: by 1 token with a mask for a decode, by 128 tokens without one for a
+    prefill.
+
+    target: TPU. heads: key of HEADS. kind: dtype of the cache, a key of DTYPES.
+    """
     (queries, kv), head_dim, in_keys = HEADS[heads]
     arguments = {"heads": (queries, kv), "head_dim": head_dim, "in_keys": in_keys, "decode": decode, "max_pages": 32}
     arguments |= {"num_tokens": 64 if decode else TOKENS, "part": "edge" if decode else "block"}
@@ -33,14 +38,20 @@ def block_cycles(target: str, heads: str, kind: str, *, decode: bool) -> float:
 
 
 def copied_cycles(target: str, heads: str, kind: str) -> float:
-    """Cycles of a core in which HBM gives the bytes of 1024 keys and values."""
+    """Return the cycles of a core during which HBM delivers the bytes of 1024 keys and values.
+
+    target: TPU. heads: key of HEADS. kind: dtype of the cache, a key of DTYPES.
+    """
     (_, kv), head_dim, in_keys = HEADS[heads]
     count = 1024 * kv * (head_dim if in_keys else 2 * head_dim) * DTYPES[kind][1]
     return count / TARGETS[target].hbm_bandwidth * CLOCKS[target]
 
 
 def measure(target: str, heads: str, mode: str, kind: str) -> dict[str, Any]:
-    """A row. Copies are told of a decode, where each sequence has its own."""
+    """Return a row: cycles of a block, and for a decode, where each sequence copies its own keys, cycles of the copies.
+
+    mode: "decode" or "prefill". Other arguments: see `copied_cycles`.
+    """
     decode = mode == "decode"
     row: dict[str, Any] = {"target": target, "heads": heads, "step": mode, "kv": kind}
     row["cycles"] = round(block_cycles(target, heads, kind, decode=decode))

@@ -1,9 +1,10 @@
-"""Estimated cycles of the TPU's products with quantised matrices beside what their bytes take; needs libtpu, not a TPU.
+"""Estimated cycles of the TPU's products with quantised matrices, and the time that their bytes take; needs libtpu, not
+a TPU.
 
-The kernel is profiled bare (tpu_profile) over the four products of a Llama 3.1 8B's layer. A grid's copies
-are taken as hidden, so cycles are what it computes; the larger of that and of its bytes over the bandwidth is its time.
-Share: what the codes of the weights alone would take, of that time. Matrices with a scale a channel are XLA's and not
-here.
+The kernel is profiled bare (tpu_profile) over the four products of a Llama 3.1 8B's layer. A grid's copies are assumed
+to be hidden, so cycles are those of its computation; the larger of these and of its bytes over the bandwidth is its
+time. Share: the time of the codes of the weights alone, of that time. Matrices with a scale per channel are multiplied
+by XLA and not measured here.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def _layer(target: str, name: str, rows: int, stored: str) -> dict[str, Any]:
-    """Row with the cycles and bytes of the four products of a layer together, or with an error of libtpu's."""
+    """Return a row with the cycles and bytes of the four products of a layer together, or with an error of libtpu's.
+
+    target: TPU. name: of the row. rows: of the activations. stored: key of STORED.
+    """
     chip, own = TARGETS[target], {"target": target, "rows": name, "stored": stored}
     cycles = moved = codes = time = 0.0
     for size, out in LAYER:

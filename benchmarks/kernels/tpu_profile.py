@@ -1,11 +1,11 @@
-"""Cycles of a TPU kernel without a TPU: libtpu compiles it in a child process and says what its schedule costs.
+"""Cycles of a TPU kernel without a TPU: libtpu compiles it in a child process and estimates what its schedule costs.
 
-Owns the child process and the reading of what the compiler leaves behind. Knows nothing of any kernel. Needs libtpu.
+This module has the child process and reads what the compiler leaves behind. Knows nothing of any kernel. Needs libtpu.
 
 libtpu's `estimated_cycles` walks the final instruction bundles, with the trip counts it can see. It knows no HBM
 bandwidth, gives up on copies that are waited for in another pass of a loop, and counts a loop whose trip count is data
-as about one pass. So a kernel is profiled bare, without copies and with fixed trip counts, and bytes / bandwidth is put
-beside it. What changes a kernel's module here changes it for good: it is meant for the child.
+as about one pass. So a kernel is profiled bare, without copies and with fixed trip counts, and bytes / bandwidth is
+reported with it. Functions here that change a kernel's module change it for good: they are meant for the child.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Profile(NamedTuple):
 
 
 class ProfileError(RuntimeError):
-    """The kernel does not compile for the chip; says why."""
+    """The kernel does not compile for the chip; the message says why."""
 
 
 def profile(build: str, topology: str, *, timeout: float = 240, timed: bool = True, **arguments: Any) -> Profile:
-    """Compile the bare kernel that the function named `build` ("module:function") returns and read its profile.
+    """Compile the bare kernel that the function named `build` ("module:function") returns and return its profile.
 
     build: called in the child as build(**arguments); returns what `bare_kernel` returns, and a dict for `facts`.
-    topology: e.g. "v6e:1x1". timed: whether to ask for cycles. arguments: must survive JSON.
-    Raises ProfileError when the compiler refuses.
+    topology: e.g. "v6e:1x1". timeout: seconds. timed: whether to ask for cycles. arguments: must survive JSON. Raises
+    ProfileError when the compiler refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
@@ -81,7 +81,7 @@ def profile(build: str, topology: str, *, timeout: float = 240, timed: bool = Tr
 
 
 def fix_trips(module: Any, trips: Callable[[Callable], int]) -> None:
-    """From now on every `lax.while_loop` of `module` runs as often as trips(condition function) says."""
+    """Make every `lax.while_loop` of `module` run as often as trips(condition function) says, from now on."""
 
     def while_loop(cond: Callable, body: Callable, init: Any) -> Any:
         return lax.fori_loop(0, trips(cond), lambda _, carry: body(carry), init)
@@ -91,9 +91,9 @@ def fix_trips(module: Any, trips: Callable[[Callable], int]) -> None:
 
 
 def bare_kernel(fn: Callable, args: Sequence[Any], kernel: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """The pallas_call named `kernel` inside fn(*args), alone, with the shapes of its operands.
+    """Return (function that runs the pallas_call named `kernel` of fn(*args) alone, shapes of its operands).
 
-    Raises ValueError when fn has no such call.
+    Raises ValueError if fn has no such call.
     """
     call = next(_pallas_calls(jax.make_jaxpr(fn)(*args).jaxpr, kernel), None)
     if call is None:
@@ -130,7 +130,9 @@ def _child(build: str, topology: str, arguments: dict, flags: str, timeout: floa
 
 
 def compile_bare(build: str, topology: str, arguments: dict) -> None:
-    """Trace, lower and compile for the first chip of a topology; prints the builder's facts as JSON."""
+    """Trace, lower and compile for the first chip of a topology; print the builder's facts as JSON. Arguments: see
+    `profile`.
+    """
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     mesh = Mesh(np.array([device]), ("chip",))
     module, function = build.split(":")

@@ -1,8 +1,8 @@
-"""What a server does while somebody means it ill: largest bodies in every field, connections that ask for nothing.
+"""Behaviour of a server under attack: largest bodies in every field, connections that send nothing.
 
-`jaxengine serve` as a user starts it, attacked over sockets. While each attack runs, /health is asked again and again
-on connections of its own. A row says what was tried, what was answered, how long /health took at worst and by how much
-the memory of the process that speaks with clients grew. The exit status is 1 when a limit beside a row is not kept.
+`jaxengine serve` runs as a user starts it and is attacked over sockets. While each attack runs, /health is requested
+again and again on connections of its own. A row says what was tried, what was answered, how long /health took at worst
+and by how much the memory of the process that serves clients grew. The exit status is 1 if a row's limit is not kept.
 """
 
 from __future__ import annotations
@@ -74,7 +74,12 @@ SHAPES: dict[str, Callable[[int], str]] = {
 
 @dataclass
 class Watched:
-    """What a server did during an attack: the worst wait for /health and the most memory of an API process."""
+    """Measurements of a server during an attack.
+
+    Attributes:
+      health: seconds that the slowest request to /health took. failures: such requests that failed.
+      before, most: bytes of an API process before the attack, and at most during it.
+    """
 
     health: float = 0.0
     failures: int = 0
@@ -83,7 +88,7 @@ class Watched:
 
 
 class Table:
-    """Rows: area, what was tried, what came of it, figures, and whether the limits were kept."""
+    """Records rows: area, what was tried, the result, figures, and whether the limits were kept."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
@@ -104,7 +109,7 @@ class Table:
 
 @contextlib.contextmanager
 def watching(server: ServerProcess) -> Iterator[Watched]:
-    """Asks for /health, each time on a new connection, until the attack is over."""
+    """Context that requests /health, each time on a new connection, until it ends; yields the measurements."""
     watched, over = Watched(), threading.Event()
     (pid, *_) = server.api_pids
     watched.before = watched.most = memory(pid)
@@ -127,7 +132,8 @@ def watching(server: ServerProcess) -> Iterator[Watched]:
 
 
 def attack_fields(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Every field of every request with `size` bytes of every shape: the worst shape of each is a row."""
+    """Send every field of every request with `size` bytes of every shape; add a row with the worst shape of each field.
+    """
     size = options.size
     for path, (model, base) in ENDPOINTS.items():
         for name in ("unknown", *model.model_fields):
@@ -149,7 +155,9 @@ def attack_fields(server: ServerProcess, table: Table, options: Namespace) -> No
 
 
 def attack_connections(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Sockets that ask for nothing, half-sent headers and bodies, more of them than are let in."""
+    """Open connections that send nothing, half-sent headers and bodies, and more connections than are accepted; add
+    rows.
+    """
     for tried, sent in (
         ("2,000 connections that say nothing", b""),
         ("2,000 half-sent headers", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"),
@@ -172,7 +180,7 @@ def attack_connections(server: ServerProcess, table: Table, options: Namespace) 
 
 
 def attack_watches(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Streams of gRPC's Health.Watch, and calls whose message does not come."""
+    """Open streams of gRPC's Health.Watch, and calls whose message does not come; add rows."""
     assert server.grpc_address is not None
     asked = health_pb2.HealthCheckRequest()
     channel = grpc.insecure_channel(server.grpc_address)
@@ -192,7 +200,8 @@ def attack_watches(server: ServerProcess, table: Table, options: Namespace) -> N
 
 
 def attack_processes(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """The process that speaks with clients killed time and again: how long until another answers."""
+    """Kill the process that serves clients several times; add a row with how long it took until another one answered.
+    """
     worst = 0.0
     for _ in range(4):
         (pid,) = server.api_pids

@@ -1,7 +1,7 @@
-"""What the Python API says of the texts that lm-eval is asked about, so that both can be compared, and beside it the
-folder `tokenizer`, for clients that make prompts of tokens.
+"""Scores by the Python API of the texts about which lm-eval asks a server, to compare both; and the folder `tokenizer`,
+for clients that send token ids.
 
-With the engine options of the server that `python -m benchmarks clients` starts.
+The engine has the options of the server that `python -m benchmarks clients` starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ PROMPTS, UNTIL, MAX_TOKENS = ("The capital of France is", "Once upon a time"), [
 
 
 def write_scores(path: str) -> None:
-    """Writes pairs with their log-likelihoods and whether they are greedy, and prompts with what is generated."""
+    """Write a JSON file: text pairs with their log-likelihoods and whether they are greedy, and prompts with generated
+    texts.
+
+    The tokenizer is saved in the folder `tokenizer` next to it.
+    """
     from jaxengine import LLM, SamplingParams  # not for those who only want ENGINE
 
     llm = LLM(**ENGINE)

@@ -1,10 +1,10 @@
-"""Real clients against a real server: which of them can do what, as a table.
+"""Real clients against a real server: a table of what works with which client.
 
-Installs each client below `--venv-dir`, for this and later runs (those in JavaScript where node is), starts
+Installs each client below `--venv-dir`, for this and later runs (those in JavaScript if node is installed), starts
 `jaxengine serve` with the embedded model, and runs the scripts of `benchmarks/client_cases`, one after the other. With
-`--url` it starts nothing and asks another server. A run of some (`--only`) leaves the rows of the others in the table
-as they are. The model is small: its answers are checked for the form that schemas and forced calls give them, and for
-being equal where they must be, never for being clever.
+`--url` it starts nothing and asks another server. A run of some clients (`--only`) leaves the table's other rows as
+they are. The model is small: its answers are checked for the form that schemas and forced calls give them, and for
+being equal where they must be, never for their content.
 """
 
 from __future__ import annotations
@@ -106,7 +106,11 @@ def run(options: Namespace, recorder: Recorder) -> None:
 
 
 def install(name: str, folder: Path) -> list[str | Path] | None:
-    """The command that runs a script with its packages, which are fetched once; None where its language is not here."""
+    """Install a script's packages below `folder`, unless they are there; return the command that runs the script, None
+    if its language (node) is not installed.
+
+    name: file name of the script.
+    """
     packages, home = SCRIPTS[name], folder / Path(name).stem
     language = "node" if name.endswith(".mjs") else "python"
     program = shutil.which("node") if language == "node" else folder / "venv" / "bin" / "python"
@@ -132,7 +136,10 @@ def install(name: str, folder: Path) -> list[str | Path] | None:
 
 
 def start_server() -> tuple[subprocess.Popen[str], str, str]:
-    """`jaxengine serve` with the embedded model, its address and gRPC's. Raises RuntimeError when it does not start."""
+    """Start `jaxengine serve` with the embedded model; return (process, its URL, gRPC's address).
+
+    Raises RuntimeError if it does not start.
+    """
     written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in ENGINE.items()}
     engine = [f"--{name.replace('_', '-')}={value}" for name, value in written.items()]
     served = [sys.executable, "-m", "jaxengine", "serve", *SERVE, *engine]
@@ -149,9 +156,9 @@ def start_server() -> tuple[subprocess.Popen[str], str, str]:
 
 
 def run_script(name: str, told: list[str], folder: Path) -> dict[str, Any] | None:
-    """Run a client's cases; returns a row of their results, None where its language is not here.
+    """Run a client's cases; return a row of their results, None if its language is not installed.
 
-    told: the arguments that `case.py` names.
+    name: file name of the script. told: the arguments that `case.py` names. folder: for packages.
     """
     program = install(name, folder)
     if program is None:
@@ -184,7 +191,11 @@ def run_script(name: str, told: list[str], folder: Path) -> dict[str, Any] | Non
 
 
 def markdown(rows: dict[str, dict[str, Any]], page: str) -> str:
-    """The table by scripts, and what is wrong below it; rows of scripts that did not run are the page's."""
+    """Return the table of clients in Markdown, and below it what failed; for scripts without a row, the lines of
+    `page`, the earlier table, are kept.
+
+    rows: results by script.
+    """
     lines = [f"| client | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     wrong = []
     for name in SCRIPTS:

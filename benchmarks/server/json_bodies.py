@@ -1,6 +1,6 @@
-"""CPU time of reading the largest JSON bodies that a server takes, beside Python's own parser of the same bodies.
+"""CPU time of parsing the largest JSON bodies that a server accepts, compared with Python's own parser.
 
-The thread's CPU time, the least of a few runs; a body is read as an endpoint reads it, with its limits.
+The time is the thread's CPU time, the least of a few runs; a body is read as an endpoint reads it, with its limits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def bodies() -> dict[str, bytes]:
-    """Return bodies near each limit, by what they are made of."""
+    """Return JSON bodies near each limit of the reader, by a name that says what they consist of."""
     num_texts, num_names, num_lists = MAX_TEXTS - 1000, MAX_NAMES - 1000, MAX_CONTAINERS - 1000
     return {
         "token ids": json.dumps([token_id % 150_000 for token_id in range(2**20)]).encode(),

@@ -1,8 +1,8 @@
-"""What a server does when it is hurt: its engine killed, told to end under load, sent ten times what it can do, sent
-grammars that take long to compile.
+"""Behaviour of a server in trouble: its engine killed, told to end under load, sent ten times the load that it can
+serve, sent grammars that take long to compile.
 
 `jaxengine serve` with the embedded model, as a user starts it, with real clients over sockets. Rows are checked against
-the limits beside them; the exit status is 1 when one is not kept.
+the limits in them; the exit status is 1 if one is not kept.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ OPTIONS = {
 
 
 class Findings:
-    """Recorder of rows: what was measured, over what, the figure, its limit, and whether it keeps that."""
+    """Records rows: what was measured, over what, the figure, its limit, and whether the limit is kept."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
 
     def add(self, what: str, value: Any, limit: float | None = None, *, at_least: bool = False, of: str = "") -> None:
-        """Record a figure. limit: the most that it may be, or with `at_least` the least; None for no limit."""
+        """Record a figure. limit: the most that it may be, or with `at_least` the least; None for no limit. of: over
+        what it was measured.
+        """
         value = round(value, 3) if isinstance(value, float) else value
         kept = limit is None or (value >= limit if at_least else value <= limit)
         sign = "" if limit is None else f"{'>=' if at_least else '<='} {limit:g}"
@@ -138,7 +140,9 @@ async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, 
 
 
 def kills(findings: Findings, count: int, streams: int) -> None:
-    """Record what follows `count` deaths of the engine under `streams` streams each, and one of the supervisor."""
+    """Record what happens after `count` deaths of the engine under `streams` streams each, and after one of the
+    supervisor.
+    """
     # What start-up takes with everything compiled, which it is after the first.
     start_server(ENGINE, wait=600.0).stop()
     began = time.perf_counter()
@@ -167,7 +171,7 @@ def kills(findings: Findings, count: int, streams: int) -> None:
 
 
 def left_behind(running: ServerProcess) -> int:
-    """Files of a server that has ended, but its own standard error."""
+    """Return how many files a server that has ended left behind, apart from its own standard error."""
     return sum(path.name != "stderr" and path.is_file() for path in Path(running.run_dir_parent).rglob("*"))
 
 
@@ -286,7 +290,7 @@ async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float)
 
 
 def overload(findings: Findings, seconds: float) -> None:
-    """Record what a server does of ten times the requests that it can answer, sent for `seconds`."""
+    """Record how a server responds to ten times the requests that it can answer, sent for `seconds`."""
     with serving(ENGINE, wait=120.0) as running:
         _, traffic = served(running)
         done = asyncio.run(overload_run(running, traffic, seconds))
@@ -304,7 +308,9 @@ def overload(findings: Findings, seconds: float) -> None:
 
 
 def end_task(task: asyncio.Task) -> None:
-    """Cancel a task that runs beside a measurement, or raise what has ended it: the measurement means nothing then."""
+    """Cancel a task that runs beside a measurement; if the task has failed, raise its exception, as the measurement is
+    void.
+    """
     if task.done():
         task.result()
     task.cancel()

@@ -1,9 +1,9 @@
-"""`jaxengine serve` beside llama.cpp's own HTTP server: the same weights, the same requests, one run, turn by turn.
+"""`jaxengine serve` compared with llama.cpp's own HTTP server: same weights, same requests, alternately in one run.
 
 Both are processes with as many threads as there are cores; the clients are on the same cores. In each round each server
-answers the same requests once, so that a slow minute of the machine is everybody's; the round with the most output
-tokens a second counts. llama.cpp is the PyPI wheel xllamacpp in the environment of `jaxengine bench peers`; neither
-keeps anything of a request's prompt for the next.
+answers the same requests once, so that a slow minute of the machine affects both; the round with the most output tokens
+a second counts. llama.cpp is the PyPI wheel xllamacpp in the environment of `jaxengine bench peers`; neither server
+keeps a request's prompt for the next one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def llama_server(variant: str, places: int, folder: Path, log: Path) -> Iterator[str]:
-    """The URL of llama.cpp's server."""
+    """Context in which llama.cpp's server runs; yields its URL. Raises RuntimeError if it does not start.
+
+    variant: weight format. places: requests at the same time. folder: for the environment and weights. log: its output.
+    """
     python, gguf = install(LLAMA, folder), Path(default_model_path())
     job: dict[str, Any] = {"gguf": str(gguf), "threads": os.cpu_count(), "folder": str(folder)}
     # Starting it writes the weights in this form.
@@ -72,7 +75,10 @@ def llama_server(variant: str, places: int, folder: Path, log: Path) -> Iterator
 
 
 def own(variant: str, places: int) -> dict[str, Any]:
-    """Options of our server."""
+    """Return the options of our server.
+
+    variant: dtype of the weights. places: requests at the same time.
+    """
     options = {"model": str(default_model_path()), "dtype": variant, "max_model_len": CONTEXT, "max_num_seqs": places}
     return {
         **options,

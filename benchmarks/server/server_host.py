@@ -1,18 +1,20 @@
-"""What serving costs the engine's process, beside offline, under one load and with a model that costs nothing.
+"""CPU time that serving adds to the engine's process, compared with offline generation, under one load and with a model
+that costs nothing.
 
 The real Engine, EngineServer, RemoteEngine and HTTP application run over a device that answers `step-ms` after each
 dispatch with ids from a random generator. An engine's process is measured offline, as `LLM.generate` runs it, then with
 every token made into text and handed on in this process, as AsyncLLM does, and then as `num-seqs` streams of real HTTP
-clients behind an API process. It has a core of its own, with all its threads; everybody else shares the other cores.
-The clients stream in the first two as well, from a second engine's process on the other cores, so that the machine is
-equally busy in all three.
+clients behind an API process. It has a core of its own, with all its threads; all other processes share the other
+cores. The clients stream in the first two as well, from a second engine's process on the other cores, so that the
+machine is equally busy in all three.
 
-From one dispatch to the next, of steps in which all sequences decode, the median in microseconds: `main` is the CPU
-time of the thread that steps, `cpu` that of the process with ZeroMQ's thread, `clock` what passed but for waiting for
-the device. The `more` columns are what a mode takes beyond offline. Everything is measured `rounds` times over, mode
-after mode, because a shared processor is twice as fast in one minute as in the next: a row shows the medians of the
-rounds, of `more` those of the differences within a round, and the least and the most that `cpu_more` was. The longer
-the device takes, the colder are the caches, and the more a line of Python costs: hence several `step-ms`.
+Figures are medians in microseconds from one dispatch to the next, over steps in which all sequences decode: `main` is
+the CPU time of the thread that steps, `cpu` that of the process with ZeroMQ's thread, `clock` the elapsed time without
+the waits for the device. The `more` columns are the excess of a mode over offline. Everything is measured `rounds`
+times over, mode after mode, because a shared processor is twice as fast in one minute as in the next: a row shows the
+medians of the rounds, of `more` those of the differences within a round, and the least and the most that `cpu_more`
+was. The longer the device takes, the colder are the caches, and the more a line of Python costs: hence several
+`step-ms`.
 """
 
 from __future__ import annotations
@@ -62,14 +64,19 @@ FIGURES = ("main", "cpu", "clock")
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A dispatch: rows that decode, 0 in a step with prompts; seconds so far, of each of FIGURES."""
+    """A dispatch of a step.
+
+    Attributes:
+      rows: sequences that decode; 0 in a step with prompts.
+      seconds: so far, of each of FIGURES.
+    """
 
     rows: int
     seconds: tuple[float, ...]
 
 
 class TimedRunner(FreeRunner):
-    """Looks like a ModelRunner to the engine; a step is done `step_seconds` after the one before it."""
+    """A stand-in for ModelRunner without a model; a step is done `step_seconds` after the one before it."""
 
     def __init__(self, config: ResolvedConfig, vocab_size: int, step_seconds: float):
         packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)
@@ -98,7 +105,7 @@ class TimedRunner(FreeRunner):
         return pending
 
     def costs(self, rows: int) -> dict[str, float]:
-        """The median of each of FIGURES over the steps in which `rows` sequences decode, microseconds."""
+        """Return the median of each of FIGURES, in microseconds, over the steps in which `rows` sequences decode."""
         steps = [
             np.subtract(late.seconds, early.seconds)
             for early, late in zip(self.marks, self.marks[1:], strict=False)
@@ -109,7 +116,10 @@ class TimedRunner(FreeRunner):
 
 
 def free_core(num_seqs: int, num_tokens: int, step_seconds: float) -> EngineCore:
-    """An engine with the embedded model's tokenizer and config, and no model."""
+    """Return an EngineCore with the embedded model's tokenizer and config, whose model costs nothing.
+
+    num_seqs: sequences at the same time. num_tokens: output tokens of each. step_seconds: of TimedRunner.
+    """
     pages = num_seqs * (-(-(PROMPT_TOKENS + num_tokens) // 16) + 1)
     config = EngineConfig(
         max_model_len=max(256, PROMPT_TOKENS + num_tokens + 1),
@@ -128,7 +138,11 @@ def free_core(num_seqs: int, num_tokens: int, step_seconds: float) -> EngineCore
 
 
 def engine(**job: Any) -> None:
-    """An engine's process: runs in its mode, as a server until its standard input ends, and prints what it cost."""
+    """Run an engine in this process and print its costs: as a server until standard input ends, or by itself to the end
+    of its requests.
+
+    job: "num_seqs", "steps", "step_seconds", "mode", and for a server "address".
+    """
     num_seqs, steps, mode = job["num_seqs"], job["steps"], job["mode"]
     core = free_core(num_seqs, steps, job["step_seconds"])
     if mode == SERVED:
@@ -158,7 +172,7 @@ def _serve_until_input_ends(core: EngineCore, address: str) -> None:
 
 
 def api(address: str, **_: Any) -> None:
-    """An API process, on a free port that it prints."""
+    """Run an API process for the engine at `address`, on a free port that it prints."""
     asyncio.run(_serve_http(address))
 
 
@@ -178,7 +192,10 @@ async def _serve_http(address: str) -> None:
 
 
 def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) -> dict[str, dict[str, float]]:
-    """Measure what each mode costs; returns figures by mode. cores: the first is for what is measured."""
+    """Measure what each mode costs; return figures by mode.
+
+    steps: output tokens of each sequence. cores: the first is for the measured engine, the others for everything else.
+    """
     own, others = cores[:1], cores[1:]
     job = {"num_seqs": num_seqs, "steps": steps, "step_seconds": step_seconds}
     planned = plan(Load(num_seqs, PROMPT_TOKENS, steps, vocab_size=40_000))
@@ -188,7 +205,9 @@ def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) ->
         _check(await send(traffic, planned, [0.0] * num_seqs))
 
     async def send_beside(traffic: Traffic, mode: str) -> None:
-        """Sends for as long as an engine that serves nobody takes."""
+        """Send requests for as long as a separate, measured engine without a server runs in `mode`, and store its
+        figures.
+        """
         with _role(engine, {**job, "mode": mode}, own) as process:
             result = asyncio.create_task(asyncio.to_thread(_line, process))
             while not result.done():
@@ -207,7 +226,7 @@ def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) ->
 
 
 def rows_of(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
-    """A row for each mode: medians of its rounds."""
+    """Return a row for each mode: medians of the rounds' figures."""
     rows = []
     for mode in MODES:
         costs = [results[mode] for results in rounds]
@@ -227,9 +246,9 @@ def _median(values: list[float]) -> float:
 def _serve(
     job: dict[str, Any], cores: Iterable[int], others: Iterable[int], drive: Callable[[Traffic], Awaitable[None]]
 ) -> dict[str, float]:
-    """Measure what it costs an engine on `cores` to serve what `drive` sends to an API process; returns its figures.
+    """Measure an engine on `cores` while it serves what `drive` sends to an API process; return its figures.
 
-    All other processes, this one for good, are on `others`.
+    job: as of `engine`. All other processes, including this one from now on, run on `others`.
     """
     os.sched_setaffinity(0, others)
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +273,10 @@ def _check(run: LoadResult) -> None:
 
 
 def _role(role: Callable[..., None], job: dict[str, Any], cores: Iterable[int]) -> subprocess.Popen[str]:
-    """A process that runs a function of this file on some cores, with all threads that its imports start."""
+    """Start a process that runs a function of this file on some cores, with all threads that its imports start.
+
+    role: the function. job: its arguments.
+    """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

@@ -1,1 +1,2 @@
-"""`jaxengine check`: compiles every kernel and step for accelerators that are not present and inspects the result."""
+"""`jaxengine check`: compiles every kernel and step for accelerators that are not present, and inspects the programs.
+"""

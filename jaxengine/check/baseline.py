@@ -1,7 +1,7 @@
-"""Stores the figures of a check as a baseline and compares later checks with it.
+"""Stores the figures of a check in a file, the baseline, and compares later checks with it.
 
 Only figures that the compiler determines, and reproduces exactly, are compared. Compile seconds depend on the machine
-and are only recorded. Programs for this machine's CPU are compared by their exchanges and operations alone.
+and are only recorded. Of programs for this machine's CPU only exchanges and operations are compared.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ CPU_FIGURES = ("exchanged_bytes",)
 
 
 def save(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the rows, the settings and the compiler versions to a file."""
+    """Write the rows, the settings and the compiler versions to a file, as JSON.
+
+    settings: model and options of the check. rows: figures of each program, as `Compiler.row` returns them.
+    """
     from jaxengine.bench.report import write_json
 
     write_json(path, {"settings": settings, "compilers": compilers(), "rows": list(rows)})
 
 
 def compilers() -> dict[str, str]:
-    """Versions of the installed compiler packages."""
+    """Return the versions of the installed compiler packages, by package."""
     found = {}
     for name in ("jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc"):
         with contextlib.suppress(PackageNotFoundError):
@@ -51,19 +54,19 @@ def compilers() -> dict[str, str]:
 
 
 def other_compilers(path: str) -> str:
-    """Describes how the installed compilers differ from those in the baseline's file `path`; "" if they do not."""
+    """Describe how the installed compilers differ from those in the baseline's file `path`; "" if they do not."""
     then, now = json.loads(Path(path).read_text()).get("compilers", {}), compilers()
     differing = [f"{name} {now[name]} (then {then.get(name)})" for name in now if now[name] != then.get(name)]
     return f"other compilers than the baseline's: {', '.join(differing)}" if differing else ""
 
 
 def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Reads the rows of a baseline.
+    """Read the rows of a baseline from the file `path`.
 
-    settings: model and options of this check, which must be the baseline's.
+    settings: model and options of this check, which must equal the baseline's.
 
     Raises:
-      ConfigError: the file is not a baseline, or is one of another model or other options.
+      ConfigError: the file is not a baseline, or its model or options are others.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -79,9 +82,10 @@ def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> None:
-    """Adds to each row's "failures", in place, the figures that are more than SLACK larger than in the baseline.
+    """Append to each row's "failures", in place, a text for each figure that is larger than in the baseline by more
+    than SLACK.
 
-    Rows that the baseline does not have, and rows of programs that did not compile, are left alone.
+    Rows that the baseline does not have, and rows of programs that did not compile, are left unchanged.
     """
     before = {(row["target"], row["program"]): row for row in baseline}
     for row in rows:
@@ -100,7 +104,7 @@ def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) 
 
 
 def missing(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]], targets: Sequence[str]) -> list[str]:
-    """Programs of these targets that are in the baseline but were not checked, as sentences."""
+    """Return a sentence for each program of `targets` (names) that is in the baseline but was not checked."""
     checked = {(row["target"], row["program"]) for row in rows}
     wanted = [(row["target"], row["program"]) for row in baseline if row["target"] in targets]
     return [

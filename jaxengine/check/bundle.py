@@ -1,4 +1,4 @@
-"""Folder of serialised executables, with a manifest that describes each."""
+"""A bundle: folder of serialised executables, with a manifest that describes each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"
 
 
 def make_folder(path: str) -> str:
-    """Creates the folder if missing; returns its absolute path.
+    """Create the folder if it is missing; return its absolute path.
 
     Raises:
       ConfigError: the folder holds files that are not a bundle.
@@ -27,11 +27,10 @@ def make_folder(path: str) -> str:
 
 
 def write_manifest(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the manifest: target, program, size and SHA-256 of every executable, and the versions that
-    compiled them.
+    """Write the manifest: target, program, size and SHA-256 of every executable, and the versions that compiled them.
 
-    path: the bundle's folder, which must hold the rows' executables. Rows without a "file", of programs that did not
-    compile, are left out.
+    path: the bundle's folder, which must hold the executables that the rows name as "file". Rows without a "file", of
+    programs that did not compile, are left out. settings: model and options of the check.
     """
     from jaxengine.bench.report import machine
 

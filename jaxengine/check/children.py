@@ -1,4 +1,4 @@
-"""Starts a compiling process per target and collects its replies.
+"""Starts a compiling process for each target and collects its replies.
 
 A process that dies fails only the program that it was compiling: its successor skips that program and continues.
 """
@@ -33,10 +33,10 @@ _TPU = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to check on every target.
+    """What a check compiles on every target.
 
     Attributes:
-      cycles: profile the blocks of TPU kernels.
+      cycles: also profile the blocks of TPU kernels.
       model, options, platform, short, bundle, only: see jaxengine.check.compile.CompileRequest.
     """
 
@@ -51,8 +51,12 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Result of a check. Attributes: the target that was used, the rows of its programs, and errors of smaller targets
-    by name.
+    """Result of a check.
+
+    Attributes:
+      target: the target that was used.
+      rows: figures of its programs.
+      too_small: by name, the errors of smaller targets.
     """
 
     target: Target
@@ -61,10 +65,9 @@ class Found:
 
 
 def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
-    """Checks one target after another until the model fits into one; returns what was found there, or on the last.
+    """Check one target after another until the model fits into one; return what was found there, or on the last.
 
-    places: targets, at least one, each with its engine options, which replace the job's. progress: as in
-    `check_target`.
+    places: (target, engine options that replace the job's), at least one. progress: see `check_target`.
     """
     too_small: dict[str, str] = {}
     for target, options in places:
@@ -77,7 +80,7 @@ def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, pr
 
 
 def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str, Any]]:
-    """Returns rows of a target's programs; waits for its processes.
+    """Compile the job's programs for a target and return their rows of figures; waits for the compiling processes.
 
     Calls progress(name of the target, programs done, programs in total, name of the program) before each is compiled.
     """
@@ -96,11 +99,11 @@ def _run(
     known: dict[str, Any] | None = None,
     profile: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Compiles all programs, or with `profile` the kernel blocks; returns (rows, memory plan).
+    """Compile all programs of a target, or with `profile` the blocks of its kernels; return (rows, memory plan).
 
-    known: a memory plan from an earlier call; None to make one. The plan is empty if there is none, as for a model that
-    is too large, whose one row has "too_small". If the process dies, the program at hand gets a row with an error, and
-    another process goes on after it; before there is a plan, nothing goes on.
+    known: memory plan of an earlier call; None to make one. The plan is empty if there is none, as for a model that is
+    too large for the target; its only row then has "too_small". If the process dies, the program that it was compiling
+    gets a row with an error, and another process continues after it; without a plan nothing continues.
     """
     rows: list[dict[str, Any]] = []
     skip: list[str] = []
@@ -143,9 +146,9 @@ def _run(
 
 
 def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
-    """Environment variables, this process's included, with which a target's compiler runs without the device.
+    """Return environment variables, this process's included, with which a target's compiler runs without the device.
 
-    dumps: folder for what the compiler dumps. profile: have it write cycle estimates.
+    dumps: folder for the compiler's dumps. profile: have the compiler write cycle estimates.
     """
     ours = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     ours["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -167,7 +170,7 @@ def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:
 
 
 def _replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> Iterator[dict[str, Any]]:
-    """Starts a compiling process and yields its messages, then {"event": "exit", "code": its status}.
+    """Start a compiling process and yield its messages, then {"event": "exit", "code": its status}.
 
     request: fields of compile.CompileRequest. variables: the process's environment. log: file for its standard error.
     The process is killed when the iterator is closed.

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks every target and prints the report. Returns 1 if anything failed, else 0.
+    """Check every target and print the report. Returns 1 if anything failed, else 0.
 
     Raises ConfigError for wrong arguments and options, before anything is compiled.
     """

@@ -1,4 +1,4 @@
-"""Process that compiles for one target: reads a request and writes a JSON line per event.
+"""Process that compiles for one target: reads a request and writes a line of JSON for each event.
 
 Run as `python -m jaxengine.check.compile`. Each target has its own process, because Mosaic GPU caches kernels by source
 without regard to the target, and because a compiler that aborts must not affect other targets. Standard output carries
@@ -42,7 +42,7 @@ _MOST_WEIGHTS = 0.85
 
 
 class TooSmall(Exception):
-    """The model does not fit into the target's devices."""
+    """The model does not fit into the memory of the target's devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +80,11 @@ class CompileRequest:
 
 
 class StagePlan(NamedTuple):
-    """The memory plan of a stage.
+    """The memory plan of a pipeline stage.
 
     Attributes:
       of_all: plan of the stage with all its layers.
-      beside: bytes that one of the compiled forward passes takes in addition to weights and pages.
+      beside: bytes that the largest compiled forward pass takes in addition to weights and pages.
       held: bytes that all compiled programs hold while loaded.
     """
 
@@ -114,8 +114,8 @@ class Compiler:
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
-        """The stages with all layers, for which memory is planned; those that are compiled may have only
-        the first few.
+        """Return the stages with all layers, for which memory is planned; the stages that are compiled may have only
+        the first few layers.
         """
         if (model := self._read(whole=True)) == self._model:
             return self.stages
@@ -123,7 +123,7 @@ class Compiler:
         return open_stages(model, config, self._platform, self._devices)
 
     def run(self) -> None:
-        """Plans the memory, then compiles all programs that are not to be skipped, with a reply for each.
+        """Plan the memory, then compile all programs that are not to be skipped, with a reply for each.
 
         Raises TooSmall if the model does not fit into the target, ConfigError as the engine does.
         """
@@ -157,10 +157,11 @@ class Compiler:
             self._reply({"event": "row", "row": row})
 
     def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[CheckedProgram]:
-        """Programs of a stage, with a pool of `num_pages` pages; with the request's `profile` only blocks of kernels.
+        """Yield the programs of a stage, with a pool of `num_pages` pages; with the request's `profile` only blocks of
+        kernels.
 
-        Kernels, of the first stage alone, come first, because Mosaic GPU prints a kernel's figures only once per
-        process.
+        Kernels by themselves (of the first stage only) come first, because Mosaic GPU prints a kernel's figures only
+        once per process.
         """
         if self.request.profile:
             yield from stage.blocks() if stage is self.stages[0] else ()
@@ -175,10 +176,10 @@ class Compiler:
         yield from encoders(stage, short=self.request.short)
 
     def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
-        """Plans memory as the engine does: measures the largest forward pass with a small pool, and adds the largest
+        """Plan memory as the engine does: measure the largest forward pass with a small pool, and add the largest
         epilogue with its inputs.
 
-        stage: of the layers that are compiled. whole: the same stage with all layers, to which the bytes held by
+        stage: with the layers that are compiled. whole: the same stage with all layers, to which the bytes held by
         programs are scaled. Raises TooSmall, and ConfigError if the number of pages is given or the target's memory is
         not known.
         """
@@ -221,8 +222,8 @@ class Compiler:
         return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + kept, held + of_others)
 
     def _plan_row(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
-        """Report of a memory plan: bytes by purpose, pages, and the number of requests of max_model_len tokens that
-        fit.
+        """Return a memory plan as a dict for the report: bytes by purpose, pages, and how many requests of
+        max_model_len tokens fit.
         """
         found = {"layers": len(whole.model.stage.layers), "windows": list(whole.windows), **plan.parts}
         names = ("total", "page_bytes", "page_size", "num_pages", "pages_per_seq", "max_model_len")
@@ -230,9 +231,10 @@ class Compiler:
         return found | {"num_requests": round(plan.num_requests, 1), "ranks": whole.model.mesh.num_ranks}
 
     def _needs(self, program: CheckedProgram) -> tuple[dict[str, int], int]:
-        """Compiles a program; returns its figures by `inspect.memory`, and the bytes it holds while loaded.
+        """Compile a program; return its figures as `inspect.memory` gives them, and the bytes that it holds while
+        loaded.
 
-        Unlike in `row`, an error of the compiler comes out.
+        Unlike `row`, raises the compiler's errors.
         """
         self._reply({"event": "start", "name": f"memory plan, {program.name}"})
         read_from = Path(self.request.log).stat().st_size
@@ -244,10 +246,10 @@ class Compiler:
         return memory, held_bytes(memory["code_bytes"], stored, self.target.backend)
 
     def row(self, program: CheckedProgram, planned: int) -> dict[str, Any]:
-        """Compiles a program and returns its row of figures, with what is wrong with it as "failures".
+        """Compile a program and return its row of figures, with what is wrong with it as "failures".
 
-        planned: bytes that the memory plan allots to it on a device. An error of the compiler is the row's "error"; the
-        figures after it are missing.
+        planned: bytes that the memory plan grants it on a device. A compiler's error becomes the row's "error"; the
+        figures after it are then missing.
         """
         row: dict[str, Any] = {
             "target": self.target.name,
@@ -303,10 +305,11 @@ class Compiler:
         return row
 
     def _kernel_figures(self, program: CheckedProgram, read_from: int) -> dict[str, int | None]:
-        """Figures of a program's kernels from the log, merged with those of its compilation for the memory plan.
+        """Return the figures of a program's kernels from the log, merged with those from its compilation for the memory
+        plan.
 
-        read_from: place in the log, in bytes, where this compilation's output begins. A figure that neither has is
-        None. Each kernel is compiled, and printed, only once per process.
+        read_from: offset in the log, in bytes, where this compilation's output begins. A figure that neither has is
+        None. Each kernel is compiled, and its figures printed, only once per process.
         """
         text = Path(self.request.log).read_bytes()[read_from:].decode(errors="replace")
         found = inspect.mosaic_gpu(text)
@@ -337,7 +340,7 @@ class Compiler:
 
 
 def main() -> int:
-    """Serves the request on standard input: writes replies to standard output, and what compilers print to standard
+    """Serve the request on standard input: write replies to standard output, and the compilers' output to standard
     error.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)

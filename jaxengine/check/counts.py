@@ -33,7 +33,7 @@ _FREE = PASSIVE | {"constant", "partition-id", "replica-id"}
 
 
 def operations(module: Module) -> dict[str, int]:
-    """Counts operations of matrix products by element type, the wider one of the two operands.
+    """Return the operations of a module's matrix products by element type, the wider one of the two operands.
 
     A multiplication and its addition are two operations.
     """
@@ -50,7 +50,8 @@ def operations(module: Module) -> dict[str, int]:
 
 
 def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tuple[str, int] | None:
-    """(element type, operations) of an instruction that is a matrix product; None for others, and for ragged ones.
+    """Return (element type, operations) of an instruction that is a matrix product; None for others, and for ragged
+    products.
 
     by_name: the instructions of its computation.
     """
@@ -83,11 +84,11 @@ def _width(dtype: str) -> int:
 
 
 def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
-    """Counts bytes that the program reads from and writes to device memory: operands and results of each executed
+    """Return the bytes that the program reads from and writes to device memory: operands and results of each executed
     instruction.
 
-    Arrays that are updated in place or read row by row count only as far as they are touched.
-    leave_out: element counts of arrays (pools) that are never processed as a whole, and not counted.
+    Arrays that are updated in place or read row by row count only as far as they are touched. leave_out: element counts
+    of arrays (pools) that are never processed as a whole, and not counted.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
@@ -151,8 +152,8 @@ def _number(parameter: Instruction) -> int:
 
 
 def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, int | None, bool]:
-    """Returns how a fusion uses a parameter: (bytes read, None for all; bytes written if updated in place, else None;
-    whether the fusion returns it).
+    """Return how a fusion uses one of its parameters: (bytes read, None for all; bytes written if updated in place,
+    else None; whether the fusion returns it).
 
     body: instructions of the fusion.
     """
@@ -183,7 +184,7 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
 
 
 def _combines(module: Module, update: Instruction) -> bool:
-    """Whether an update also reads its destination.
+    """Whether an update instruction also reads the values that it replaces.
 
     A scatter does not if its computation returns its second parameter, the new value.
     """
@@ -196,10 +197,10 @@ def _combines(module: Module, update: Instruction) -> bool:
 def _executed(
     module: Module, name: str, of_body: Callable[[list[Instruction]], Counter[str]], *, fused: bool
 ) -> Counter[str]:
-    """Sums `of_body` over a computation and all that it calls, weighted by how often each runs.
+    """Sum `of_body` over a computation and all that it calls, weighted by how often each runs.
 
-    name: of the computation. of_body: figures of the instructions of one. fused: including the bodies of fusions and of
-    asynchronous starts. Of a conditional the branch with the largest sum counts.
+    name: of the computation. of_body: returns the figures of a computation's instructions. fused: include the bodies of
+    fusions and of asynchronous starts. Of a conditional only the branch with the largest sum counts.
     """
     body = module.computations.get(name, [])
     total = of_body(body)

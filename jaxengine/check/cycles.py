@@ -24,14 +24,15 @@ _CYCLES = re.compile(r"estimated_cycles: (\d+)")
 
 
 def libtpu_flags(dumps: Path) -> str:
-    """LIBTPU_INIT_ARGS that make the compiler write the profile for `read`."""
+    """Return the value of LIBTPU_INIT_ARGS with which the compiler writes the profile that `read` reads, into `dumps`.
+    """
     return f"--xla_jf_dump_static_llo_profile_to={dumps / PROFILE}"
 
 
 def read(dumps: Path, module: Module) -> int | None:
-    """Sum the cycles that libtpu estimates for the Mosaic kernels of the program compiled last.
+    """Return the sum of the cycles that libtpu estimates for the Mosaic kernels of the program compiled last.
 
-    dumps: the folder of `libtpu_flags`. module: that program. None if it has no kernel, or one lacks an estimate.
+    dumps: the folder given to `libtpu_flags`. module: that program. None if it has no kernel, or one lacks an estimate.
     """
     kernels = [call.name for call in custom_calls(module) if 'custom_call_target="tpu_custom_call"' in call.rest]
     counts = [_first(dumps / PROFILE, f"*{kernel}*") for kernel in kernels]
@@ -46,11 +47,11 @@ def _first(folder: Path, glob: str) -> int | None:
 
 
 def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reduces rows of block programs to one row per kind of block, with the cycles of KEYS keys and one token (or
-    TOKENS tokens of a run).
+    """Reduce rows of block programs to one row per kind of block, with the cycles of KEYS keys and one token (or TOKENS
+    tokens of a run).
 
     rows: of Compiler.row, two for each kind, with TRIPS repetitions. Rows without a block, such as those of programs
-    that failed, stay. A kind of which one of the two programs is missing has no row; one without cycles has a failure.
+    that failed, are kept. A kind with only one of the two programs gets no row; one without cycles gets a failure.
     """
     kinds: dict[str, dict[int, dict[str, Any]]] = {}
     found = [row for row in rows if "block" not in row]

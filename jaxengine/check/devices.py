@@ -1,4 +1,4 @@
-"""Virtual devices, as the target's compiler describes them."""
+"""The devices of a target, virtual ones as its compiler describes them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxengine.check.targets import Target, gpu_target_config
 
 
 def target_devices(target: Target) -> list[Any]:
-    """The devices that the target's programs are compiled for, `num_devices` of them.
+    """Return the `num_devices` devices for which the target's programs are compiled.
 
     CPU devices are this process's own, which must have been started with so many (children.environment); the others are
-    described by the installed compiler.
+    virtual, described by the installed compiler.
     """
     if target.backend == "cpu":
         devices = jax.devices("cpu")

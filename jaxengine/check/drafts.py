@@ -26,7 +26,11 @@ from jaxengine.sharding.stages import Stage
 
 
 class Drafting(NamedTuple):
-    """A stage's draft model or head. weights: abstract; weight_bytes, page_bytes: of one device."""
+    """The draft model or draft head of a stage.
+
+    Attributes:
+      weights: abstract (shapes and shardings). weight_bytes, page_bytes: bytes on one device.
+    """
 
     programs: DraftPrograms
     weights: Any
@@ -35,7 +39,9 @@ class Drafting(NamedTuple):
 
 
 def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config, completed from the config.json of an EAGLE-3 head. Raises the same errors as `settle_draft`."""
+    """Return the config, completed from the config.json of an EAGLE-3 head if it names one. Raises as `settle_draft`
+    does.
+    """
     chosen = config.speculative_config
     if chosen is None or chosen.method != EAGLE3:
         return config
@@ -44,8 +50,9 @@ def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def drafting(stage: StagePrograms) -> Drafting | None:
-    """The draft model or head that the stage's config names; None for other methods. Raises ConfigError as the engine
-    does.
+    """Return the draft model or head that the stage's config names; None for other methods of drafting.
+
+    Raises ConfigError as the engine does.
     """
     chosen, config = stage.config.speculative_config, stage.config
     if chosen is None or not chosen.has_model:
@@ -71,9 +78,9 @@ def drafting(stage: StagePrograms) -> Drafting | None:
 
 
 def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[CheckedProgram]:
-    """Programs of the drafter that run before and after the forward pass of each bucket; none without a drafter.
+    """Yield the drafter's programs that run before and after the forward pass of each bucket; none without a drafter.
 
-    num_pages: of the drafter's pool. short: only for the corners of the bucket grid. No roofline is given.
+    num_pages: of the drafter's pool. short: only for the corners of the bucket grid. The programs have no roofline.
     """
     if (found := drafting(stage)) is None:
         return

@@ -76,7 +76,7 @@ class Exchange:
 
 
 def exchanges(module: Module) -> list[Exchange]:
-    """Lists every exchange of a compiled module."""
+    """Return every exchange of a compiled module."""
     found, chains, offloaded, scatters = defaultdict(list), set(), _offloaded_scopes(module), _scatters(module)
     for name, body in module.computations.items():
         if name in scatters:
@@ -107,9 +107,10 @@ def exchanges(module: Module) -> list[Exchange]:
 
 
 def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
-    """Computations that only run in branches of conditionals other than the dearest, with those that they call.
+    """Return the names of computations that run only in branches of conditionals other than the dearest, with what they
+    call.
 
-    The dearest branch exchanges the most bytes; of several with equally many it is the first. sizes: bytes by
+    The dearest branch exchanges the most bytes; of several with equally many it is the first. sizes: bytes exchanged by
     computation.
     """
 
@@ -133,8 +134,8 @@ def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
 
 
 def _scatters(module: Module) -> set[str]:
-    """Computations of fusions that are XLA:TPU's form of a large reduce-scatter: a sum, of which each device keeps a
-    part.
+    """Return the names of fusions' computations that are XLA:TPU's form of a large reduce-scatter: a sum, of which each
+    device keeps a part.
     """
     return {name for name in module.fused if _keeps_a_part(module.computations[name])}
 
@@ -151,9 +152,10 @@ def _keeps_a_part(body: Sequence[Instruction]) -> bool:
 
 
 def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]) -> bool:
-    """Whether the instruction completes a reduce-scatter of `_scatters`. by_name: instructions of its computation.
+    """Whether the instruction completes a reduce-scatter found by `_scatters`. by_name: instructions of its
+    computation.
 
-    Its parts have sizes that suit the rings, so rows beyond a device's own part are sent on to its neighbour.
+    Its parts have sizes that suit the rings, so a device sends rows beyond its own part on to its neighbour.
     """
     source = instruction if instruction.opcode.startswith("collective-permute") else None
     while source is not None and source.opcode != _SCATTER:
@@ -163,7 +165,7 @@ def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]
 
 
 def _offloaded_scopes(module: Module) -> dict[str, str]:
-    """Maps each computation that another core runs to the scope of the instruction that awaits it.
+    """Map each computation that another core runs to the scope of the instruction that awaits it.
 
     XLA:TPU writes the exchanges that SparseCores run for it once and clones them, including the scope.
     """
@@ -189,8 +191,8 @@ def _scope(instruction: Instruction) -> str:
 
 
 def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]) -> list[str]:
-    """Scopes of an instruction's operands, looking through those without a scope; [] if there are none, or of
-    different places.
+    """Return the scopes of an instruction's operands, looking through operands without a scope; [] if no operand has
+    one, or if the scopes belong to different layers or places.
 
     by_name: instructions of its computation.
     """
@@ -242,12 +244,14 @@ def _place(scope: str) -> str:
 
 
 def counts(found: Sequence[Exchange]) -> dict[str, int]:
-    """Number of exchange instructions by opcode."""
+    """Return the number of exchange instructions by opcode."""
     return dict(Counter(exchange.opcode for exchange in found))
 
 
 def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
-    """Number of exchanges by place and kind; of the branches of a conditional only the most expensive counts."""
+    """Return the number of exchanges by place and kind; of the branches of a conditional only the most expensive
+    counts.
+    """
     places: dict[str, Counter[str]] = {}
     for exchange in (each for each in found if not each.beside):
         places.setdefault(exchange.place, Counter())[exchange.kind] += exchange.count
@@ -255,8 +259,8 @@ def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
 
 
 def exchanged_bytes(found: Sequence[Exchange], place: str | None = None) -> int:
-    """Bytes exchanged in a place, as in Exchange.place, or in all (None); of the branches of a conditional only the
-    most expensive counts.
+    """Return the bytes exchanged in a place, as in Exchange.place, or in all (None); of the branches of a conditional
+    only the most expensive counts.
     """
     return sum(each.num_bytes for each in found if not each.beside and place in (None, each.place))
 
@@ -266,9 +270,9 @@ class Expected:
     """The exchanges that a step of a model may have.
 
     Attributes:
-      layers: exact number of each layer's exchanges by kind.
+      layers: exact number of exchanges by kind, for each layer.
       most_elements: limit of any operand or result: the activations of all ranks, times the experts per token if
-        devices send rows to experts, what all layers get beside them, or a device's part of the logits.
+        devices send rows to experts, what all layers receive in addition, or a device's part of the logits.
       exchange_bytes: limit of the average exchange of a layer: the activations in the model's dtype.
       encoding: exact number of exchanges by kind, for each scope of ENCODING.
     """
@@ -280,9 +284,9 @@ class Expected:
 
 
 def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
-    """Expected exchanges of a forward pass of `bucket` through a model's stage on its mesh.
+    """Return the exchanges that a forward pass of `bucket` should have on a model's mesh.
 
-    model: the stage, with its config, mesh and layers. itemsize: bytes of an activation's element while exchanged.
+    model: pipeline stage with its config, mesh and layers. itemsize: bytes of an activation's element while exchanged.
     """
     config, mesh = model.config, model.mesh
     dense = () if config.experts is None else config.experts.dense_layers
@@ -308,21 +312,21 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
 
 
 def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
-    """Number of a layer's norms that span heads of several devices."""
+    """Return how many of a layer's norms span heads of several devices."""
     nodes = [node for _, node in nnx.iter_graph(layer)]
     grouped = sum(isinstance(node, GroupsRMSNorm) and node.num_groups < mesh.num_shards("heads") for node in nodes)
     return grouped + sum(isinstance(node, HeadsRMSNorm) for node in nodes)
 
 
 def scales(layer: nnx.Module) -> int:
-    """Number of a layer's products whose rows are rounded by a scale on which all devices that split the rows must
-    agree.
+    """Return how many of a layer's products round rows by a scale on which all devices that split the rows must agree.
     """
     return sum(weight.agrees_on_scales for weight in _quantized(layer))
 
 
 def gathered_inputs(layer: nnx.Module, num_per_token: int = 1) -> list[int]:
-    """Elements per token that a layer gathers for each product whose codes are stored in an order of their own.
+    """Return the elements per token that a layer gathers, for each product whose codes are stored in an order of their
+    own.
 
     num_per_token: rows per token in a product of experts. A product without such an order has no entry.
     """
@@ -337,7 +341,7 @@ def _quantized(layer: nnx.Module) -> list[QuantizedWeight]:
 def layer_exchanges(
     mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: int = 0, ordered: int = 0
 ) -> dict[str, int]:
-    """Expected exchanges of one layer, by kind.
+    """Return the expected exchanges of one layer, by kind.
 
     Attention sums its output over the devices of its heads. The feed-forward part gathers the tokens of all ranks that
     share its weights, sums over these devices and scatters each rank its tokens. With experts, routing weights and ids
@@ -345,9 +349,9 @@ def layer_exchanges(
     results of their shares of the tokens; a shared MLP then exchanges the same as a dense one. With experts to which
     all tokens are gathered, a shared MLP adds at most a reduce-scatter, if the experts span more ranks than it does.
 
-    experts: None for a dense layer.
-    summed: all-reduces of norms over heads of several devices (squares), of scales of rows (maximum), and of a state in
-      addition to attention. ordered: products that gather rows to reorder them.
+    experts: None for a dense layer. summed: number of all-reduces of norms over heads of several devices (squares), of
+    scales of rows (maximum), and of a
+      state in addition to attention. ordered: number of products that gather rows to reorder them.
     """
     found = Counter({"all-reduce": (1 + summed) * (mesh.model > 1), "all-gather": ordered})
     if experts is None:
@@ -363,8 +367,9 @@ def layer_exchanges(
 
 
 def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
-    """Exchanges of a feed-forward part split over a logical axis; gathered: number of arrays of the tokens that it
-    gathers.
+    """Return the exchanges, by kind, of a feed-forward part that is split over the mesh's logical `axis`.
+
+    gathered: number of arrays with a row per token that it gathers.
     """
     several = mesh.ranks_sharing(axis) > 1
     return Counter(
@@ -373,7 +378,7 @@ def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
 
 
 def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
-    """Describes the exchanges for which the model does not account, one text each; [] if there are none."""
+    """Return a text for each exchange for which the model does not account; [] if there are none."""
     places = by_place(found)
     texts = [f"no code wrote {exchange.text}" for exchange in found if not exchange.place]
     texts += [

@@ -92,14 +92,17 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations it runs: the branches of a conditional, the body of a loop."""
+        """Return the names of the computations that it runs: the branches of a conditional, the body of a loop."""
         return [name for found in _CALLED.findall(self.rest) for name in _NAME.findall("".join(found))]
 
 
 @dataclass
 class Module:
-    """Computations of a module by name. `fused` names the bodies of fusions, `offloaded` those of other cores
-    (SparseCore).
+    """A parsed HLO module.
+
+    Attributes:
+      fused: names of the computations that are bodies of fusions.
+      offloaded: names of the computations that other cores (SparseCore) run.
     """
 
     entry: str = ""
@@ -108,17 +111,17 @@ class Module:
     offloaded: set[str] = field(default_factory=set)
 
     def fused_in(self, instruction: Instruction) -> str:
-        """Name of a fusion's computation; "" for other instructions."""
+        """Return the name of a fusion's computation; "" for other instructions."""
         called = _FUSED.search(instruction.rest) if instruction.opcode == "fusion" else None
         return called[1] if called else ""
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
-        """Instructions of a fusion's computation; [] for other instructions."""
+        """Return the instructions of a fusion's computation; [] for other instructions."""
         return self.computations.get(self.fused_in(instruction), [])
 
     def outside_fusions(self) -> Iterator[tuple[list[Instruction], Instruction]]:
-        """Yields (its computation, instruction) for all instructions that are executed by themselves, not within a
-        fusion and not by another core.
+        """Yield (instructions of its computation, instruction) for each instruction that the device executes by itself,
+        not within a fusion and not on another core.
         """
         for name, body in self.computations.items():
             if name not in self.fused and name not in self.offloaded:
@@ -127,9 +130,9 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses the text of a module, from `Compiled.as_text()` or XLA's dumps.
+    """Parse the text of a module, from `Compiled.as_text()` or XLA's dumps.
 
-    Lines of another form are skipped: text that is no HLO gives a module without computations.
+    Lines of another form are skipped: text that is not HLO gives a module without computations.
     """
     module, body, name = Module(), [], ""
     for line in text.splitlines():
@@ -150,12 +153,12 @@ def parse(text: str) -> Module:
 
 
 def arrays_of(type_text: str) -> list[int]:
-    """Element counts of the arrays in an HLO type."""
+    """Return the element counts of the arrays in an HLO type."""
     return [_elements(match[2]) for match in _SHAPE.finditer(type_text)]
 
 
 def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
-    """Bytes of device memory of each array in an HLO type; on_chip: of any memory, including on-chip memory."""
+    """Return the bytes of device memory of each array in an HLO type; with `on_chip` on-chip memory counts too."""
     return [
         _elements(match[2]) * _element_bits(match[1]) // 8 if on_chip or "S(" not in (match[3] or "") else 0
         for match in _SHAPE.finditer(type_text)
@@ -163,7 +166,7 @@ def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
 
 
 def _element_bits(dtype: str) -> int:
-    """Bits of an HLO element type such as bf16, f8e4m3fn or pred."""
+    """Return the bits of an HLO element type such as bf16, f8e4m3fn or pred."""
     if dtype in ("pred", "token", "opaque"):
         return 8 if dtype == "pred" else 0
     return int(re.search(r"\d+", dtype)[0])  # pyright: ignore[reportOptionalSubscript] - all others have their width
@@ -195,7 +198,7 @@ class MustNotCopy:
 
 
 def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
-    """Describes the instructions that move an entire protected array through memory, one text each."""
+    """Return a text for each instruction that moves an entire protected array through memory."""
     found, given = [], _given(module)
     for body, instruction in module.outside_fusions():
         if instruction.fast or instruction.opcode in PASSIVE or instruction.opcode in _IN_PLACE:
@@ -222,7 +225,9 @@ def _brief(instruction: Instruction) -> str:
 
 
 def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
-    """Whether the instruction evicts from on-chip memory what was prefetched, unchanged; `moved_bytes` counts it."""
+    """Whether the instruction evicts from on-chip memory what was prefetched, unchanged; `moved_bytes` counts these
+    bytes.
+    """
     if instruction.opcode != "copy-start" or not any(each.fast for each in body if each.name in instruction.operands):
         return False
     far, near = (_MEMORY.sub("", shape[0]) for shape in list(_SHAPE.finditer(instruction.type_text))[:2])
@@ -230,8 +235,8 @@ def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
 
 
 def _keeps_place(module: Module, instruction: Instruction) -> bool:
-    """Whether a pool-sized result is the operand, updated in place: by a kernel that says so, or a fusion whose results
-    of that size are all updates or parameters.
+    """Whether a result of a pool's size is the operand, updated in place: by a kernel that says so, or by a fusion
+    whose results of that size are all updates or parameters.
     """
     if instruction.opcode == "custom-call":
         return "output_to_operand_aliasing" in instruction.rest
@@ -243,7 +248,7 @@ def _keeps_place(module: Module, instruction: Instruction) -> bool:
 
 
 def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) -> list[Instruction]:
-    """Results of a fused computation that are as large as its first one; members of a tuple separately."""
+    """Return the results of a fused computation that are as large as its first one; members of a tuple separately."""
     root = next((inner for inner in body if inner.root), None)
     if root is None:
         return []
@@ -282,8 +287,8 @@ _Given = Mapping[str, tuple[bool, list[Instruction], Instruction]]
 
 
 def _given(module: Module) -> _Given:
-    """Maps each parameter of a conditional's branch or a loop's body to (whether it is a loop's, computation, tuple),
-    where the tuple is the argument that the branch or the loop starts with.
+    """Map each parameter of a conditional's branch or a loop's body to (whether it is a loop's, the calling
+    computation, the tuple that the branch or the loop starts with).
     """
     given = {}
     for body in module.computations.values():
@@ -300,9 +305,9 @@ def _given(module: Module) -> _Given:
 
 
 def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given: _Given) -> bool:
-    """Whether an operand is, through moves alone, a parameter of the program or of a loop.
+    """Whether an operand of `instruction` is, through moves alone, a parameter of the program or of a loop.
 
-    Parameters of a branch, and on-chip parameters of a loop, are traced to where they are made.
+    Parameters of a branch, and on-chip parameters of a loop, are traced to the instructions that make them.
     """
     by_name = {inner.name: inner for inner in body}
     pending, seen = list(instruction.operands), set()
@@ -335,12 +340,12 @@ def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given
 
 
 def custom_calls(module: Module) -> Iterator[Instruction]:
-    """Yields every custom call, our kernels among them."""
+    """Yield every custom call, our kernels among them."""
     for body in module.computations.values():
         yield from (instruction for instruction in body if instruction.opcode == "custom-call")
 
 
 def attending_places(module: Module) -> int:
-    """Number of layers (plus one for outside of layers) whose attention is one of our Mosaic kernels."""
+    """Return the number of layers (plus one for outside of layers) whose attention is one of our Mosaic kernels."""
     scopes = [_ATTENDS.search(call.rest) for call in custom_calls(module) if _MOSAIC.search(call.rest)]
     return len({scope[1] for scope in scopes if scope is not None})

@@ -1,6 +1,6 @@
-"""Figures of a compiled program: memory, on-chip memory, registers, size.
+"""Figures of a compiled program: device memory, on-chip memory, registers, code size.
 
-Read from the program itself, from compiler dumps and from logs.
+They are read from the program itself, from compiler dumps and from logs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Device memory of a compiled program in bytes: "peak_bytes", "argument_bytes", "workspace_bytes", "result_bytes"
-    and "code_bytes".
+    """Return the device memory of a compiled program in bytes: "peak_bytes", "argument_bytes", "workspace_bytes",
+    "result_bytes" and "code_bytes".
 
     The workspace is what it allocates beside its arguments and its code: temporaries, and results that do not take the
-    place of donated arguments, which are result_bytes.
+    place of donated arguments (result_bytes).
     """
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)
@@ -43,10 +43,10 @@ def memory(compiled: Any) -> dict[str, int]:
 
 
 def program_text(compiled: Any, dumps: Path | None) -> str:
-    """The optimised HLO of a compiled program as text.
+    """Return the optimised HLO of a compiled program as text.
 
-    Read from the compiler's dump if there is one in `dumps` (None for no folder), as jaxlib cannot always read back the
-    HLO of a newer libtpu.
+    dumps: folder of the compiler's dumps, read if it holds the program, as jaxlib cannot always read back the HLO of a
+    newer libtpu; None for no folder.
     """
     if dumps is not None:
         for pattern in ("*after_codegen.txt", "*after_optimizations.txt"):
@@ -57,7 +57,8 @@ def program_text(compiled: Any, dumps: Path | None) -> str:
 
 
 def device_bytes(dumps: Path) -> int | None:
-    """Peak device memory of a TPU program's arguments and temporaries, from the compiler's report; None without one.
+    """Return the peak device memory of a TPU program's arguments and temporaries, from the compiler's report in
+    `dumps`; None without a report.
 
     The peak that the compiled program itself states includes on-chip memory.
     """
@@ -68,14 +69,17 @@ def device_bytes(dumps: Path) -> int | None:
 
 
 def vmem_bytes(text: str) -> int | None:
-    """Largest number of bytes of VMEM that a kernel of a TPU program reserves; None without kernels. text: its HLO."""
+    """Return the largest number of bytes of VMEM that a kernel of a TPU program reserves; None without kernels.
+
+    text: the program's HLO.
+    """
     ends = [int(offset) + int(size) for found in _SCOPED.findall(text) for offset, size in _SCOPED_VMEM.findall(found)]
     return max(ends, default=None)
 
 
 def mosaic_gpu(log: str) -> dict[str, int | None]:
-    """Maxima over the kernels in a log: "registers" of a thread, "spill_bytes" (stores and loads), "fast_bytes" of
-    shared memory; each None if the log states none.
+    """Return maxima over the kernels in a log: "registers" of a thread, "spill_bytes" (stores and loads), "fast_bytes"
+    of shared memory; each None if the log states none.
 
     They are printed by ptxas (MOSAIC_GPU_DUMP_PTXAS) and in the host code (MOSAIC_GPU_DUMP_HOST_LLVM).
     """
@@ -89,5 +93,5 @@ def mosaic_gpu(log: str) -> dict[str, int | None]:
 
 
 def serialized(compiled: Any) -> bytes:
-    """Serialises a compiled program's executable."""
+    """Return a compiled program's executable as bytes."""
     return serialize_executable.serialize(compiled)[0]

@@ -42,12 +42,12 @@ MIB = 2**20
 
 
 def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: bool) -> list[str]:
-    """Describes everything that is wrong with a row, one sentence each; [] if nothing is.
+    """Return a sentence for everything that is wrong with a row; [] if nothing is.
 
     Args:
       row: figures of a program, as `Compiler.row` of jaxengine.check.compile collects them.
-      planned: bytes of weights, pool and workspace that the memory plan allots on one device; 0 without a plan.
-      is_largest: the row is the step that the workspace was planned for; its peak must also not be far below the plan.
+      planned: bytes of weights, pool and workspace that the memory plan grants on one device; 0 without a plan.
+      is_largest: the row is the step for which the workspace was planned; its peak must also not be far below the plan.
     """
     if "error" in row:
         return [f"does not compile: {row['error']}"]
@@ -86,7 +86,7 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
 
 
 def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Describes stages whose loaded programs together hold more bytes than planned, one sentence each."""
+    """Return a sentence for each stage whose loaded programs together hold more bytes than planned."""
     found = []
     steps = [row for row in rows if row["step"] and "held_bytes" in row]
     for target, stage in dict.fromkeys((row["target"], row["stage"]) for row in steps):
@@ -100,7 +100,7 @@ def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
-    """Describes where a step does more than `needs`, the model's own count, one sentence each."""
+    """Return a sentence for each figure in which a step exceeds `needs`, the model's own count."""
     needs, found = row["needs"], []
     done, most = sum(row["operations"].values()), int(needs["operations"] * OPERATIONS_SLACK)
     # Plain attention multiplies whole tiles, which are mostly empty for few tokens.

@@ -68,7 +68,7 @@ class Block(NamedTuple):
     Attributes:
       name: shared by the programs of the block.
       trips: how often this program repeats the block.
-      sizes: filled during tracing: `block_q` and `block_kv`, tokens and keys of a trip.
+      sizes: filled during tracing: `block_q` and `block_kv`, tokens and keys that one repetition handles.
     """
 
     name: str
@@ -119,7 +119,7 @@ class CheckedProgram:
 def open_stages(
     model_config: ModelConfig, config: EngineConfig, platform: Platform, devices: Sequence[Any]
 ) -> list[StagePrograms]:
-    """Builds the programs of each pipeline stage on its share of the devices. Raises ConfigError as the engine does."""
+    """Build the programs of each pipeline stage on its share of the devices. Raises ConfigError as the engine does."""
     model_config = as_it_sees(model_config, config)
     resolved = config.resolved(model_config, platform, largest_pictures(model_config))
     layout = resolved.mesh_layout(model_config)
@@ -144,7 +144,7 @@ class StagePrograms:
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
-        """Makes the abstract weights and the engine's programs. place: prefix of program names."""
+        """Make the abstract weights and the engine's programs. place: prefix of program names."""
         self.config = config
         self.model = model
         self.mesh = mesh
@@ -160,16 +160,16 @@ class StagePrograms:
 
     @property
     def num_columns(self) -> int:
-        """Page table columns: pages of the longest sequence."""
+        """Return the number of page table columns: the pages of the longest sequence."""
         return self.steps.num_columns
 
     @property
     def largest(self) -> Bucket:
-        """The bucket whose forward pass determines the workspace."""
+        """Return the bucket whose forward pass determines the workspace."""
         return max(self.steps.packer.buckets)
 
     def buckets(self, short: bool) -> list[Bucket]:
-        """All buckets of the grid, or its four corners and the smallest and largest with drafts."""
+        """Return all buckets of the grid; with `short` its four corners, and the smallest and largest with drafts."""
         grid = self.steps.packer.buckets
         if not short:
             return list(grid)
@@ -177,7 +177,8 @@ class StagePrograms:
         return list(dict.fromkeys(corners))
 
     def epilogues(self, short: bool) -> list[tuple[str, int]]:
-        """The name and size of every epilogue, or of those that follow the four corners of the grid."""
+        """Return (name, size) of every epilogue; with `short` only of those that follow the four corners of the grid.
+        """
         grid, found = self.steps.packer.buckets, {}
         for name, epilogue in self.steps.epilogues.items():
             sizes = (epilogue.size_of(grid, bucket) for bucket in self.buckets(short))
@@ -185,13 +186,13 @@ class StagePrograms:
         return list(found)
 
     def forwarded_bytes(self, name: str, size: int) -> int:
-        """Bytes of one device that forward passes leave to the epilogue of this name and size."""
+        """Return the bytes, on one device, that forward passes leave to the epilogue of this name and size."""
         return self.steps.forwarded_bytes(name, size)
 
     def epilogue(self, name: str, size: int, num_pages: int) -> CheckedProgram:
-        """The epilogue `name`, a program such as the sampler that runs on what forward passes leave.
+        """Return the epilogue `name`, a program such as the sampler that runs on what forward passes leave.
 
-        name, size: one of `epilogues`; size is its rows. num_pages: of a pool that it must leave alone.
+        name, size: one of `epilogues`; size is its number of rows. num_pages: of a pool, which it must not copy.
         """
         program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
         places = size * width
@@ -210,7 +211,7 @@ class StagePrograms:
         )
 
     def forward(self, bucket: Bucket, num_pages: int) -> CheckedProgram:
-        """The bucket's forward pass, with a pool of `num_pages` pages per layer and rank."""
+        """Return the bucket's forward pass, with a pool of `num_pages` pages per layer and rank."""
         kv = self.steps.kv_shapes(num_pages)
         program = self.steps.forward(bucket, self.params, kv)
         # CPUs and GPUs pad a single row to two.
@@ -233,10 +234,11 @@ class StagePrograms:
         )
 
     def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[CheckedProgram]:
-        """Kernels of one layer by themselves: attention, of each kind in the model, and its KV write; schedules are
-        arguments.
+        """Yield the kernels of one layer as programs of their own: attention, of each kind in the model, and its KV
+        write.
 
-        They run on one device of the mesh, with its heads and its rank's sequences. num_pages: of the pool.
+        They run on one device of the mesh, with its heads and its rank's sequences; schedules are arguments. num_pages:
+        of the pool.
         """
         config, shared = self.model.config, self.model.mesh
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
@@ -245,7 +247,7 @@ class StagePrograms:
         pool, places = self._on_one_device(kv), layer_places(self.steps.groups)
 
         def pool_of(layer: int) -> Any:
-            """The pool as a layer with pages gets it."""
+            """Return the pool as a layer with pages receives it."""
             own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, places[layer], 0)), pool)
             return self._on_one_device(own)
 
@@ -292,9 +294,9 @@ class StagePrograms:
             yield kernel(name, write, (pool_of(layer), k, v, batch.slot_mapping, schedule), (0,), work)
 
     def blocks(self) -> Iterator[CheckedProgram]:
-        """Blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
+        """Yield blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
 
-        A program for each of cycles.TRIPS repetitions. None for a platform whose kernels have no profile.
+        There is a program for each of cycles.TRIPS repetitions; none on a platform whose kernels have no profile.
         """
         profile = block_profile(self._layout)
         if profile is None:
@@ -355,7 +357,10 @@ class StagePrograms:
         return replace(self._must_not_copy_pool(kv), weights=weights, states=states)
 
     def _must_not_copy_pool(self, kv: Any) -> MustNotCopy:
-        """The pool on a device, and one layer's part of it."""
+        """Return the arrays that must not be copied: the pool on a device, and one layer's part of it.
+
+        kv: the abstract pool.
+        """
         elements = math.prod(part_shape(kv.data))
         parts = {place.parts for place in layer_places(self.steps.groups).values()}
         rows = elements // num_places(self.steps.groups)
@@ -379,7 +384,7 @@ class StagePrograms:
         return make_mesh(ONE_DEVICE, [self.mesh.devices.flat[0]])
 
     def _on_one_device(self, tree: Any) -> Any:
-        """Each device's part of abstract arrays, on one device; arrays without a mesh stay whole."""
+        """Return each device's part of abstract arrays, placed on one device; arrays without a mesh stay whole."""
         there = NamedSharding(self._one_device, PartitionSpec())
 
         def part(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -390,7 +395,7 @@ class StagePrograms:
 
 
 def _limit(spec: AttentionSpec) -> str:
-    """Window or chunk of an attention spec, as a suffix of program names."""
+    """Return the window or chunk of an attention spec as a suffix of program names."""
     for name in ("window", "chunk"):
         if getattr(spec, name) is not None:
             return f" {name} {getattr(spec, name)}"

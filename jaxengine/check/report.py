@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Formats rows, one line per program; '-' marks figures that the device or program does not have."""
+    """Format rows as a table, one line per program; '-' marks figures that the device or program does not have."""
     return plain_table([_line(row) for row in rows])
 
 
@@ -49,18 +49,20 @@ def _percent(row: dict[str, Any], of: str) -> float | None:
 
 
 def _of_codes(row: dict[str, Any]) -> float | None:
-    """Temporaries of a forward pass with quantised weights, in percent of all weight bytes; None for other programs."""
+    """Return the temporaries of a forward pass with quantised weights in percent of all weight bytes; None for other
+    programs.
+    """
     needs = row.get("needs", {})
     return 100 * row["workspace_bytes"] / needs["weight_bytes"] if needs.get("quantized_bytes") else None
 
 
 def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """All failures, prefixed with target and program."""
+    """Return all failures of the rows, each prefixed with target and program."""
     return [f"{row['target']}, {row['program']}: {reason}" for row in rows for reason in row["failures"]]
 
 
 def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Programs and compile seconds of each target, and the memory plans, as lines.
+    """Return, as lines of text, the number of programs and the compile seconds of each target, and the memory plans.
 
     seconds: total time of each target by name.
     """
@@ -79,7 +81,7 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
 
 
 def _plan(target: str, plan: dict[str, Any]) -> str:
-    """Describes the memory plan of a target's devices in one line. plan: of Compiler._plan_row."""
+    """Describe the memory plan of a target's devices in one line. plan: of Compiler._plan_row."""
     parts = ", ".join(
         f"{name.replace('_', ' ')} {plan[name] / MIB:,.0f}" for name in ("weights", "kv_pages", "workspace")
     )

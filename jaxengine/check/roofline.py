@@ -31,18 +31,20 @@ TOWER = "tower"  # path of the vision tower, which is in no forward pass
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes and operations that a step, or one layer's attention, needs at least."""
+    """Bytes to move and operations to do that a step, or one layer's attention, needs at least."""
 
     num_bytes: int
     flops: int
 
     def seconds(self, bandwidth: float, flops: float) -> float:
-        """Least seconds on a device with this bandwidth (bytes a second) and this many operations a second."""
+        """Return the least seconds on a device with this bandwidth (bytes a second) and this many operations a second
+        (flops).
+        """
         return max(self.num_bytes / bandwidth, self.flops / flops)
 
 
 def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int, int]:
-    """(keys read from the pool, query-key pairs) of one layer's attention.
+    """Return (keys read from the pool, query-key pairs) of one layer's attention over all sequences of a bucket.
 
     context: keys per sequence of a decode. window: keys that a token sees; None for all.
     """
@@ -58,8 +60,8 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
 
 
 def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """Work of one layer's attention, of all its heads: query and output, each visible key and value once, and both
-    products.
+    """Return the work of one layer's attention, of all its heads: query and output, each visible key and value once,
+    and both products.
 
     kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode.
     """
@@ -71,35 +73,38 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 
 
 def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
-    """Work of one layer's states: each read and written once, and the computation of every token."""
+    """Return the work of one layer's recurrent states: each read and written once, and the computation of every token.
+
+    dtype: of activations.
+    """
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
     return Work(_state_bytes(state, num_seqs, dtype), bucket.num_tokens * state.flops)
 
 
 def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
-    """Bytes of one layer's states of `num_seqs` sequences, read and written."""
+    """Return the bytes of one layer's recurrent states of `num_seqs` sequences, read and written."""
     sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
 
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
-    """Work of one layer's KV write: new keys and values, read and stored."""
+    """Return the work of one layer's KV write: new keys and values, read (as `dtype`) and stored (as `kv_dtype`)."""
     width = attention.head_dim + (0 if attention.values_in_keys else attention.v_head_dim)
     token = width * jnp.dtype(dtype).itemsize + _cached_bytes(attention, kv_dtype)
     return Work(bucket.num_tokens * attention.num_kv_heads * token, 0)
 
 
 def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
-    """Bytes that the cache holds per token and KV head."""
+    """Return the bytes that the cache holds per token and KV head of a layer."""
     spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype, attention.values_in_keys)
     return spec.token_width * jnp.dtype(spec.dtype).itemsize
 
 
 def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
-    """A device's share of an epilogue after steps whose rows have `width` tokens: the sampler reads the logits once, a
-    score makes those of every token.
+    """Return a device's share of the work of an epilogue: the sampler reads the logits once, a score computes those of
+    every token.
 
-    name: of the epilogue. size: its rows, of a score its tokens.
+    name: of the epilogue. size: its rows, of a score its tokens. width: tokens of each row of the step before.
     """
     config, mesh = model.config, model.mesh
     columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
@@ -112,7 +117,7 @@ def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
 
 @dataclass(frozen=True)
 class Products:
-    """Needs of a step's matrix products on a device.
+    """What a step's matrix products need on a device, in bytes unless otherwise stated.
 
     Attributes:
       flops: operations.
@@ -134,10 +139,10 @@ class Products:
 
 
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
-    """Needs of a forward pass of an abstract model on one device, with a bucket of tokens on every rank.
+    """Return what the matrix products of a forward pass need on one device, with a bucket of tokens on every rank.
 
-    dtype: of activations. kv: the abstract pool, whose layout names the platform: its kernels multiply whole tiles of
-      rows and may expand latents to keys. None counts neither.
+    model: abstract. dtype: of activations. kv: the abstract pool, whose layout names the platform: its kernels multiply
+      whole tiles of rows and may expand latents to keys; with None neither is counted.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
@@ -200,16 +205,17 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
 
 
 def _num_matrices(decl: ParamDecl) -> int:
-    """Number of per-head matrices stacked in a weight, each with rows of its own; 0 for other weights."""
+    """Return the number of per-head matrices stacked in a weight, each with rows of its own; 0 for other weights."""
     if decl.axes != ("heads", "latent"):
         return 0
     return sum(source.rows // source.group for source in decl.sources)
 
 
 def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
-    """Rows that a device with whole experts takes at a time from those gathered from all devices; None if it does not.
+    """Return how many of the rows gathered from all devices a device with whole experts multiplies at a time; None if
+    it does not work in blocks.
 
-    kv: as of `product_work`. Blocks are a loop with a data-dependent trip count, of which one is counted.
+    kv: as in `product_work`. Blocks are a loop with a data-dependent trip count, of which one is counted.
     """
     experts, mesh = model.config.experts, model.mesh
     if experts is None or not mesh.expert_parallel or mesh.size == 1 or mesh.sends_rows:
@@ -220,7 +226,8 @@ def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """A device's share of a forward pass of an abstract model, in which every rank has its own bucket of tokens.
+    """Return a device's share of the work of a forward pass of an abstract model, in which every rank has its own
+    bucket.
 
     kv_dtype: of the cache. dtype: of activations. context: keys per sequence of a decode.
     """

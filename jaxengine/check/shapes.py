@@ -1,4 +1,4 @@
-"""Shapes of well-known models by name, as published in their config.json, and opening of any other model.
+"""Shapes of well-known models by name, as published in their config.json, and a function that opens any other model.
 
 A check needs no weights: a name of this table needs no files at all, a hub id only its config.json.
 """
@@ -69,7 +69,7 @@ def _model(
     windows: tuple[int | None, ...] = (None,),
     **fields: Any,
 ) -> ModelConfig:
-    """Makes the shape of a text model.
+    """Return the shape of a text model.
 
     hidden, intermediate: sizes of activations and of the feed-forward part. head_dim: None for hidden / heads.
     attention: additional fields of every layer; windows: repeated over the layers. fields: others of ModelConfig.
@@ -187,7 +187,7 @@ SHAPES: dict[str, ModelConfig] = {
 def model_config(
     name: str, quantization: str | None = None, *, whole: bool = False, keep_tables: bool = True
 ) -> ModelConfig:
-    """The shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
+    """Return the shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
 
     A name from SHAPES may be followed by `:N` for its first N layers, which `whole` ignores: layers of one kind compile
     alike, so checking a few is enough, while memory is planned for all.
@@ -225,8 +225,8 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
 
 
 def largest_pictures(model: ModelConfig) -> list[tuple[int, int]]:
-    """[(embeddings, patches)] assumed for the largest picture, as a check has no processor; [] without a
-    vision tower.
+    """Return [(embeddings, patches)] assumed for the largest image, as a check has no processor; [] without a vision
+    tower.
     """
     if model.tower is None:
         return []

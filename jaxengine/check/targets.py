@@ -128,7 +128,8 @@ _GPU_SLICES = _CPU_SLICES = (2, 4, 8)
 
 
 def find_target(name: str) -> Target:
-    """Finds a target by a name from TARGETS: one device, or with the suffix `-N` one of the numbers that it comes in.
+    """Return the target called `name`, a name from TARGETS: one device, or with the suffix `-N` one of the numbers of
+    devices that exist of it.
 
     Raises:
       ConfigError: there is no such target.
@@ -154,12 +155,13 @@ def _several(target: Target, devices: int) -> Target:
 
 
 def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Target, dict[str, Any]]]:
-    """Targets on which a model may be checked, each with its engine options, fewest devices first.
+    """Return the targets on which a model may be checked, each with its engine options, fewest devices first.
 
     A target with a number of devices is used as it is; one without may grow to more of its kind. All devices are used:
     if not given, tensor_parallel_size is the number of devices divided by the other parallel sizes.
 
-    Raises ConfigError if the given sizes do not multiply to the number of devices.
+    options: engine options of the check. Raises ConfigError if the sizes in it do not multiply to the number of
+    devices.
     """
     names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
     given = {name: options[name] for name in names if name in options}
@@ -199,7 +201,7 @@ def _installed(module: str) -> bool:
 
 
 def gpu_target_config(target: Target) -> str:
-    """The GpuTargetConfigProto of a CUDA target, in text form."""
+    """Return the GpuTargetConfigProto of a CUDA target, in text form."""
     gpu = target.gpu
     assert gpu is not None, target
     major, minor = gpu.capability

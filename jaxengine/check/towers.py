@@ -1,4 +1,4 @@
-"""Programs that encode pictures, for a check, with their roofline and their expected exchanges."""
+"""Programs that encode images, for a check, with their roofline and their expected exchanges."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _BEHIND_MERGE = ("merger", "mergers", "projector")
 
 
 def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
-    """A program for each call size of the stage's vision tower, or with `short` for the largest; none without a
-    tower.
+    """Yield a program for each call size of the stage's vision tower, or with `short` only for the largest; none
+    without a tower.
     """
     own = next((each.encoder for each in stage.steps.extensions if isinstance(each, PicturesExtension)), None)
     if own is None:
@@ -48,7 +48,8 @@ def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
 
 
 def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
-    """A device's share of an encoder call: every weight and patch read once, and all products but those of attention.
+    """Return a device's share of the work of an encoder call: every weight and patch read once, and all products but
+    those of attention.
 
     size: patches of a device in the call.
     """
@@ -65,7 +66,8 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
 
 
 def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expected | None:
-    """Expected exchanges of an encoder call; None with several ranks, where forward passes already check them.
+    """Return the expected exchanges of an encoder call; None with several ranks, where forward passes already check
+    them.
 
     size: patches of a device in the call, one of `layout.sizes`.
     """
@@ -78,10 +80,10 @@ def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expecte
 
 
 def tower_exchanges(tower: nnx.Module, mesh: MeshLayout, layout: EncoderLayout) -> dict[str, Mapping[str, int]]:
-    """Expected number of exchanges by scope and kind.
+    """Return the expected number of exchanges of a vision tower by scope and kind.
 
-    A tower that is split by pictures has none inside and one all-gather after it; otherwise each product whose inputs
-    are split is followed by an all-reduce.
+    If devices encode different images, the tower has none inside and one all-gather after it; otherwise each product
+    whose inputs are split is followed by an all-reduce.
     """
     if layout.parts > 1:
         return {"gather": {"all-gather": 1}}

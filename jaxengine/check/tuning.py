@@ -40,7 +40,7 @@ _WORTH = 0.98
 
 
 def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
-    """Yields the result of each problem (given as fields of a Problem), timed on this machine's device if it is of the
+    """Yield the result of each problem (given as fields of a Problem), timed on this machine's device if it is of the
     target's kind, else estimated from compiled programs.
 
     target: one with a clock in targets.CLOCKS, unless it is this machine's. A result has "problem", "sizes" that differ
@@ -74,7 +74,7 @@ def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
 
 
 def _device_of(target: Target) -> Any:
-    """This machine's device if it is of the target's kind, else None."""
+    """Return this machine's device if it is of the target's kind, else None."""
     device = jax.devices()[0]
     if device.platform in ("gpu", "cuda") and target.gpu is not None:
         return device if device.compute_capability == "{}.{}".format(*target.gpu.capability) else None
@@ -98,9 +98,9 @@ def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float
 
 
 def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
-    """Median microseconds of the product on the device, with random inputs; None if it does not compile.
+    """Return the median microseconds of the product on the device, with random inputs; None if it does not compile.
 
-    problem: whose codes are packed two a byte if they are uint8.
+    candidate: tile sizes to use. problem: shapes of the product; uint8 codes are packed two to a byte.
     """
     key = jax.random.key(0)
     packed = 2 if problem.codes == "uint8" else 1
@@ -122,8 +122,8 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 
 
 def main() -> int:
-    """Serves the request on standard input: writes a result of `tune` for each problem, a line of JSON, to standard
-    output, and what compilers print to standard error.
+    """Serve the request on standard input: write a result of `tune` for each problem, a line of JSON, to standard
+    output, and the compilers' output to standard error.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -136,8 +136,8 @@ def main() -> int:
     known: dict[str, dict[str, Any]] = {}
 
     def estimated(candidate: Candidate) -> float | None:
-        """Estimated microseconds of a candidate, None if it is not feasible; parts that several problems share are
-        compiled once.
+        """Return the estimated microseconds of a candidate, None if it is not feasible; parts that several problems
+        share are compiled once.
         """
         key = f"{candidate.function} {candidate.arguments}"
         if key not in known:

@@ -1,3 +1,1 @@
-"""The command line, and the commands of this folder: chat, complete, generate, demo, convert, calibrate, tune and
-collect-env.
-"""
+"""The command line, and its commands chat, complete, generate, demo, convert, calibrate, tune and collect-env."""

@@ -16,8 +16,8 @@ from jaxengine.runner.open import ProgressBar, open_resolved
 
 
 def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
-    """Runs each line of a file as a prompt and writes the largest magnitudes of every layer and KV head; returns a
-    summary.
+    """Run each line of the text file `texts` as a prompt and write the largest magnitudes of keys and values, for every
+    layer and KV head, to the file `output`; return a summary for the user.
 
     Raises ConfigError, before weights are loaded, for a file without texts, prompts longer than max_model_len, or an
     output that cannot be written.

@@ -39,24 +39,23 @@ _FENCE = '"""'
 
 
 class Conversation:
-    """Messages so far, the system message before them, and pictures to send with the next message."""
+    """The messages so far, the system message before them, and images to send with the next message."""
 
     def __init__(self, system: str | None, images: Sequence[str] = ()):
-        """Begins without a message.
+        """Begin without a message.
 
-        system: text of the system message; None for none. images: files and addresses of pictures for the first
-        message.
+        system: text of the system message; None for none. images: files and addresses of images for the first message.
         """
         self.system = system
         self.turns: list[Message] = []
         self.images = [*images]
 
     def messages(self) -> list[Message]:
-        """Messages in the form that chat templates take."""
+        """Return the messages in the form that chat templates take."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def say(self, text: str) -> None:
-        """Adds a message of the user, with the pending pictures."""
+        """Add a message of the user, with the images that wait for one."""
         pictures = [_picture(image) for image in self.images]
         self.images.clear()
         self.turns.append(
@@ -72,12 +71,12 @@ def chat(
     remote: RemoteModel | None = None,
     quick: str | None = None,
 ) -> int:
-    """Reads messages until /exit or the end of input and answers each; returns the exit status.
+    """Read messages until /exit or the end of input and answer each; return the exit status.
 
-    images: files and addresses of pictures to send with the first message.
-    sampling_options: fields of SamplingParams; others have the model's defaults, and an answer may fill the context.
-    remote: answers in place of a model that is loaded here; None loads one by `engine_options`.
-    quick: the one message to answer, with status 1 if it is refused; None to read messages.
+    engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams; others have the model's
+    defaults, and an answer may fill the context. system: text of the system message. images: files and addresses of
+    images to send with the first message. remote: model that answers in place of one loaded here; None loads one with
+    `engine_options`. quick: the one message to answer, with status 1 if it is refused; None to read messages.
     """
     answer = _local(engine_options, sampling_options) if remote is None else remote.chat
     conversation = Conversation(system, images)
@@ -98,7 +97,7 @@ def chat(
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Answer:
-    """Loads a model; returns the function that answers a conversation with it."""
+    """Load a model; return a function that answers a conversation with it."""
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)
@@ -114,12 +113,12 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 
 def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piece]:
-    """Runs one request and yields the new parts of its output. Leaving the iteration early aborts the request.
+    """Run one request and yield the new parts of its output. Leaving the iteration early aborts the request.
 
     prompt: as of `LLM.generate`. params: with output_kind DELTA.
 
     Raises:
-      RequestError: the prompt is longer than max_model_len, or has a picture that cannot be used.
+      RequestError: the prompt is longer than max_model_len, or has an image that cannot be used.
     """
     core = llm.core
     prepared = core.inputs.prepare(prompt, params)
@@ -154,10 +153,11 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
 
 
 def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
-    """Prints the answer to a message and its timing, and adds both to the conversation; False, without them, where it
-    was refused.
+    """Print the answer to a message and its timing, and add both messages to the conversation; return False, adding
+    neither, if the message was refused.
 
-    Ctrl-C ends the answer, not the chat. ConfigError for a lost server comes out.
+    answer: streams the answer to a conversation. Ctrl-C ends the answer, not the chat. Raises ConfigError if the
+    connection to a server is lost.
     """
     conversation.say(text)
     pieces, times, num_tokens, start = [], [], 0, time.monotonic()
@@ -183,18 +183,23 @@ def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
 
 
 def _picture(image: str) -> Message:
-    """Content part for a picture. Anything that is not an address is a local file."""
+    """Return the content part of a message for an image, given as an address or as the name of a local file."""
     return {"type": "image", "image": image if scheme_of(image) else Path(image).expanduser()}
 
 
 def speed(num_tokens: int, first_seconds: float, later_seconds: float) -> str:
-    """Formats the time to the first token and the rate of the rest."""
+    """Format the time to the first token and the rate of the others.
+
+    num_tokens: tokens of the answer. first_seconds: until the first token; later_seconds: from it to the last.
+    """
     rate = f", then {(num_tokens - 1) / later_seconds:.1f} tokens/s" if num_tokens > 1 and later_seconds > 0 else ""
     return f"{num_tokens} tokens, the first after {first_seconds:.2f} s{rate}"
 
 
 def _read_message() -> tuple[str, bool] | None:
-    """Reads a message, stripped, and whether it may be a command; None at the end of input or for Ctrl-C."""
+    """Return (a message that was entered, stripped; whether it may be a command); None at the end of input or for
+    Ctrl-C.
+    """
     line = read_line("> ")
     if line is None:
         return None
@@ -215,7 +220,7 @@ def _read_message() -> tuple[str, bool] | None:
 
 
 def use_readline(greeting: str) -> None:
-    """Prepares a terminal for input by lines, and says `greeting` on one."""
+    """Prepare a terminal for line editing, and print `greeting` if input comes from a terminal."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  arrow keys, and the lines before
@@ -223,7 +228,7 @@ def use_readline(greeting: str) -> None:
 
 
 def read_line(prompt: str) -> str | None:
-    """Reads a line without the space at its end; None at the end of input or for Ctrl-C."""
+    """Read a line and return it without trailing white space; None at the end of input or for Ctrl-C."""
     try:
         return input(prompt if sys.stdin.isatty() else "").rstrip()
     except (EOFError, KeyboardInterrupt):

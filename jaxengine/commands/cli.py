@@ -64,7 +64,7 @@ OUTPUT_OPTIONS = ("n", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 
 class _Parser(FlexibleArgumentParser):
-    """Parser whose errors are one line, without the list of all options."""
+    """Argument parser whose errors are one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -106,11 +106,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2, with one line on standard error, for a wrong value or request
-    and for a file, server or process that fails; 130 after Ctrl-C.
+    """Run one command and return its exit status: 2, with one line on standard error, for a wrong value or request and
+    for a file, server or process that fails; 130 after Ctrl-C.
 
-    argv: words after the program's name; None for sys.argv's. Words that the parser does not take, and --help, raise
-    SystemExit. Errors that are no mistake of the user come out.
+    argv: words after the program's name; None for sys.argv's. SystemExit is raised for --help and for words that the
+    parser refuses. Errors that are not the user's mistake are raised.
     """
     parser = build_parser()
     log_to_stderr()

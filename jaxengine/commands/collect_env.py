@@ -1,4 +1,4 @@
-"""`jaxengine collect-env`: one text to paste into a bug report. It contains no keys and no passwords."""
+"""`jaxengine collect-env`: prints a text about the machine for a bug report. It contains no keys and no passwords."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yields a line for each environment variable that matters; of a secret it says only that it is set."""
+    """Yield a line for each relevant environment variable; for a secret one the line only says that it is set."""
     for name, value in sorted(environment.items()):
         if name.startswith(_VARIABLES):
             yield f"{name}=" + ("(set)" if _SECRET.search(name) else _LOGIN.sub("...", value))
 
 
 def without_home(line: str) -> str:
-    """A line in which the home folder, and with it the user's name, is ~."""
+    """Return a line in which the home folder, and with it the user's name, is replaced by ~."""
     home = os.path.expanduser("~")
     return line.replace(home, "~") if len(home) > 1 else line
 
@@ -99,7 +99,8 @@ def _packages() -> Iterator[str]:
 
 
 def _devices() -> Iterator[str]:
-    """Yields lines about the devices, found in a process of its own, since another program may hold them for itself."""
+    """Yield lines about the devices, which a separate process lists, since another program may hold them exclusively.
+    """
     yield from _output([sys.executable, "-c", _DEVICES], "jax's devices cannot be listed")
     if shutil.which(_GPUS[0]):
         yield from _output([*_GPUS], "nvidia-smi fails")

@@ -1,4 +1,5 @@
-"""`jaxengine complete`: continues each text that is entered, without a chat template, by a model or a server."""
+"""`jaxengine complete`: continues each text that is entered, without a chat template, with a local model or a server's.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continues texts until the end of input or Ctrl-C; returns the exit status.
+    """Continue texts until the end of input or Ctrl-C; return the exit status.
 
-    With --quick it continues that text alone, with status 1 if it is refused.
+    With --quick only that text is continued, with status 1 if it is refused.
     """
     engine_options, sampling_options = given_options(args, EngineConfig), given_options(args, SamplingParams)
     check_sampling_options(args, sampling_options)
@@ -56,7 +57,8 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 
 def _show(complete: Callable[[str], Iterator[Piece]], text: str) -> bool:
-    """Prints the continuation of a text and its timing; False where it was refused. Ctrl-C ends it.
+    """Print the continuation of a text and its timing; return False if the text was refused. Ctrl-C ends the
+    continuation.
 
     complete: streams the continuation of a text.
     """

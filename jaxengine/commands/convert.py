@@ -24,7 +24,7 @@ _ANY_RANK = 1 << 16
 
 
 def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) -> None:
-    """Loads the model for the config's dtype and parallel sizes and writes it to a new model folder.
+    """Load the model for the config's dtype and parallel sizes and write it, in device layout, to a new model folder.
 
     merge_lora: folder of an adapter to merge into the weights; None for none.
 

@@ -30,7 +30,9 @@ GUIDE_QUESTIONS = ("What do plants need to grow?", "Why does the moon shine at n
 
 
 def run(**engine_options: Any) -> int:
-    """Loads the model, answers, and prints answers and figures. Returns 1 if anything was compiled after start-up."""
+    """Load the model, answer the demo's prompts, and print answers and figures. Returns 1 if anything was compiled
+    after start-up, else 0.
+    """
     from jaxengine.api.llm import LLM
 
     start = time.perf_counter()
@@ -65,10 +67,10 @@ def summary(
     num_pages: int,
     page_size: int,
 ) -> list[str]:
-    """Lines to print after the answers.
+    """Return lines of figures to print after the answers.
 
-    before, after: metrics by name, before and after the run. seconds: of the run. ready_seconds: of loading.
-    num_pages, page_size: pages of the KV pool, and tokens of each.
+    outputs: the answered requests. seconds: duration of the run. before, after: metrics by name, before and after the
+    run. ready_seconds: time that loading took. num_pages, page_size: pages of the KV pool, and tokens of each.
     """
     new_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)

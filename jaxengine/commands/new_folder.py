@@ -1,4 +1,4 @@
-"""A new folder that a command writes, which appears under its name only when complete."""
+"""Creates a new folder for a command's output, which appears under its name only when complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `folder`, "FOLDER.part", and renames it to `folder` at the end.
+    """Yield an empty folder next to `folder`, "FOLDER.part", and rename it to `folder` at the end.
 
     Missing parents are created. After an exception, Ctrl-C, or a signal that ends the process, nothing of it is left.
 
@@ -48,7 +48,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove(part: Path) -> None:
-    """Removes a folder, repeatedly, because threads of a failed library may still write to it.
+    """Remove a folder, repeatedly, because threads of a failed library may still write to it.
 
     Takes a fifth of a second at least, and gives up after about five seconds without an error.
     """
@@ -63,7 +63,7 @@ def _remove(part: Path) -> None:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Context in which signals that end the process raise exceptions, as soon as a library call returns.
+    """Context in which signals that end the process raise exceptions instead, as soon as a library call returns.
 
     Otherwise the process might end (jaxengine.commands.process) and leave the folder. Ignored signals stay ignored.
     """

@@ -1,4 +1,4 @@
-"""Process entry of the command: how it ends when Ctrl-C arrives while XLA is busy.
+"""Process entry of the command line, which decides how the process ends when Ctrl-C arrives while XLA is busy.
 
 Python handles a signal between two of its instructions, and a compilation, which is one instruction, may take minutes.
 An interpreter that is torn down after an interrupted compilation may crash in XLA. So a watcher thread ends the process
@@ -26,7 +26,7 @@ _GRACE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Runs the command of sys.argv and exits with its status, after Ctrl-C without a teardown of the interpreter."""
+    """Run the command of sys.argv and exit with its status; after Ctrl-C without a teardown of the interpreter."""
     _watch_interrupts()
     status = run_command()
     if status == INTERRUPTED:
@@ -35,7 +35,7 @@ def main() -> NoReturn:
 
 
 def _watch_interrupts() -> None:
-    """Starts a thread that ends the process on Ctrl-C if the main thread does not react.
+    """Start a thread that ends the process on Ctrl-C if the main thread does not react.
 
     The signal itself writes to a pipe, whatever the main thread does. A command that installs its own handler, as a
     server does, is left alone.
@@ -59,7 +59,7 @@ def _watch_interrupts() -> None:
                 _leave(INTERRUPTED)
 
     def lost(error: sys.UnraisableHookArgs) -> None:
-        """Ends the process for an interrupt in a callback, from which no exception can propagate."""
+        """End the process for an interrupt that arrived in a callback, from which no exception can propagate."""
         if error.exc_type is KeyboardInterrupt:
             _leave(INTERRUPTED)
         sys.__unraisablehook__(error)
@@ -73,7 +73,7 @@ def _watch_interrupts() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Flushes output and logs, and ends the process at once."""
+    """Flush output and logs, and end the process at once with an exit status."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # its reader is gone

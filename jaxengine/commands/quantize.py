@@ -30,7 +30,7 @@ WINDOW = 512
 
 
 def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = None) -> str:
-    """Writes the model to a new folder, with its matrices rounded as by quantization=`name`; returns a report of lines.
+    """Write the model to a new folder, with its matrices rounded as by quantization=`name`; return a report of lines.
 
     config: of the model; hf_overrides go into the folder's config.json. name: "fp8", "int4" or "int8". text: a text
     file; the report then includes the model's perplexity on it before and after. None for no perplexity.
@@ -85,11 +85,11 @@ def _read(path: str) -> str:
 
 
 def _perplexity(config: EngineConfig, text: str, size: int) -> float:
-    """Perplexity of a text, in windows of `size` tokens of which the first is given; NaN for a text of less than two
-    tokens.
+    """Return the perplexity of a text, in windows of `size` tokens of which the first is not predicted; NaN for a text
+    of less than two tokens.
 
-    config: names the model, where it comes from, and what of its config.json is another; its other options are not
-    used. Loads the model, and frees it.
+    config: names the model, its source, and its hf_overrides; other options are not used. Loads the model, and frees
+    it.
     """
     named = "model", "revision", "download_dir", "hf_token", "hf_overrides"
     options = {name: getattr(config, name) for name in named}

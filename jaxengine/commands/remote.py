@@ -31,11 +31,11 @@ _MAX_ERROR_BYTES = 65536
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The next part of an answer.
+    """A part of an answer, as it arrives.
 
     Attributes:
       text: to be shown.
-      num_tokens: in it; a server counts them once, in a last piece without text.
+      num_tokens: tokens in it; a server's are counted once, in a last piece without text.
       is_answer: False for reasoning, which later messages do not repeat.
     """
 
@@ -45,7 +45,7 @@ class Piece:
 
 
 def add_url_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that name a server in place of a model to load."""
+    """Add the flags that name a server in place of a model to load."""
     parser.add_argument(
         "--url",
         help="talk to this running server, such as http://127.0.0.1:8000/v1, in place of loading a model",
@@ -58,9 +58,10 @@ def add_url_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
-    """Reports a wrong sampling option, before a model is loaded or a server asked. Raises RequestError.
+    """Raise RequestError for a wrong sampling option, before a model is loaded or a request sent to a server.
 
-    A server knows the words around its model's reasoning, which thinking_token_budget needs.
+    With a server thinking_token_budget is accepted: the server knows the words around its model's reasoning, which the
+    option needs.
     """
     of_server = args.url is not None and options.get("thinking_token_budget") is not None
     words: dict[str, Any] = {"thinking_words": {"reasoning_end": "</think>"}} if of_server else {}
@@ -70,11 +71,11 @@ def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any])
 def remote_model(
     args: argparse.Namespace, engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]
 ) -> RemoteModel | None:
-    """Returns the model of the server that the command line names, which is asked for its models unless --model-name is
-    given; None without a server.
+    """Return the model of the server that the command line names; None if it names none.
 
-    engine_options, sampling_options: those that were given. Raises ConfigError for options that are the server's or
-    that requests cannot have, for a server that does not answer, and without --url for options that need it.
+    The server is asked for its models unless --model-name is given. engine_options, sampling_options: those that were
+    given. Raises ConfigError for options that are the server's or that requests cannot have, for a server that does not
+    answer, and without --url for options that need it.
     """
     if args.url is None:
         for name in ("model_name", "api_key", "api_key_file"):
@@ -105,21 +106,21 @@ def remote_model(
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection, which would take the key to another host."""
+    """URL handler that follows no redirection, which would send the API key to another host."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None
 
 
 class RemoteModel:
-    """A model of a server.
+    """A model of a running server.
 
     Attributes:
-      name: how requests call it.
+      name: the model's name in requests.
     """
 
     def __init__(self, url: str, name: str | None, api_key: str | None, options: Mapping[str, Any]):
-        """Prepares requests to a server, and asks it for its models unless `name` is given.
+        """Prepare requests to a server, and ask it for its models unless `name` is given.
 
         url: of the server, with or without /v1. name: None for the first model that it lists. api_key: None for none.
         options: fields of SamplingParams to send.
@@ -135,13 +136,13 @@ class RemoteModel:
         self.name = name or self._first_model()
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-        """Streams the answer to a conversation. The iteration raises RequestError for a refusal, ConfigError for a lost
+        """Stream the answer to a conversation. The iteration raises RequestError for a refusal, ConfigError for a lost
         server.
         """
         return self._stream("/chat/completions", {"messages": list(map(_as_openai, messages))})
 
     def complete(self, prompt: str) -> Iterator[Piece]:
-        """Streams the continuation of a text; otherwise same as `chat`."""
+        """Stream the continuation of a text. Raises as `chat` does."""
         return self._stream("/completions", {"prompt": prompt})
 
     def _first_model(self) -> str:
@@ -189,7 +190,7 @@ class RemoteModel:
 
 
 def _base_of(url: str) -> str:
-    """The URL before the routes' names, without a slash at the end; /v1 is added to one without a path.
+    """Return the URL to which a route's name is added, without a slash at the end; /v1 is added to one without a path.
 
     Raises ConfigError for anything but http(s)://HOST:PORT/PATH, and for a URL with a user's name.
     """
@@ -204,8 +205,10 @@ def _base_of(url: str) -> str:
 
 
 def _as_openai(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its pictures as addresses; files are sent as data. Raises RequestError for one that is
-    unreadable."""
+    """Return a message in OpenAI's form, with its images as addresses; files are sent as data.
+
+    Raises RequestError for a file that cannot be read.
+    """
     if isinstance(message["content"], str):
         return message
     return {**message, "content": [_as_part(part) for part in message["content"]]}
@@ -226,7 +229,9 @@ def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _pieces(chunk: Any) -> Iterator[Piece]:
-    """The pieces of one event. Raises RequestError for an error that ends the stream."""
+    """Yield the pieces of one event of the stream, a chunk of JSON. Raises RequestError for an error that ends the
+    stream.
+    """
     if not isinstance(chunk, dict):
         return
     if chunk.get("error"):

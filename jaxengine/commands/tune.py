@@ -1,4 +1,4 @@
-"""`jaxengine tune`: tries tile sizes for products with quantised matrices and writes the kernels' table.
+"""`jaxengine tune`: tries tile sizes for products with quantised matrices and writes the kernels' table of sizes.
 
 jaxengine.check.tuning, imported on demand, compiles and times them.
 """
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes, prints the results and optionally writes them. Raises ConfigError for invalid values."""
+    """Tune, print the results and, if asked to, write them to a table. Returns the exit status; raises ConfigError for
+    invalid values.
+    """
     if args.target not in CLOCKS:
         raise ConfigError("target", args.target, ", ".join(CLOCKS))
     target = find_target(args.target)
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
-    """Reads the table to update; the kernels' own table if the file does not exist.
+    """Read the table to update; if the file does not exist, return the kernels' own table.
 
     Raises ConfigError if the file is not a table or cannot be written.
     """
@@ -91,7 +93,7 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replaces the file atomically, as kernels import it, by way of a file next to it. Raises OSError."""
+    """Replace the file atomically, since kernels import it, by renaming a file next to it. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text)
@@ -101,8 +103,9 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
-    """The problems to tune, as fields of jaxengine.models.quantization.tuning.Problem. Raises ConfigError for a wrong
-    shape.
+    """Return the problems to tune, as fields of jaxengine.models.quantization.tuning.Problem.
+
+    Raises ConfigError for a shape of a wrong form.
     """
     shapes = []
     for shape in args.shapes.split(","):
@@ -126,7 +129,7 @@ def _row_text(row: dict[str, Any]) -> str:
 
 
 def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tuple, ...]:
-    """Entries of a chip in order; new ones replace those of the same problem.
+    """Return a chip's table entries in order, with new entries replacing those of the same problem.
 
     before: entries of the table, the fields of a problem and its sizes. found: results of jaxengine.check.tuning.tune.
     """
@@ -136,7 +139,7 @@ def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tu
 
 
 def table_text(table: dict[str, tuple[tuple, ...]]) -> str:
-    """Source of the module that holds a table, which has entries as of `merged` by chip."""
+    """Return the source of a module that holds a table. table: by chip, entries as `merged` returns them."""
     lines = []
     for chip in sorted(table):
         rows = [f"        ({', '.join(map(_literal, entry))}),\n" for entry in table[chip]]

@@ -1,4 +1,6 @@
-"""capture, capture_layers: the activations that requests may ask for (SamplingParams.capture, return_hidden_states)."""
+"""The options capture and capture_layers: which activations requests may ask for (SamplingParams.capture,
+return_hidden_states).
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,15 @@ TAPS, NAME = "capture", "capture_layers"
 
 
 def read_capture(value: Any) -> tuple[str, ...]:
-    """Read the option `capture` as given: a list of names, or text with commas. Raises ConfigError."""
+    """Return the names in the option `capture` as given: a list of names, or text with commas. Raises ConfigError."""
     return read_tap_names(TAPS, value)
 
 
 def read_tap_names(option: str, value: Any) -> tuple[str, ...]:
-    """Read an option whose value is names of taps, which some model could have. Raises ConfigError."""
+    """Return the names in the value of an option that names taps, which some model could have. Raises ConfigError.
+
+    option: its name, for errors.
+    """
     try:
         names = split_names(value)
         check_form(names)
@@ -46,7 +51,10 @@ def read_tap_names(option: str, value: Any) -> tuple[str, ...]:
 
 
 def read_capture_layers(value: Any) -> tuple[int, ...]:
-    """Read the option as given: a list of integers, or text like "0,5,-1". Raises ConfigError."""
+    """Return the layers in the option `capture_layers` as given: a list of integers, or text like "0,5,-1".
+
+    Raises ConfigError.
+    """
     numbers: Any = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, str):
         words = [word.strip() for word in value.strip("[]() ").split(",")]
@@ -58,7 +66,8 @@ def read_capture_layers(value: Any) -> tuple[int, ...]:
 
 
 def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return both options for a model, layers counted from 0 and one name for each tap; without those not given.
+    """Return capture and capture_layers for a model, with layers counted from 0 and one name for each tap; an option
+    that is not given is left out.
 
     options: of the engine. Raises ConfigError for a layer or a tap that the model does not have, a layer named twice,
     and an engine that cannot return them.
@@ -74,7 +83,10 @@ def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, 
 
 
 def taps_for(option: str, names: tuple[str, ...], model: ModelConfig, **kinds: Any) -> tuple[Tap, ...]:
-    """Return the taps of a model that an option names. Raises ConfigError."""
+    """Return the taps of a model that an option names. Raises ConfigError for one that the model does not have.
+
+    option: its name, for errors. kinds: keyword arguments of the function that finds taps by name.
+    """
     try:
         return read_taps(names, all_taps(model, **kinds))
     except TapError as error:
@@ -82,7 +94,10 @@ def taps_for(option: str, names: tuple[str, ...], model: ModelConfig, **kinds: A
 
 
 def check_captured(names: Iterable[str], config: Any) -> None:
-    """Raise RequestError where a request names activations whose option the engine, of this config, has not."""
+    """Raise RequestError if a request names activations although the engine was started without the option for them.
+
+    names: activations that the request asks for. config: the engine's.
+    """
     for name in names:
         field, option = ("return_hidden_states", NAME) if name == HIDDEN_STATES else (TAPS, TAPS)
         if getattr(config, option) is None:
@@ -90,7 +105,9 @@ def check_captured(names: Iterable[str], config: Any) -> None:
 
 
 def hidden_state_taps(layers: tuple[int, ...], num_layers: int) -> tuple[Tap, ...]:
-    """Return the taps that give the hidden states of layers as transformers counts them: the last after the norm."""
+    """Return the taps that give the hidden states of `layers`, counted as transformers does: the last one is taken
+    after the final norm.
+    """
     return tuple(Tap(FINAL_NORM, 0) if layer == num_layers else Tap(RESIDUAL, layer) for layer in layers)
 
 
@@ -106,7 +123,10 @@ def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ..
 
 
 def refuse_engine(option: str, options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError where the option is given to an engine that cannot have it."""
+    """Raise ConfigError, which names `option`, for a pooling model, and for an engine of several stages or processes.
+
+    options: of the engine.
+    """
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
         ("pipeline_parallel_size is more than 1", options["pipeline_parallel_size"] > 1),

@@ -12,10 +12,12 @@ _ADVICE = "give a template with {{ }} or {% %} in it, or the name of a file that
 
 
 def read_chat_template(value: Any) -> Any:
-    """The template: `value` itself if it contains template braces, otherwise the content of the file of that name.
+    """Return the template: `value` itself if it contains template braces, otherwise the content of the file of that
+    name.
 
-    Empty text, and what is no text, is returned as it is. Without this check a file name would be used as a template,
-    and every prompt would be that name. Raises ConfigError for a file that cannot be read or holds no template.
+    An empty text, and a value that is not text, is returned unchanged. Without this check a file name would be used as
+    a template, and every prompt would be that name. Raises ConfigError for a file that cannot be read or holds no
+    template.
     """
     if not isinstance(value, str) or not value or _is_template(value):
         return value

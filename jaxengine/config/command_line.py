@@ -28,7 +28,7 @@ def add_options(
     names: Sequence[str] | None = None,
     short: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Adds a flag for each field of the dataclass `cls`; if given, only for `names`, in their order.
+    """Add a flag for each field of the dataclass `cls`; if `names` is given, only for these, in their order.
 
     title: of their group in --help. short: alternative flags, by field. The metadata "nargs" of a field of strings sets
     how many values its flag takes. `given_options` reads the parsed values; a flag that is not given leaves none.
@@ -48,20 +48,20 @@ def add_options(
 
 
 def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The values of the fields of `cls` that were given on the command line, by field; those not given are absent."""
+    """Return the values of the fields of `cls` that were given on the command line, by field; others are absent."""
     prefix = destination(cls, "")
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def positive_int(text: str) -> int:
-    """Parses an integer of at least 1. Raises argparse.ArgumentTypeError."""
+    """Parse an integer of at least 1. Raises argparse.ArgumentTypeError."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def output_file(text: str) -> str:
-    """Returns a file's name if the file can be written; otherwise raises argparse.ArgumentTypeError.
+    """Return a file's name if the file can be written; otherwise raise argparse.ArgumentTypeError.
 
     Checked before the minutes or hours that computing its content may take.
     """
@@ -72,12 +72,12 @@ def output_file(text: str) -> str:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
+    """Return the flag of a field: `max_model_len` -> `--max-model-len`."""
     return "--" + name.replace("_", "-")
 
 
 def destination(cls: type, name: str) -> str:
-    """The attribute of the parsed arguments that holds a field's value.
+    """Return the attribute of the parsed arguments that holds the value of a field of `cls`.
 
     Two dataclasses on one parser may share a field name (`seed`) if only one of them adds its flag.
     """
@@ -85,7 +85,9 @@ def destination(cls: type, name: str) -> str:
 
 
 def class_texts(cls: type) -> dict[str, str]:
-    """`field_texts` of a class and its base classes."""
+    """Return the text of each field of a class and its base classes, by field, as `field_texts` reads them from
+    docstrings.
+    """
     return {name: text for each in cls.__mro__[::-1] for name, text in field_texts(each.__doc__ or "").items()}
 
 
@@ -104,9 +106,10 @@ def _help(text: str, default: Any) -> str:
 
 
 def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None.
+    """Return the keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None.
 
-    nargs: how many texts the flag of a list of texts takes; None for one each time it is given.
+    nargs: how many texts the flag of a list of texts takes; None for a flag that may be repeated, with one text each
+    time.
     """
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any

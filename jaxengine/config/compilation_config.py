@@ -67,7 +67,7 @@ class CompilationConfig:
 
     @classmethod
     def read(cls, value: Any) -> CompilationConfig:
-        """Reads a dict of the fields, a mode, or None for the defaults. Raises ConfigError."""
+        """Return the config for a dict of its fields, a mode, or None for the defaults. Raises ConfigError."""
         value = whole_number(plain(value))
         if value is None or isinstance(value, cls):
             return value or cls()
@@ -83,7 +83,7 @@ class CompilationConfig:
         return cls(**value)
 
     def divided(self, parts: int) -> CompilationConfig:
-        """The config with the sizes for each of `parts` ranks that split a batch, rounded up."""
+        """Return a copy with the sizes for each of `parts` ranks that split a batch, rounded up."""
         names = ("cudagraph_capture_sizes", "prefill_sizes")
         sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
@@ -97,10 +97,10 @@ class CompilationConfig:
         *,
         sections: tuple[str, ...] = (),
     ) -> Buckets:
-        """The step shapes of one rank under these limits; sizes that were not given are the platform's.
+        """Return the step shapes of one rank under these limits; sizes that were not given are the platform's.
 
-        widths: tokens, besides 1, that a decode may have. sections: message sections that some steps with prefill have
-        besides their own. Raises ConfigError for sizes beyond the limits.
+        widths: numbers of tokens, besides 1, that a decode may have. sections: message sections that some steps with
+        prefill have in addition to the usual ones. Raises ConfigError for sizes beyond the limits.
         """
         decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
         if decode is None:
@@ -114,7 +114,7 @@ class CompilationConfig:
 
 
 def _mode(value: Any) -> Any:
-    """The number of a mode; a value that is none is returned as it is."""
+    """Return the number of a mode given by name or number; another value is returned unchanged."""
     if isinstance(value, str):
         value = {mode.name: mode for kind in (CompilationLevel, CompilationMode) for mode in kind}.get(value, value)
     return int(value) if isinstance(value, IntEnum) else value

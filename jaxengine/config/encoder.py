@@ -1,4 +1,4 @@
-"""Options of the encoder of pictures: how devices share its work, how much of it a step does, and its caches."""
+"""Options of the image encoder: how devices share its work, how much of it a step does, and its caches."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class EncoderOptions:
 
     @property
     def mm_processor_cache_bytes(self) -> int:
-        """mm_processor_cache_gb in bytes."""
+        """Return mm_processor_cache_gb in bytes."""
         return int(self.mm_processor_cache_gb * 2**30)
 
     def mm_cache_kind(self, num_api_processes: int) -> str:
-        """The cache to use, of KINDS. num_api_processes: processes besides the engine's; 0 if there is only one
+        """Return the cache to use, of KINDS. num_api_processes: processes besides the engine's; 0 if there is only one
         process.
         """
         if not self.mm_processor_cache_bytes:
@@ -73,7 +73,9 @@ class EncoderOptions:
         return SHARED_MEMORY if self.mm_processor_cache_type == "shm" else KEY_REPLICATED
 
     def mm_cache_placement(self, num_api_processes: int) -> dict[str, Any]:
-        """What each process caches, in the terms of vLLM's guide, and the limit of all caches; plain JSON values."""
+        """Return what each process caches, in the terms of vLLM's guide, and the limit of all caches; plain JSON
+        values.
+        """
         kind = self.mm_cache_kind(num_api_processes)
         api, engine = _PLACES[kind]
         count = max(1, num_api_processes) if kind == PROCESSOR else 1
@@ -82,7 +84,7 @@ class EncoderOptions:
 
 
 def check_encoder(options: EncoderOptions) -> None:
-    """Raises ConfigError for values that are not allowed."""
+    """Raise ConfigError for values that are not allowed."""
     if options.mm_encoder_tp_mode not in TP_MODES:
         raise ConfigError("mm_encoder_tp_mode", options.mm_encoder_tp_mode, ", ".join(TP_MODES))
     for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):
@@ -103,7 +105,7 @@ def check_encoder(options: EncoderOptions) -> None:
 def settle_encoder(
     chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """Computes num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig, by name.
+    """Return num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig, by name.
 
     The result is empty without a vision tower. Raises ConfigError for options that the tower does not allow.
 

@@ -29,7 +29,8 @@ class EngineArgs(EngineConfig):
         super().__init__(**chosen_options(_FIELDS, {"model": model, **options}))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an option; an earlier name sets the field that it has become. Raises ConfigError for an unknown one."""
+        """Set an option; an earlier vLLM name sets the field that replaced it. Raises ConfigError for an unknown name.
+        """
         for field, chosen in chosen_options(_FIELDS, {name: value}).items():
             object.__setattr__(self, field, chosen)
 
@@ -37,7 +38,7 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds a flag for each engine option, with its default, and returns the parser.
+        """Add a flag for each engine option, with its default, and return the parser.
 
         A parsed option is an attribute of its own name: `LLM(**vars(parser.parse_args()))`.
         """
@@ -52,18 +53,19 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Takes the engine options among parsed arguments, and leaves a program's own. Raises ConfigError."""
+        """Return EngineArgs of the engine options among parsed arguments, ignoring a program's own. Raises ConfigError.
+        """
         names = _FIELDS.keys() | vllm_options.NAMES
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def engine_options(args: EngineConfig) -> dict[str, Any]:
-    """The options in EngineArgs or an EngineConfig, as keyword arguments of `LLM`."""
+    """Return the options in EngineArgs or an EngineConfig as keyword arguments of `LLM`."""
     return {name: getattr(args, name) for name in _FIELDS}
 
 
 def _default(name: str) -> Any:
-    """The value of an option that is not given on the command line."""
+    """Return the value that an option has when it is not given on the command line."""
     if name in _FIELDS:
         return _FIELDS[name].default or None if isinstance(_FIELDS[name].default, tuple) else _FIELDS[name].default
     return vllm_options.NOT_BUILT.get(name, (False if vllm_options.is_switch(name) else None,))[0]

@@ -302,15 +302,15 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Creates a config from keyword options. Raises ConfigError, which names it, for an unknown or unimplemented
-        option.
+        """Return a config of keyword options. Raises ConfigError, which names the option, for an unknown or
+        unimplemented one.
         """
         return cls(**chosen_options({field.name for field in dataclasses.fields(cls)}, options))
 
     def resolved(
         self, model: ModelConfig, platform: Platform, pictures: Sequence[tuple[int, int]] = ()
     ) -> ResolvedConfig:
-        """Returns a config with all defaults filled in for a model and platform, and with the limits of one rank.
+        """Return a config with all defaults filled in for a model and platform, and with the limits of one rank.
 
         pictures: `sizes` of settle_encoder; a model with a vision tower needs them.
 
@@ -376,8 +376,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
-        """The mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow from the
-        model's number of KV heads.
+        """Return the mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow
+        from the model's number of KV heads.
         """
         return MeshLayout.for_heads(
             model.num_kv_heads,
@@ -389,10 +389,10 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         )
 
     def _read(self, field: dataclasses.Field[Any]) -> Any:
-        """Normalises a field's value; None becomes its default, and most values of a wrong form are returned as they
-        are.
+        """Normalise a field's value; None becomes its default, and most values of a wrong form stay unchanged, to be
+        refused later.
 
-        Raises ConfigError for a value that an option's own reader refuses, or a text that is no size.
+        Raises ConfigError for a value that an option's own reader refuses, or a text that is not a size.
         """
         name, value = field.name, plain(getattr(self, field.name))
         if value is None:
@@ -435,17 +435,17 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of tokens, besides 1, that a decode may have."""
+        """Numbers of tokens, besides 1, that a decode may have: its last token and drafts."""
         return () if self.speculative_config is None else self.speculative_config.widths
 
     @property
     def max_in_flight(self) -> int:
-        """Limit of steps whose tokens are not known yet."""
+        """Limit of steps that are dispatched before their tokens are read."""
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether every request ends in the step that has its prompt."""
+        """Whether every request ends in the step that computes the end of its prompt."""
         return self.runner == "pooling" and not self.enable_chunked_prefill
 
     @property
@@ -454,10 +454,10 @@ class ResolvedConfig(EngineConfig):
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
-        """The shapes of steps to compile; sizes that were not given are the platform's.
+        """Return the shapes of steps to compile; sizes that were not given are the platform's.
 
-        sections: message sections that some steps have besides their own. Raises ConfigError for sizes beyond the
-        limits.
+        sections: message sections that some steps have in addition to the usual ones. Raises ConfigError for sizes
+        beyond the limits.
         """
         # A pooling model has no decodes; a step without prefill would only hold one-token prompts.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
@@ -467,7 +467,7 @@ class ResolvedConfig(EngineConfig):
     def scheduler_config(
         self, num_pages: int, num_ranks: int = 1, windows: tuple[int | None, ...] = (None,)
     ) -> SchedulerConfig:
-        """The scheduler's options.
+        """Return the scheduler's options.
 
         num_pages: of each rank. num_ranks: ranks that have sequences and pages of their own. windows: of each cache
         group, how many keys a token sees, itself included; None for all.

@@ -41,7 +41,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """Adds flags for all fields of EngineConfig except the model, or only for `names`.
+    """Add flags for all fields of EngineConfig except the model, or only for `names`.
 
     With all fields vLLM's other options are accepted too, to be refused or explained by EngineConfig.from_options;
     --help does not list them. If hf_overrides is one of `names`, so are its short forms for rope.
@@ -70,7 +70,7 @@ def add_model(
     default: Any = argparse.SUPPRESS,
     help: str = MODEL_HELP,
 ) -> None:
-    """Lets the model be given as --model or as a positional argument; two different models are refused.
+    """Let the model be given as --model or as a positional argument; two different models are refused.
 
     dest: attribute of the parsed arguments that holds it. default, help: as argparse's.
     """
@@ -91,7 +91,7 @@ def looks_like_model(word: str) -> bool:
     """Whether a positional argument, which may also be a prompt, names a model: a GGUF file, a model folder or a hub
     id.
 
-    Only a folder is looked for; any word that ends in .gguf or has the form org/name counts.
+    Of files only a folder is looked for; any word that ends in .gguf or has the form org/name counts.
     """
     if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
         return True
@@ -101,7 +101,7 @@ def looks_like_model(word: str) -> bool:
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag --config, which `with_config_file` reads."""
+    """Add the flag --config, which `with_config_file` reads."""
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -110,10 +110,10 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Inserts the options of the --config file after the command's name; returns the words.
+    """Return the words with the options of the --config file inserted after the command's name.
 
-    argv: words after the program's name. parser: of all commands. Names of flags may have underscores.
-    Raises ConfigError for a file that cannot be read, or that contains options unknown to the command.
+    argv: words after the program's name. parser: of all commands. Names of flags may have underscores. Raises
+    ConfigError for a file that cannot be read, or that contains options unknown to the command.
     """
     words = with_hyphens(argv)
     path, rest = _take_config(words)
@@ -125,8 +125,9 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
 
 
 def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """The flag of the command in `words` that is spelt most like `word`, of those that have an effect; None if none is
-    similar."""
+    """Return the flag, of those that have an effect in the command of `words`, that is spelt most like `word`; None if
+    none is similar.
+    """
     without = {destination(EngineConfig, name) for name in vllm_options.WITHOUT_EFFECT}
     actions = _command_of(parser, words)[0]._option_string_actions
     known = [flag for flag, action in actions.items() if action.dest not in without]
@@ -134,7 +135,7 @@ def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) 
 
 
 def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
-    """The parser of the command that `words` begin with, and the number of words of its name."""
+    """Return the parser of the command that `words` begin with, and the number of words of its name."""
     depth = 0
     while depth < len(words) and (commands := _commands(parser)) is not None and words[depth] in commands:
         parser, depth = commands[words[depth]], depth + 1
@@ -142,7 +143,9 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """Replaces underscores in flag names by hyphens, not in the keys of `--OPTION.key`: vLLM accepts both."""
+    """Return the words with underscores in flag names replaced by hyphens, but not in the keys of `--OPTION.key`: vLLM
+    accepts both.
+    """
     words = list(argv)
     for at, word in enumerate(words):
         if word == "--":
@@ -154,7 +157,7 @@ def with_hyphens(argv: Sequence[str]) -> list[str]:
 
 
 def _take_config(words: list[str]) -> tuple[str | None, list[str]]:
-    """The name of the config file, None if --config is not among the words, and the words without it.
+    """Return the name of the config file, None if --config is not among the words, and the words without it.
 
     Only its first occurrence counts, and none after "--".
     """
@@ -173,7 +176,7 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 
 def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
-    """Destinations of the options that `words` contain; empty if they do not form a complete command."""
+    """Return the destinations of the options that `words` contain; empty if they do not form a complete command."""
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             return set(vars(parser.parse_known_args(words)[0]))

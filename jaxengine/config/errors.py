@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """An option cannot be honoured: its value is not allowed, or (`because`) something prevents it.
+    """An option cannot be honoured: its value is not allowed or, if made by `because`, something else prevents it.
 
     Attributes:
       param: name of the option.
@@ -18,8 +18,10 @@ class ConfigError(ValueError):
 
     @classmethod
     def because(cls, param: str, problem: str, advice: str) -> ConfigError:
-        """An error that is no matter of allowed values, such as a missing file or a port in use: the problem, then
-        advice.
+        """Return an error with a problem that is not a matter of allowed values, such as a missing file or a port in
+        use.
+
+        advice: what the user can do about it; it follows the problem in the message.
         """
         error = cls.__new__(cls, param, problem, advice)
         ValueError.__init__(error, f"{problem}; {advice}")

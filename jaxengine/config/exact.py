@@ -1,4 +1,4 @@
-"""rl_exact: each token is computed in one fixed form (jaxengine.models.layers.exact)."""
+"""The option rl_exact: each token is computed in one fixed form (see jaxengine.models.layers.exact)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ BLOCK_KEYS = 128
 
 
 def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) -> dict[str, Any]:
-    """Return the sizes of steps of an engine with rl_exact, one for decodes and one for others unless more are given.
+    """Return {"compilation_config": step sizes for rl_exact}: one for decodes and one for other steps unless more are
+    given.
 
-    A step costs what its own tokens cost there, so that no smaller sizes are needed. Empty without rl_exact.
+    A step costs what its own tokens cost there, so smaller sizes bring nothing. The result is empty without rl_exact.
 
     options: of the engine, with all defaults filled in. platform: of its kernels.
 
-    Raises ConfigError for an engine whose results would not have the bits of the trainer's.
+    Raises ConfigError for an engine whose results would differ in bits from the trainer's.
     """
     if not options[NAME]:
         return {}

@@ -1,4 +1,4 @@
-"""Which optional capabilities of the scheduler a config starts. Others are not imported."""
+"""Chooses the optional capabilities (extensions) of the scheduler that a config needs. Others are not imported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from jaxengine.scheduler.config import ExtensionOptions
 
 
 def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
-    """Options of the capabilities that follow from a ResolvedConfig alone: pictures, snapshots and adapters.
+    """Return the options of the scheduler's extensions that a ResolvedConfig determines alone: images, snapshots and
+    adapters.
 
-    Those of drafts depend on grammars too, so the engine's own extensions make them.
+    Options of drafts depend on grammars too, so the engine's own extensions make them.
     """
     options: list[ExtensionOptions] = []
     if config.num_encoder_rows:

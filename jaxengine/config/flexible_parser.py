@@ -63,9 +63,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parses vLLM's spellings as argparse's parse_known_args does; --help=WORD prints help and ends the program.
+        """Parse vLLM's spellings, otherwise as argparse's parse_known_args does; --help=WORD prints help and ends the
+        program.
 
-        A parser of commands leaves their words to the parser of the command.
+        A parser with subcommands leaves the words of a subcommand to its parser.
         """
         words = list(sys.argv[1:] if args is None else args)
         has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
@@ -79,7 +80,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def help_about(self, word: str) -> str:
-        """The text of `--help=WORD`; ends the program with an error if nothing matches."""
+        """Return the text of `--help=WORD`; end the program with an error if nothing matches."""
         if word in ("all", "page"):
             return self.format_help()
         groups = self._groups()
@@ -103,7 +104,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _groups(self) -> dict[str, list[argparse.Action]]:
-        """The actions by group: this parser's groups, and vLLM's groups of engine options."""
+        """Return the actions (options) by group: this parser's groups, and vLLM's groups of engine options."""
         groups = {group.title or "": group._group_actions for group in self._action_groups}
         by_name = {action.dest.rpartition(".")[2]: action for action in self._actions}
         for title, names in GROUPS.items():
@@ -111,7 +112,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return groups
 
     def _known_spelling(self, word: str) -> str:
-        """A flag in the spelling of its option: underscores and hyphens before a dot or an equals sign are the same."""
+        """Return a flag in the spelling under which its option was added: underscores and hyphens before a dot or an
+        equals sign are equivalent.
+        """
         found = re.match(r"--[A-Za-z][\w-]*", word)
         if found is None or found[0] in self._option_string_actions:
             return word
@@ -119,10 +122,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return next((each for each in others if each in self._option_string_actions), found[0]) + word[found.end() :]
 
     def _merge_dotted(self, words: list[str]) -> list[str]:
-        """Replaces `--OPTION.key VALUE` by one `--OPTION=JSON`, after the other words, merged into a dict that the
-        words give to the option itself.
+        """Replace all `--OPTION.key VALUE` of an option by one `--OPTION=JSON` after the other words; returns the
+        words.
 
-        Ends the program with an error for a missing value, and for a key below one that is no dict.
+        The JSON includes the dict that the words give to the option itself. Ends the program with an error for a
+        missing value, and for a key below one whose value is not a dict.
         """
         kept: list[str] = []
         merged: dict[str, dict[str, Any]] = {}
@@ -158,12 +162,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def names_of(action: argparse.Action) -> list[str]:
-    """The flags of an option, its name on the command line last; of a positional argument, its name."""
+    """Return the flags of an option without their --no- forms, its usual flag last; of a positional argument, its name.
+    """
     return [name for name in action.option_strings if not name.startswith("--no-")] or [action.dest]
 
 
 def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
-    """The last JSON object that the words give to an option; empty if there is none. flags: the option's names."""
+    """Return the last JSON object that the words give to an option; empty if there is none. flags: the option's names.
+    """
     words, found = list(words), {}
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -174,7 +180,7 @@ def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
 
 
 def json_or_text(text: str) -> Any:
-    """The JSON value that a text is, or else the text."""
+    """Return the value of a JSON text; a text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

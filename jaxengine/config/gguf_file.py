@@ -1,4 +1,4 @@
-"""vLLM's earlier way of naming a GGUF file: folder or hub repository as `model`, and the file in `gguf_file`."""
+"""vLLM's earlier way of naming a GGUF file: a folder or hub repository as `model`, and the file as `gguf_file`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "gguf_file"
 
 
 def with_gguf_file(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options without gguf_file; if it is given, `model` becomes "MODEL/GGUF_FILE".
+    """Return the options without gguf_file; if it is given, `model` becomes "MODEL/GGUF_FILE".
 
     Raises ConfigError for a file that is no .gguf or lies outside of the model's folder, and without a model.
     """

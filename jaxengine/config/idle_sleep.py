@@ -1,4 +1,4 @@
-"""The option by which an engine that nobody uses gives up its devices' memory."""
+"""The option sleep_idle_seconds, by which an engine that nobody uses gives up its devices' memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ MIN_SECONDS, MAX_SECONDS = 0.01, 1e9
 
 
 def check_idle_sleep(seconds: float | None, nnodes: int) -> None:
-    """Raises ConfigError for a value of sleep_idle_seconds that is not allowed."""
+    """Raise ConfigError for a value of sleep_idle_seconds that is not allowed.
+
+    seconds: the value. nnodes: processes of the engine.
+    """
     if seconds is None:
         return
     if not MIN_SECONDS <= seconds <= MAX_SECONDS:  # NaN is not, either
@@ -18,7 +21,11 @@ def check_idle_sleep(seconds: float | None, nnodes: int) -> None:
 
 
 def refuse_idle_sleep(seconds: float | None, kind: str) -> None:
-    """Raises ConfigError for an engine that its callers step: between their calls nothing can put it to sleep."""
+    """Raise ConfigError if sleep_idle_seconds is given for an engine that its callers step, as nothing runs between
+    calls.
+
+    seconds: the option's value. kind: name of the engine's interface, for the message.
+    """
     if seconds is not None:
         raise ConfigError(
             "sleep_idle_seconds", seconds, f"None with {kind}; AsyncLLM and `jaxengine serve` have a loop of their own"

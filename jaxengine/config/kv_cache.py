@@ -1,4 +1,4 @@
-"""Storage of keys and values: the values of kv_cache_dtype, and the sources of scales."""
+"""Storage of keys and values: the values of kv_cache_dtype, and where scales come from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUTO, CALIBRATE, UNIT = "auto", "calibrate", "unit"
 
 
 def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
-    """Name of the pool's dtype, as in jaxengine.models.cache.KVSpec.
+    """Return the name of the pool's dtype, as in jaxengine.models.cache.KVSpec.
 
     name: value of kv_cache_dtype. quantization: of the checkpoint, None for none. dtype: of the model. platform: of the
     kernels that read the pool. Raises ConfigError for codes that these kernels do not read.
@@ -41,9 +41,10 @@ def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
 
 
 def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str) -> None:
-    """Raises ConfigError for codes whose scales the layers of a model cannot share a pool with.
+    """Raise ConfigError if the model's layers differ in a way in which they cannot keep these codes: for scales per
+    token in the size of pages, for other codes in the number of KV heads.
 
-    name: value of kv_cache_dtype. kv_cache_dtype: what `kv_dtype` made of it.
+    name: value of kv_cache_dtype. kv_cache_dtype: the pool's dtype that `kv_dtype` returned for it.
     """
     if name in _PER_TOKEN and not model.has_equal_pages:
         allowed = f"another one for {model.architecture}, whose layers keep pages of different sizes"
@@ -59,7 +60,7 @@ def is_coded(kv_cache_dtype: str) -> bool:
 
 
 def check_scales(kv_cache_dtype: str, scales: str) -> None:
-    """Raises ConfigError if scales are given for keys and values that are not codes, or have a scale per token."""
+    """Raise ConfigError if scales are given for keys and values that are not codes, or that have a scale per token."""
     if scales != AUTO and not is_coded(kv_cache_dtype):
         own = "takes them from each token" if kv_cache_dtype in _PER_TOKEN else "has no scales"
         allowed = f"{AUTO!r} where kv_cache_dtype is {kv_cache_dtype!r}, which {own}"

@@ -1,7 +1,7 @@
-"""The option logits_processors: classes of a user's own, or the names of some, MODULE:CLASS.
+"""The option logits_processors: classes of a user's own, or their names, MODULE:CLASS.
 
-A config holds names, which every process of an engine can be told. A class that was given is found again under its
-name in this process; another process imports the module.
+A config holds names, which every process of an engine can be told. A class that was given is found again under its name
+in this process; another process imports the module.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ OPTION = "logits_processors"
 
 
 def read_processors(value: Any) -> Any:
-    """Normalises the option, a class, a name or a list of them, to a tuple of names; imports the classes of names.
+    """Return the option's value (a class, a name or a list of these) as a tuple of names; imports the classes of names.
 
-    Raises ConfigError for what is neither a processor nor its name, and for classes that cannot be used together.
+    Raises ConfigError for a value that is neither a processor nor its name, and for classes that cannot be used
+    together.
     """
     if isinstance(value, (str, type)):
         value = [value]
@@ -42,12 +43,13 @@ def read_processors(value: Any) -> Any:
 
 
 def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
-    """The classes of these names. Raises ConfigError for one that cannot be imported."""
+    """Return the classes of these names. Raises ConfigError for one that cannot be imported."""
     return [_GIVEN[name] if name in _GIVEN else _imported(name) for name in names]
 
 
 def source_file(processor: type) -> Path | None:
-    """The file that says all of a processor; None for a class made in a function or without a file."""
+    """Return the file that contains all of a processor's code; None for a class made in a function or without a file.
+    """
     if "<locals>" in processor.__qualname__:
         return None
     try:
@@ -58,7 +60,9 @@ def source_file(processor: type) -> Path | None:
 
 
 def processors_digest(names: Sequence[str]) -> str | None:
-    """The digest of what the processors of these names are now; None, with a warning, where there is none."""
+    """Return a digest of the current code of the processors with these names; None, with a logged warning, if none can
+    be computed.
+    """
     try:
         return code_digest(processor_classes(names))
     except UnknownCodeError as error:

@@ -30,7 +30,7 @@ class LoraOptions:
 
     @property
     def lora_spec(self) -> LoraSpec | None:
-        """LoRA sizes to build the model with; None without adapters."""
+        """Return the LoRA sizes to build the model with; None without adapters."""
         return LoraSpec(self.max_loras, self.max_lora_rank) if self.enable_lora else None
 
     @property
@@ -40,7 +40,7 @@ class LoraOptions:
 
 
 def check_lora(options: LoraOptions, nnodes: int) -> None:
-    """Raises ConfigError for values that are not allowed, alone or together. nnodes: processes of the engine."""
+    """Raise ConfigError for values that are not allowed, alone or together. nnodes: processes of the engine."""
     if options.max_lora_rank not in RANKS:
         raise ConfigError("max_lora_rank", options.max_lora_rank, ", ".join(map(str, RANKS)))
     if not 1 <= options.max_loras <= MAX_LORAS:
@@ -57,6 +57,8 @@ def check_lora(options: LoraOptions, nnodes: int) -> None:
 
 
 def check_lora_model(options: LoraOptions, pools: bool) -> None:
-    """Raises ConfigError if the model does not support adapters. pools: whether it is a pooling model."""
+    """Raise ConfigError if adapters are enabled and the model does not support them. pools: whether it is a pooling
+    model.
+    """
     if options.enable_lora and pools:
         raise ConfigError.because("enable_lora", "adapters of pooling models are not supported", "leave it False")

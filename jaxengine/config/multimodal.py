@@ -1,4 +1,4 @@
-"""Options of pictures and videos in requests: number, sources, sizes. Names are vLLM's.
+"""Options of images and videos in requests: number, sources, sizes. Names are vLLM's.
 
 Sources outside of the request are closed by default: no address is fetched and no file is read.
 """
@@ -63,22 +63,22 @@ class MediaOptions:
     media_fetch_timeout: float = 10.0
 
     def mm_limit(self, modality: str) -> int:
-        """Limit of a modality's items in one prompt."""
+        """Return how many items of a modality one prompt may have."""
         return 0 if self.language_model_only else self._limits(modality).get("count", MAX_ITEMS)
 
     def mm_size(self, modality: str) -> tuple[int, int] | None:
-        """Height and width of a modality's largest item, if limit_mm_per_prompt gives them."""
+        """Return (height, width) of a modality's largest item if limit_mm_per_prompt gives them, otherwise None."""
         limits = self._limits(modality)
         return (limits["height"], limits["width"]) if "height" in limits else None
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """The colour under transparent pictures, RGB."""
+        """The colour on which transparent images are laid, RGB from 0 to 255."""
         return tuple(self._io(IMAGE).get("rgba_background_color", _WHITE))
 
     @property
     def video_sampling(self) -> tuple[int, float]:
-        """Limits (num_frames, fps) of a video; -1 for no limit."""
+        """Limits (number of frames, frames per second) of what is sampled from a video; -1 for no limit."""
         chosen = self._io(VIDEO)
         return chosen.get("num_frames", 32), chosen.get("fps", -1)
 
@@ -91,9 +91,10 @@ class MediaOptions:
 
 
 def _read_limits(value: Any) -> dict[str, dict[str, int]]:
-    """Reads limit_mm_per_prompt: a dict of "count", "width" and "height", as far as given, by modality.
+    """Return limit_mm_per_prompt as a dict of "count", "width" and "height", as far as given, for each modality.
 
-    A number stands for a count. A limit of 0 for another modality, such as audio, is left out. Raises ConfigError.
+    A number stands for a count. A limit of 0 for a modality other than images and videos is left out. Raises
+    ConfigError.
     """
     name = "limit_mm_per_prompt"
     limits: dict[str, dict[str, int]] = {}
@@ -117,7 +118,10 @@ def _read_limits(value: Any) -> dict[str, dict[str, int]]:
 
 
 def _pairs(name: str, value: Any) -> Mapping[str, Any]:
-    """Reads a dict, a JSON object, or the form image=2,video=0. Raises ConfigError, which names the option `name`."""
+    """Return the dict that a value is or means: a dict, a JSON object, or the form image=2,video=0.
+
+    name: of the option, for the ConfigError that a wrong value raises.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -132,7 +136,7 @@ def _pairs(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _read_domains(value: Any) -> tuple[str, ...]:
-    """Normalises hosts for comparison: lower case, no trailing dot, IDNA-encoded. Raises ConfigError."""
+    """Normalise host names for comparison: lower case, no trailing dot, IDNA-encoded. Raises ConfigError."""
     name = "allowed_media_domains"
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) and each for each in value):
         raise ConfigError(name, value, "a list of hosts")
@@ -145,7 +149,7 @@ def _read_domains(value: Any) -> tuple[str, ...]:
 
 
 def _read_io(value: Any) -> dict[str, dict[str, Any]]:
-    """Reads media_io_kwargs: options of files by modality. Raises ConfigError."""
+    """Return media_io_kwargs as a dict of options for reading files, by modality. Raises ConfigError."""
     name = "media_io_kwargs"
     chosen: dict[str, dict[str, Any]] = {}
     for modality, given in _pairs(name, value).items():

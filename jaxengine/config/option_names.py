@@ -18,7 +18,7 @@ from jaxengine.config.values import plain
 
 
 def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of EngineConfig's fields that these options set, by field.
+    """Return the values of EngineConfig's fields that `options` set, by field.
 
     Earlier and flat names are translated; options of vLLM that change nothing here are left out, some with a log line.
     Values are not checked. known: names of the fields. Raises ConfigError for an option that is unknown or not

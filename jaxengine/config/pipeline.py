@@ -1,4 +1,4 @@
-"""The number of layers of each pipeline stage, if the user gives it."""
+"""The option pipeline_layers: the number of layers of each pipeline stage, if the user gives it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxengine.config.errors import ConfigError
 
 
 def read_layers(layers: Any, num_stages: int) -> tuple[int, ...]:
-    """Reads pipeline_layers, one number for each of `num_stages` stages. Raises ConfigError."""
+    """Return pipeline_layers as a tuple, one number for each of `num_stages` stages. Raises ConfigError."""
     listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
     if not listed or len(layers) != num_stages:
         raise ConfigError("pipeline_layers", layers, f"{num_stages} integers of at least 1, one for each stage")
@@ -16,7 +16,7 @@ def read_layers(layers: Any, num_stages: int) -> tuple[int, ...]:
 
 
 def check_stages(num_stages: int, layers: tuple[int, ...] | None, num_layers: int) -> None:
-    """Raises ConfigError if the model's layers cannot be split into these stages.
+    """Raise ConfigError if the model's layers cannot be split into `num_stages` stages.
 
     layers: number of layers of each stage, None to split by bytes. num_layers: of the model.
     """

@@ -14,7 +14,7 @@ _MODULE = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)*")
 
 
 def read_plugins(value: Any) -> tuple[str, ...]:
-    """Normalise the option to distinct names, files as absolute paths. Raise ConfigError."""
+    """Return the option's value as a tuple of distinct names, files as absolute paths. Raises ConfigError."""
     values = [value] if isinstance(value, str | Path) else value
     if not isinstance(values, Sequence) or not all(isinstance(each, str | Path) for each in values):
         raise ConfigError(OPTION, value, "a list of modules' names and of .py files")
@@ -22,7 +22,7 @@ def read_plugins(value: Any) -> tuple[str, ...]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a plugin's name is that of a file, and not of a module."""
+    """Whether a plugin's name is that of a file rather than of a module."""
     return name.endswith(".py") or "/" in name
 
 

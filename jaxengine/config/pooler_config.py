@@ -73,7 +73,7 @@ class PoolerConfig:
 
     @classmethod
     def read(cls, value: Any) -> PoolerConfig | None:
-        """Reads a dict of vLLM's fields, or None. Raises ConfigError."""
+        """Return the config for a dict of vLLM's fields, None for None. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value
         name = "pooler_config"
@@ -96,7 +96,9 @@ class PoolerConfig:
 
 
 def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
-    """Reads a dict of fields of config.json, or None; the model's files tell which there are. Raises ConfigError."""
+    """Return the dict of config.json's fields that the option hf_overrides gives, None for None; which fields exist is
+    checked against the model's files later. Raises ConfigError.
+    """
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -107,8 +109,8 @@ def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
 
 
 def settle_names(options: dict[str, Any]) -> dict[str, Any]:
-    """Replaces vLLM's earlier options by their successors: override_pooler_config and task by pooler_config, runner and
-    convert; rope_scaling and rope_theta by hf_overrides.
+    """Return the options with vLLM's earlier ones replaced by their successors: override_pooler_config and task by
+    pooler_config, runner and convert; rope_scaling and rope_theta by hf_overrides.
 
     Raises ConfigError for an unknown task, and for an option that is given twice with different values.
     """

@@ -1,4 +1,4 @@
-"""Properties of an opened pooling model, for the code that makes its answers."""
+"""Properties of an opened pooling model, for the code that computes its answers."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class PoolingModel:
 
     @property
     def cut_side(self) -> str:
-        """Side on which a prompt that is too long is cut unless the request says: "left" or "right"."""
+        """Side on which a prompt that is too long loses tokens unless the request says otherwise: "left" or "right"."""
         return "left" if self.token_rows is None else "right"
 
     def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:
-        """Returns at most `keep` token ids.
+        """Return at most `keep` of the token ids.
 
-        side: where the others are taken away, "left" or "right"; None for the left, and for an encoder for the right.
-        An encoder keeps its first and its last token, which are special, whatever the side.
+        side: where the others are removed, "left" or "right"; None for `cut_side`. An encoder keeps its first and its
+        last token, which are special, whatever the side.
         """
         side = side or self.cut_side
         if len(token_ids) <= keep:
@@ -85,7 +85,9 @@ class PoolingModel:
 
 
 def check_dimensions(model: PoolingModel, dimensions: int, error: Callable[[str], Exception]) -> None:
-    """Raises `error`, called with the allowed values, if embeddings of this model may not be cut to this size."""
+    """Raise `error(text)`, where the text says which sizes are allowed, if embeddings of this model may not be cut to
+    `dimensions`.
+    """
     if model.task != EMBED:
         raise error("None: this model classifies")
     if model.matryoshka is None:

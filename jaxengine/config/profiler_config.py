@@ -38,7 +38,8 @@ class ProfilerConfig:
 
     @classmethod
     def read(cls, value: Any) -> ProfilerConfig | None:
-        """Reads a dict of the fields, or of vLLM's; None, and a dict that sets nothing, give None: no profiling.
+        """Return the config for a dict of its fields or of vLLM's; None (no profiling) for None and for a dict that
+        sets nothing.
 
         Raises ConfigError.
         """

@@ -1,4 +1,5 @@
-"""record_steps: an engine writes down what its last steps got, for `jaxengine replay`."""
+"""The option record_steps: an engine writes the inputs and results of its last steps to files, for `jaxengine replay`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class RecordOptions:
 
 
 def check_recording(options: RecordOptions) -> None:
-    """Raises ConfigError for values that are not allowed, alone or together."""
+    """Raise ConfigError for values that are not allowed, alone or together."""
     for name, most in (("record_steps_limit", 10**8), ("record_steps_bytes", 2**60)):
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ConfigError(name, value, f"1 to {most}")
@@ -65,7 +66,7 @@ def check_recording(options: RecordOptions) -> None:
 
 
 def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raises ConfigError for an engine whose steps cannot be recorded, and a folder that cannot be written.
+    """Raise ConfigError for an engine whose steps cannot be recorded, and for a folder that cannot be written.
 
     options: of the engine.
     """
@@ -96,7 +97,7 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
 
 
 def replayed_options(config: Any) -> dict[str, Any]:
-    """The options of a resolved config that decide what its steps compute, as plain JSON values."""
+    """Return the options of a resolved config that decide what its steps compute, as plain JSON values."""
     left_out = _LEFT_OUT.split()
     names = (field.name for field in dataclasses.fields(config) if field.name not in left_out)
     found = {name: getattr(config, name) for name in names}

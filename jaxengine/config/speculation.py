@@ -71,7 +71,9 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
-        """Reads a dict of vLLM's fields, or of another config's fields; None for None. Raises ConfigError."""
+        """Return the config for a dict of vLLM's fields, or of another config's fields; None for None. Raises
+        ConfigError.
+        """
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -124,8 +126,10 @@ class SpeculativeConfig:
         return self.method != GRAMMAR
 
     def guides(self, num_stages: int, max_in_flight: int) -> bool:
-        """Whether proposed drafts get grammar masks: those made on the devices, with the masks computed while the step
-        is in flight.
+        """Whether proposed drafts get grammar masks: if they are made on the devices, and masks are computed while the
+        step is in flight.
+
+        num_stages: pipeline stages. max_in_flight: limit of steps in flight.
         """
         return self.guesses and num_stages == 1 and max_in_flight > 1
 
@@ -147,7 +151,8 @@ def _read_streams(given: Any) -> tuple[int, ...]:
 
 
 def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the flat options, including vLLM's earlier speculative_model, by speculative_config.
+    """Return the options with the flat ones, including vLLM's earlier speculative_model, replaced by
+    speculative_config.
 
     Raises ConfigError.
     """
@@ -171,7 +176,8 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raises ConfigError if drafts cannot be verified. options: fields of EngineConfig by name."""
+    """Raise ConfigError if drafts cannot be verified on this model or engine. options: fields of EngineConfig by name.
+    """
     if options[NAME] is None:
         return
 
@@ -207,7 +213,7 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
 
 
 def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
-    """Raises ConfigError if a model cannot draft for another one."""
+    """Raise ConfigError if the model `draft` cannot propose drafts for `model`."""
     if draft.vocab_size != model.vocab_size:
         what = f"has a vocabulary of {draft.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
     elif draft.pooler is not None:
@@ -223,7 +229,7 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
 
 
 def check_head(head: Eagle3Config, model: ModelConfig) -> None:
-    """Raises ConfigError for an EAGLE-3 head that was made for another model."""
+    """Raise ConfigError for an EAGLE-3 head that was made for another model than `model`."""
     last = model.num_layers
     if head.target_size != model.hidden_size:
         what = f"reads hidden states of {head.target_size} numbers, and {model.architecture} has {model.hidden_size}"
@@ -237,8 +243,8 @@ def check_head(head: Eagle3Config, model: ModelConfig) -> None:
 
 
 def _method(model: Any, method: Any) -> str:
-    """The method by its name, or as in earlier vLLM versions by a model named "[ngram]"; a model without method is a
-    draft model.
+    """Return the name of the drafting method: the given one; else, as in earlier vLLM versions, "ngram" for a model
+    named "[ngram]" and "draft_model" for another model.
 
     Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""Options of steering: where vectors may be added to a model's activations, and control vectors by name."""
+"""Options of steering: where requests may add vectors to a model's activations, and control vectors by name."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class SteeringOptions:
 
 
 def read_steer(value: Any) -> tuple[str, ...]:
-    """Read the option `steer` as given. Raises ConfigError."""
+    """Return the tap names in the option `steer` as given. Raises ConfigError."""
     return read_tap_names(TAPS, value)
 
 
 def read_steering_vectors(value: Any) -> dict[str, str]:
-    """Read the option as given. Raises ConfigError."""
+    """Return the option `steering_vectors` as given as a dict from name to file. Raises ConfigError."""
     named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
     if not named or not all(isinstance(path, (str, Path)) for path in value.values()):
         raise ConfigError(VECTORS, value, 'a dict such as {"calm": "calm.gguf"}, from name to a GGUF file')
@@ -46,10 +46,10 @@ def read_steering_vectors(value: Any) -> dict[str, str]:
 
 
 def settle_steering(options: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Return `steer` for a model, a name for each tap; empty without it.
+    """Return {"steer": names} for a model, one name for each tap; empty without the option.
 
-    options: of the engine. Raises ConfigError for a tap that the model does not have or that no vector can be added to,
-    and for an engine that cannot add any.
+    options: of the engine. Raises ConfigError for a tap that the model does not have or to which no vector can be
+    added, and for an engine that cannot add any.
     """
     if options[TAPS] is None:
         if options[VECTORS]:

@@ -1,4 +1,4 @@
-"""The limit of tokens in a step."""
+"""The limit of tokens in a step, max_num_batched_tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxengine.config.errors import ConfigError
 
 
 def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len: int, chunks: bool, chunk: int) -> int:
-    """max_num_batched_tokens: as given, otherwise `usual` or more if the other options need it.
+    """Return max_num_batched_tokens: as given, otherwise `usual`, or more if the other options need it.
 
     asked: the option; None if it is not given. chunks: enable_chunked_prefill; chunk: long_prefill_token_threshold.
     Raises ConfigError for less than max_num_seqs, and without chunks for less than max_model_len or a threshold.
@@ -23,9 +23,11 @@ def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len:
 
 
 def rank_tokens(tokens: int, asked: int | None, num_ranks: int, max_model_len: int, chunks: bool) -> int:
-    """Share of one of the ranks that split a batch in `tokens`, without chunks at least a whole prompt.
+    """Return the limit of tokens in a step of one of `num_ranks` ranks that split a batch of `tokens`: an equal share,
+    but without chunks at least a whole prompt (max_model_len).
 
-    asked, chunks: as in step_tokens. Raises ConfigError for an asked number whose share holds no whole prompt.
+    asked, chunks: as in step_tokens. Raises ConfigError if the number was asked for and its share holds no whole
+    prompt.
     """
     share = -(-tokens // num_ranks)
     if chunks or share >= max_model_len:

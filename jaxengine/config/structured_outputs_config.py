@@ -52,12 +52,12 @@ class StructuredOutputsConfig:
 
     @classmethod
     def switches(cls) -> tuple[str, ...]:
-        """The boolean fields."""
+        """Return the names of the boolean fields."""
         return tuple(field.name for field in fields(cls) if field.name != "backend")
 
     @classmethod
     def read(cls, value: Any) -> StructuredOutputsConfig:
-        """Reads a dict of fields, vLLM's or ours, or None for the defaults. Raises ConfigError."""
+        """Return the config for a dict of fields, vLLM's or ours, or None for the defaults. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value or cls()
         name = "structured_outputs_config"
@@ -76,5 +76,5 @@ class StructuredOutputsConfig:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Names of the fields that are switched on."""
+        """Return the names of the boolean fields that are True."""
         return tuple(name for name in self.switches() if getattr(self, name))

@@ -33,7 +33,10 @@ class TrainingOptions:
 
 
 def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raises ConfigError for an option that the model has no use for, or that the engine cannot have."""
+    """Raise ConfigError for an option that has no meaning for the model, or that the engine does not support.
+
+    options: of the engine.
+    """
     for name in ("enable_trace_replay", "enable_sampling_mass", EXPERTS):
         if options[name] and model.pooler is not None:
             problem = f"{name} is given, but {model.architecture} pools and generates nothing"

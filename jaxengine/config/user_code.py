@@ -1,8 +1,9 @@
-"""Digest of code that a user wrote, as it is now: functions with the values of the globals, closures and defaults that
-they read.
+"""Digest of the current state of code that a user wrote: functions with the values of the globals, closures and
+defaults that they read.
 
-A source file does not say these: a notebook sets `module.SCALE = 2.0` and starts another engine. Programs that were
-traced from such code are stored under this digest, or not at all where there is none. Knows nothing of jax.
+A source file does not contain these values: a notebook sets `module.SCALE = 2.0` and starts another engine. Programs
+that were traced from such code are stored under this digest, or not at all if it cannot be computed. Knows nothing of
+jax.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _FUNCTION_LIKE = (types.FunctionType, types.MethodType, staticmethod, classmetho
 
 
 class UnknownCodeError(Exception):
-    """A value that no digest can stand for. The message says which."""
+    """Code reads a value for which no digest can be computed. The message names the value."""
 
 
 def code_digest(roots: Iterable[Any]) -> str:
-    """The digest, in hexadecimal, of classes, functions and all that they read. Raises UnknownCodeError."""
+    """Return the digest, in hexadecimal, of classes, functions and all that they read. Raises UnknownCodeError."""
     walk = _Walk()
     for root in roots:
         walk.add(root, f"{getattr(root, '__qualname__', root)}")
@@ -50,7 +51,9 @@ def code_digest(roots: Iterable[Any]) -> str:
 
 
 def is_library(module: str | None) -> bool:
-    """Whether a module is jaxengine's, Python's or installed: its file says what it is. True for None."""
+    """Whether a module belongs to jaxengine, Python or an installed package, so that its file determines its content.
+    True for None.
+    """
     if module is None or module == "__main__":
         return module is None
     top = module.partition(".")[0]
@@ -62,7 +65,7 @@ def is_library(module: str | None) -> bool:
 
 
 def functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yields the functions that a function, method or property consists of; none for other values."""
+    """Yield the functions of which a function, method or property consists; none for other values."""
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, types.MethodType | staticmethod | classmethod):
@@ -74,8 +77,8 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def changed_code() -> list[Any]:
-    """Returns what a user has put into modules of jaxengine that programs are traced from: functions and classes, in a
-    class of ours too.
+    """Return the functions and classes that a user has put into modules of jaxengine from which programs are traced,
+    also in place of methods of its classes.
     """
     names = sorted(name for name in sys.modules if name.startswith(_TRACED))
     found: list[Any] = []
@@ -91,7 +94,8 @@ def changed_code() -> list[Any]:
 
 
 class _Walk:
-    """Values in the order in which they are reached, written into one hash; what was met before is a number."""
+    """Writes values into one hash, in the order in which they are reached; a value met before is written as its number.
+    """
 
     def __init__(self):
         self._hash, self._waiting = hashlib.sha256(), deque[tuple[Any, str, frozenset[str]]]()
@@ -99,11 +103,16 @@ class _Walk:
         self._alive: list[Any] = []  # so that no id is used twice
 
     def add(self, value: Any, name: str, read: frozenset[str] = frozenset()) -> None:
-        """Adds a value to what waits. read: attributes that the code takes, if the value is a module."""
+        """Add a value to the queue of values to visit.
+
+        name: of the value, for errors. read: attributes that the code reads, if the value is a module.
+        """
         self._waiting.append((value, name, read))
 
     def digest(self) -> str:
-        """Visits all values and returns the digest in hexadecimal. Raises UnknownCodeError."""
+        """Visit all queued values and those that they refer to; return the digest in hexadecimal. Raises
+        UnknownCodeError.
+        """
         while self._waiting:
             value, name, read = self._waiting.popleft()
             if len(self._alive) > _MAX_VALUES:
@@ -175,9 +184,10 @@ class _Walk:
                 raise UnknownCodeError(f"{name} calls or reads {each}")
 
     def _code(self, code: types.CodeType, name: str, doc: str | None = None) -> set[str]:
-        """Writes what a function does; returns the names that it and the functions in it take from elsewhere.
+        """Write a code object into the hash; return the names of globals and attributes that it and the functions in it
+        read.
 
-        name: of the function, for errors. doc: its docstring, which does not count; None for none.
+        name: of the function, for errors. doc: its docstring, which is not hashed; None for none.
         """
         names = set(code.co_names)
         constants = [each for each in code.co_consts if not isinstance(each, types.CodeType) and each != doc]

@@ -20,7 +20,8 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
 def read_size(text: str) -> int:
-    """Reads an integer as text: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 * 10**9).
+    """Return the integer that a text means: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 *
+    10**9).
 
     Raises ValueError for other texts, including fractions of K, M, G or T.
     """
@@ -41,7 +42,8 @@ def read_size(text: str) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Unwraps a value of a library: numpy scalars become Python's, paths become text."""
+    """Return a library's value as a plain one: numpy scalars become Python's, paths become text; others are unchanged.
+    """
     if isinstance(value, np.generic) and not isinstance(value, (np.void, np.complexfloating)):
         return value.item()
     if isinstance(value, os.PathLike):
@@ -50,9 +52,7 @@ def plain(value: Any) -> Any:
 
 
 def whole_number(value: Any) -> Any:
-    """Converts integer-like values (numpy's, jax's) to int; others, including bool and float, are returned
-    unchanged.
-    """
+    """Return integer-like values (numpy's, jax's) as int; others, including bool and float, are returned unchanged."""
     if isinstance(value, (int, float, str)):
         return value
     try:
@@ -62,7 +62,9 @@ def whole_number(value: Any) -> Any:
 
 
 def dtype_name(value: Any) -> Any:
-    """Normalises a dtype to its name: "half", "float", objects of jax, numpy and torch; other values are unchanged."""
+    """Return the name of a dtype given as "half", "float", or an object of jax, numpy or torch; other values are
+    unchanged.
+    """
     if not isinstance(value, str):
         text = str(value)
         if text.startswith("torch."):
@@ -84,7 +86,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def kind_missed(value: Any, annotation: str) -> str | None:
-    """Description of the type that a value should have; None if it matches its field's annotation.
+    """Return a description of the type that a value should have; None if the value matches its field's annotation.
 
     annotation: as text. Only int, bool, float and str, each with or without None, are checked; others always match.
     """

@@ -1,7 +1,7 @@
 """Options of vLLM that this engine does not have.
 
 The names are those of vLLM 0.32's EngineArgs and of its server's FrontendArgs, with a few of earlier versions that
-programs still use. Each option is in one table: `HARMLESS` options do not affect results, and have the reason;
+programs still use. Each option is in one table: `HARMLESS` options do not affect results (the table gives the reason);
 `NOT_BUILT` options are refused unless they have a value that has no effect; `ELSEWHERE` options belong to other
 commands.
 """
@@ -215,14 +215,15 @@ WITHOUT_EFFECT = NAMES - EARLIER
 
 
 def is_switch(name: str) -> bool:
-    """Whether the command line switches the option on or off without a value."""
+    """Whether the option is switched on or off on the command line without a value."""
     return isinstance(NOT_BUILT.get(name, (None,))[0], bool) or name in _HARMLESS_SWITCHES.split()
 
 
 def settle(name: str, value: Any) -> None:
-    """Accepts an option of NAMES that has no effect here; logs the reason for a harmless one.
+    """Accept a value of an option in NAMES if it has no effect here; log the reason for a harmless option.
 
-    Raises ConfigError for one that would have an effect, has been removed, or belongs to another command.
+    Raises ConfigError for a value that would have an effect, and for an option that was removed or belongs to another
+    command.
     """
     if asks_for_nothing(name, value):
         return

@@ -18,17 +18,17 @@ from jaxengine.drafts.proposer import Drafts
 
 @dataclass(frozen=True)
 class Ngram:
-    """jaxengine.drafts.proposer.Proposer that looks up the request's own tokens.
+    """Implements jaxengine.drafts.proposer.Proposer by looking the last tokens up among the request's earlier ones.
 
     Attributes:
-      longest, shortest: allowed number of matching tokens.
+      longest, shortest: largest and smallest number of tokens that must match.
     """
 
     longest: int
     shortest: int
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Implements Proposer.propose: for each row `count` drafts, or none if its last tokens did not occur before.
+        """Implements Proposer.propose: `count` drafts for each row, or none if its last tokens did not occur before.
 
         history: i32[S, L], padded to the right; num_known: i32[S], at least 1.
         """
@@ -52,9 +52,10 @@ class Ngram:
         return Drafts(jnp.where(found[:, None], token_ids, 0), jnp.where(found, count, 0).astype(jnp.int32))
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Implements Proposer.propose_one: `count` drafts i32, or none if the last tokens did not occur before.
+        """Implements Proposer.propose_one: returns i32[count] drafts, or i32[0] if the last tokens did not occur
+        before.
 
-        known: i32[n] of one row, not empty.
+        known: i32[n], tokens of one row, not empty.
         """
         last = len(known) - 1
         run, same = np.zeros(last, np.int32), np.ones(last, np.bool_)

@@ -25,14 +25,22 @@ class Drafts(NamedTuple):
 
 
 class Proposer(Protocol):
-    """A method of guessing the next tokens from the previous ones. Frozen: its `repr` is part of a program's name."""
+    """A method of guessing the next tokens from the previous ones.
+
+    Implementations are frozen dataclasses: their `repr` is part of a compiled program's name.
+    """
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Proposes at most `count` drafts a row from history i32[S, L], of which the first num_known i32[S] are valid.
-        Traced.
+        """Propose at most `count` drafts for each row. Traced by jax.
+
+        history: i32[S, L], tokens of each row, padded to the right; num_known: i32[S], number of valid tokens in each
+        row.
         """
         ...
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Same as `propose` for one row on the host: known i32[n] -> i32[m], m <= count; empty for no drafts."""
+        """Propose drafts for one row on the host; returns i32[m], m <= count, empty for no drafts.
+
+        known: i32[n], the row's tokens.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The proposers: one row for each method of speculative_config that uses known tokens only."""
+"""Registry of the proposers: one entry for each method of speculative_config that uses known tokens only."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {NGRAM: _ngram}
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer | None:
-    """The proposer that a configuration selects; None if drafts come from elsewhere."""
+    """Return the proposer that a configuration selects; None if drafts come from elsewhere, as from a model."""
     make = PROPOSERS.get(config.method)
     return None if make is None else make(config)

@@ -29,7 +29,7 @@ class ArgumentForm:
     required: frozenset[str] = frozenset()
 
     def joined(self, other: ArgumentForm) -> ArgumentForm:
-        """The form of arguments to which both apply."""
+        """Return the form of arguments to which both forms apply."""
         places = dict(self.places)
         for name, added in other.places.items():
             own = places.get(name, ())
@@ -37,15 +37,11 @@ class ArgumentForm:
         return ArgumentForm(self.document, places, self.required | other.required)
 
     def types(self, name: str) -> frozenset[str]:
-        """JSON types of a parameter."""
+        """Return the JSON types of a parameter."""
         return types_at(self.document, self.places[name])
 
     def texts(self, name: str) -> list[str]:
-        """Strings that the schema of the parameter `name` allows by enum or const; [] if it has neither.
-
-        With several lists, the strings that are in all of them. A list with anything but non-empty strings is ignored.
-        Raises KeyError for a name that is not in `places`.
-        """
+        """Return the texts that a parameter may have as its value."""
         texts: list[str] | None = None
         for place in self.places[name]:
             for each in self.document.applicable(place, always=True):
@@ -55,7 +51,7 @@ class ArgumentForm:
         return texts or []
 
     def schema(self, name: str) -> dict[str, Any]:
-        """The schema of a parameter, as a document of its own. Raises UnresolvedError."""
+        """Return the schema of a parameter, as a document of its own. Raises UnresolvedError."""
         return self_contained(self.document, *self.places[name])
 
 

@@ -1,1 +1,2 @@
-"""Recorded steps on disk: what a file holds, the folder that keeps the last ones, and which pages a step needs."""
+"""Recorded steps on disk: the format of a file, the folder that keeps the latest ones, and the pages that a step needs.
+"""

@@ -1,6 +1,8 @@
-"""The folder of an engine's recorded steps: `engine.json`, which says what ran them, and a file for each of the last.
+"""The folder of an engine's recorded steps: `engine.json`, which describes the engine, and a file for each of the last
+steps.
 
-The oldest make room for new ones. Each file is written whole or not at all: a process may be killed at any time.
+The oldest files are deleted to make room. Each file is written whole or not at all: a process may be killed at any
+time.
 """
 
 from __future__ import annotations
@@ -36,20 +38,20 @@ _UNFINISHED = re.compile(r"\.(step-\d{8,}\.safetensors|engine\.json)\.tmp")
 
 
 class StepFolder:
-    """A folder that one engine records to. Only its owner may read it, for it has what users sent.
+    """A folder to which one engine records steps. Only its owner may read it, for it holds what users sent.
 
     Attributes:
       num_recorded: steps written since the engine started.
-      num_too_large: steps that did not fit and were left out.
+      num_too_large: steps that were too large to keep and were left out.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], max_steps: int, max_bytes: int):
-        """Opens the folder, or makes it.
+        """Open the folder for recording, or create it.
 
-        about: what ran the steps, plain JSON values; a folder that is not empty must have been recorded by an engine of
-        the same. max_steps: the most that are kept; max_bytes: of all of them together. Raises RecordError for a folder
-        that an engine records to now, one of another engine, or one that is none of record_steps, and OSError. Nothing
-        in such a folder is changed.
+        about: description of the engine that runs the steps, plain JSON values; a folder that is not empty must have
+        been recorded by an engine with the same description. max_steps: number of steps to keep; max_bytes: limit of
+        all of them together. Raises OSError, and RecordError for a folder to which an engine is recording now, one of
+        another engine, or one that holds other files. Nothing in such a folder is changed.
         """
         self.path, self._max_steps, self._max_bytes = path, max_steps, max_bytes
         self.num_recorded = self.num_too_large = 0
@@ -69,11 +71,15 @@ class StepFolder:
             raise
 
     def close(self) -> None:
-        """Lets another engine record to the folder. Nothing is written afterwards."""
+        """Stop recording and let another engine record to the folder."""
         self._unlock()
 
     def weights(self, version: Any, checksums: Mapping[str, str]) -> int:
-        """Takes note of weights that the next steps use, and returns their index in `engine.json`."""
+        """Record in `engine.json` which weights the next steps use, unless it lists them already; returns their index
+        there.
+
+        version: of the weights; checksums: by weight name.
+        """
         entry = {"version": version, "checksums": dict(checksums)}
         if entry not in self._about["weights"]:
             self._about["weights"].append(entry)
@@ -81,10 +87,11 @@ class StepFolder:
         return self._about["weights"].index(entry)
 
     def write(self, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int | None:
-        """Writes a step and returns its number; None for one whose arrays are larger than all steps together may be.
+        """Write a step and return its number; None, with nothing written, if its arrays alone exceed the folder's
+        limit.
 
-        about: plain JSON values; arrays: of the dtypes that step_file.py names, KeyError for another. Raises OSError,
-        and the folder is as it was but for old steps that made room.
+        about: plain JSON values; arrays: with dtypes that step_file.py names, KeyError for another. Raises OSError;
+        then no step was added, but old ones may have been deleted to make room.
         """
         size = num_bytes(arrays)
         if size > self._max_bytes:
@@ -107,7 +114,7 @@ class StepFolder:
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """The files of a folder's steps by their numbers, ascending."""
+    """Return the files of a folder's steps by step number, ascending."""
     found = {}
     with contextlib.suppress(OSError):
         found = {int(match[1]): file for file in folder.iterdir() if (match := _STEP.fullmatch(file.name))}
@@ -115,7 +122,7 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Read `engine.json`. Raises RecordError where it is not there, cannot be read, or is of another format."""
+    """Return the content of `engine.json`. Raises RecordError if it is missing, unreadable or of another format."""
     path = folder / ENGINE_FILE
     if not path.is_file():
         raise RecordError(f"{folder} has no {ENGINE_FILE}: it is no folder of record_steps")
@@ -135,7 +142,9 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def find_step(folder: Path, number: int | None) -> RecordedStep:
-    """Read a step of a folder, None for the last one. Raises RecordError, which says which there are."""
+    """Read a step of a folder; number None reads the last one. Raises RecordError, whose message names the steps that
+    exist.
+    """
     files = step_files(folder)
     if not files:
         raise RecordError(f"{folder} has no recorded step")
@@ -147,13 +156,16 @@ def find_step(folder: Path, number: int | None) -> RecordedStep:
 
 
 def _has_others(folder: Path) -> bool:
-    """Whether a folder has files besides those that an engine leaves before its `engine.json`."""
+    """Whether a folder has files other than the lock file and unfinished ones, which may exist before `engine.json`
+    does.
+    """
     return any(file.name != LOCK_FILE and not _UNFINISHED.fullmatch(file.name) for file in folder.iterdir())
 
 
 def _locked(folder: Path) -> int:
-    """The descriptor of a folder's lock file, locked until it is closed or its process ends. Raises RecordError where
-    another engine has it, and OSError.
+    """Lock a folder for this process; return the lock file's descriptor, which holds the lock until it is closed.
+
+    Raises RecordError if another engine holds the lock, and OSError.
     """
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -167,7 +179,10 @@ def _locked(folder: Path) -> int:
 
 
 def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """`about` with the weights that the folder has, if it has any. Raises RecordError for one of another engine."""
+    """Return `about` with the weights that the folder's `engine.json` lists, if it has any.
+
+    Raises RecordError if the folder's steps are of another engine, whose other entries differ.
+    """
     if not _has_others(folder):
         return about
     found = read_about(folder)
@@ -179,7 +194,7 @@ def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tidy(folder: Path) -> None:
-    """Closes a folder to other users, and deletes what a process that was killed has left there unfinished."""
+    """Make a folder accessible to its owner only, and delete unfinished files that a killed process has left there."""
     with contextlib.suppress(PermissionError):  # another user's, who lets this one write; the files are closed anyway
         os.chmod(folder, 0o700)
     for file in folder.iterdir():
@@ -192,7 +207,7 @@ def _name(number: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers as text: "3 to 7, 9" of 3, 4, 5, 6, 7 and 9."""
+    """Format ascending numbers as text: "3 to 7, 9" for 3, 4, 5, 6, 7 and 9."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:

@@ -1,6 +1,6 @@
-"""One recorded step as a safetensors file: arrays by name, and what is said about them as JSON in its metadata.
+"""One recorded step as a safetensors file: arrays by name, and a description of the step as JSON in its metadata.
 
-Any safetensors library opens it. Every array has a digest, so that a changed bit is found and named.
+Any safetensors library opens it. Every array has a digest, so that a changed bit is found and located.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class RecordError(ValueError):
-    """A recorded step that cannot be read or run. The message says which, and why."""
+    """A recorded step cannot be read or run. The message names the step and says why."""
 
 
 class RecordedStep(NamedTuple):
-    """A step as it was recorded.
+    """A step as read from its file.
 
     Attributes:
       about: plain JSON values: `step`, `bucket`, `weights`, `time`.
-      digests: of each array, a text, or one for each entry of those of BY_ENTRY.
+      arrays: by name.
+      digests: SHA-256 of each array as recorded: a text, or for the arrays of BY_ENTRY a list with one per entry.
     """
 
     about: dict[str, Any]
@@ -59,7 +60,10 @@ class RecordedStep(NamedTuple):
     digests: dict[str, Any]
 
     def damaged(self) -> list[tuple[str, list[int]]]:
-        """(Name, entries) of arrays that are not as they were recorded; no entries for one that has a single digest."""
+        """Return (name, indices of damaged entries) of each array that no longer has its recorded digest.
+
+        The indices are empty for an array with a single digest.
+        """
         found = []
         for name, array in self.arrays.items():
             digest, wanted = digest_of(name, array), self.digests.get(name)
@@ -70,25 +74,28 @@ class RecordedStep(NamedTuple):
 
 
 def digest_of(name: str, array: np.ndarray) -> Any:
-    """SHA-256 of an array's bytes, of each of its entries for those of BY_ENTRY."""
+    """Return the SHA-256 of an array's bytes in hexadecimal; for arrays of BY_ENTRY a list, one for each entry of axis
+    0.
+    """
     if name in BY_ENTRY:
         return [_sha256(entry) for entry in array]
     return _sha256(array)
 
 
 def num_bytes(arrays: Mapping[str, np.ndarray]) -> int:
-    """Bytes of a step's arrays; its file has some hundred more for each."""
+    """Return the bytes of all arrays of a step together; its file takes some hundred more for each."""
     return sum(array.nbytes for array in arrays.values())
 
 
 def write_step(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
-    """Write a step, whole or not at all, and return the file's bytes. Raises OSError, and nothing is left then."""
+    """Write a step, whole or not at all; return the size of the file in bytes. Raises OSError."""
     return write_whole(path, _chunks(about, {name: np.asarray(array, order="C") for name, array in arrays.items()}))
 
 
 def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
-    """Write a file whole or not at all, through to the disk, and return its bytes. Raises OSError, or what `chunks`
-    raises; a file that was there is as it was then.
+    """Write `chunks` to a file, whole or not at all, and flush it to the disk; return the file's size in bytes.
+
+    Raises OSError, or what `chunks` raises; an earlier file of that name is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -107,9 +114,9 @@ def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
 
 
 def read_step(path: Path) -> RecordedStep:
-    """Read a step; its arrays cannot be written to. `damaged` compares them with their digests, this does not.
+    """Read a step from a file; its arrays are read-only. Digests are not compared, see RecordedStep.damaged.
 
-    Raises RecordError for a file that cannot be read, is cut short, is none of this kind or of another format.
+    Raises RecordError for a file that is unreadable, truncated, not a recorded step, or of another format.
     """
     try:
         content = path.read_bytes()
@@ -131,7 +138,11 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def _owned(path: str, flags: int) -> int:
-    """`opener` of `open` for a file that its owner alone may read and write: records have what users sent."""
+    """`opener` for `open`: open a file so that only its owner may read and write it, since records hold what users
+    sent.
+
+    flags: as of os.open. Returns the descriptor.
+    """
     return os.open(path, flags, 0o600)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a step's message, and the pages that these read and write."""
+"""Rows of a step's message, and the pages that these rows read and write."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from jaxengine.models.forward_batch import StepLayout
 
 
 class StepRow(NamedTuple):
-    """A row of one replica's message.
+    """A row (sequence) of one replica's step message.
 
     Attributes:
-      slot: of the replica; start: tokens computed before; count: tokens of this step.
-      is_sampled: a token is chosen after it.
+      slot: the sequence's slot on its replica.
+      start: tokens of it computed before the step. count: tokens that the step computes.
+      is_sampled: whether a token is sampled after the row.
     """
 
     slot: int
@@ -25,9 +26,9 @@ class StepRow(NamedTuple):
 
 
 def step_rows(layout: StepLayout, message: np.ndarray, num_computed: np.ndarray) -> list[StepRow]:
-    """The rows of one replica's message i32[size], without those that fill it up.
+    """Return the rows of one replica's message i32[size], without padding rows.
 
-    layout: of the message. num_computed: i32[R], tokens of each of its R slots before the step.
+    layout: of the message. num_computed: i32[R], tokens computed before the step of the sequence in each of R slots.
     """
     slots, counts, starts, samples, _ = layout.view(message, "rows")
     return [
@@ -38,7 +39,10 @@ def step_rows(layout: StepLayout, message: np.ndarray, num_computed: np.ndarray)
 
 
 def page_tables(layout: StepLayout, message: np.ndarray, tables: np.ndarray) -> np.ndarray:
-    """One replica's page tables i32[rows, columns] with the new entries of its message."""
+    """Return one replica's page tables i32[slots, columns] with the new entries that its message carries.
+
+    layout: of `message`, i32[size]. tables: the tables before the step, not changed.
+    """
     tables = tables.copy()
     rows, columns, pages = layout.view(message, "deltas")
     known = rows < len(tables)
@@ -49,9 +53,10 @@ def page_tables(layout: StepLayout, message: np.ndarray, tables: np.ndarray) -> 
 def pages_of(
     table: np.ndarray, rows: Sequence[StepRow], window: int | None, page_size: int, *, written: bool = False
 ) -> list[int]:
-    """Pages that the rows of a step see or write, each once; with `written` only those that they write.
+    """Return the pages that the rows of a step read or write, each once.
 
-    table: i32[R, columns], of one cache group, by slot. window: how many keys a token of the group sees, None for all.
+    table: i32[R, columns], page table of one cache group, a row for each slot. window: number of keys that a token of
+    the group sees; None for all. page_size: tokens per page. written: return only the pages that the rows write.
     """
     found: dict[int, None] = {}
     for row in rows:

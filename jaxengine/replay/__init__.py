@@ -1,1 +1,2 @@
-"""`jaxengine replay`: runs a recorded step again, by these or other kernels, and names the first array that differs."""
+"""`jaxengine replay`: run a recorded step again, with the same or other kernels, and name the first array that differs.
+"""

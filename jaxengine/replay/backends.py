@@ -24,9 +24,9 @@ class Backend(NamedTuple):
     """Kernels and devices that run a step.
 
     Attributes:
-      platform: whose kernels, a name of jaxengine.pallas_kernels.registry; it also names the layout of pages.
-      context: in which programs are traced and run.
-      device: the kind of device, as jax names it; None for the default one.
+      platform: platform whose kernels run, a name of jaxengine.pallas_kernels.registry; also names the layout of pages.
+      context: context manager within which programs are traced and run.
+      device: kind of device, as jax names it; None for the default one.
     """
 
     name: str
@@ -35,8 +35,10 @@ class Backend(NamedTuple):
     device: str | None
 
     def devices(self, count: int) -> Sequence[Any]:
-        """The first `count` devices. Raises RecordError for too few, and with "native" for those of another platform
-        than the recorded one.
+        """Return the first `count` devices.
+
+        Raises RecordError if there are fewer, and for backend "native" if they are of another platform than the
+        recorded one.
         """
         found = jax.devices(self.device)
         if self.device is None and platform_of(found[0]) != self.platform:
@@ -50,10 +52,10 @@ class Backend(NamedTuple):
 
 
 def choose_backend(name: str, recorded: str, platform: str | None = None) -> Backend:
-    """The backend of a name, one of BACKENDS, for steps of a recorded platform.
+    """Return the backend called `name`, one of BACKENDS, for steps that were recorded on platform `recorded`.
 
-    platform: whose kernels "interpret" runs, by default those of the record. Raises RecordError for another name,
-    where that platform has no kernels to interpret, and for a platform beside another backend.
+    platform: platform whose kernels "interpret" runs; None for `recorded`. Raises RecordError for an unknown name, for
+    a platform without kernels to interpret, and if `platform` is given with another backend than "interpret".
     """
     if name not in BACKENDS:
         raise RecordError(f"backend is {name!r}; allowed: {', '.join(BACKENDS)}")
@@ -72,7 +74,7 @@ def choose_backend(name: str, recorded: str, platform: str | None = None) -> Bac
 
 
 def prepare_devices(backend: str, count: int) -> None:
-    """Makes `count` CPU devices, for every backend but "native"; does nothing once jax has found its devices."""
+    """Make `count` CPU devices, unless the backend is "native"; has no effect once jax has initialised its devices."""
     if backend == NATIVE:
         return
     try:

@@ -1,4 +1,4 @@
-"""`jaxengine replay`: runs a step that `record_steps` wrote, and exits with 0 if its results are the same, 1 if they
+"""`jaxengine replay`: run a step that `record_steps` wrote. Exit status 0 if its results are the same, 1 if they
 differ, 2 if it cannot be run.
 """
 
@@ -12,7 +12,7 @@ BACKENDS = ("native", "cpu", "interpret", "xla")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser, and `run` as what runs it."""
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the folder of record_steps")
     parser.add_argument("--step", metavar="N", help="number of the step, or last (default)", default="last")
     parser.add_argument(
@@ -36,10 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command, prints what it found, and returns its exit status: 0 the same, 1 different, 2 for a
-    RecordError.
+    """Run the command and print its findings; return the exit status: 0 same results, 1 different, 2 for a RecordError.
 
-    Raises ConfigError and ModelFileError as `replay`.
+    Raises ConfigError and ModelFileError as `replay` does.
     """
     from jaxengine.records.step_file import RecordError
     from jaxengine.replay.backends import prepare_devices

@@ -1,4 +1,4 @@
-"""Results of a step compared with those recorded, in the order in which they are computed."""
+"""Compares the results of a step with the recorded ones, in the order in which they are computed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _PAGES = "after/pages"
 
 
 class Difference(NamedTuple):
-    """Two arrays that are compared.
+    """Result of comparing a recorded array with the one that the replay computed.
 
     Attributes:
-      name: what the array is, and what computes it.
-      is_same: all bits are equal; is_within: what differs does so by no more than is tolerated.
-      largest: the largest difference, at `where`, of the value `recorded` and the one `found`.
-      count: numbers that differ.
+      name: name of the array and of what computes it.
+      is_same: all bits are equal.
+      is_within: no number differs by more than the tolerance.
+      largest: the largest difference; `where`: its index; `recorded`, `found`: the two values there.
+      count: how many numbers differ.
     """
 
     name: str
@@ -57,14 +58,16 @@ def compared(
     is_sampled: np.ndarray,
     tolerance: float,
 ) -> Iterator[Difference]:
-    """Compares results of a step, in the order of the forward pass. Those that one side lacks are left out; logits must
-    be there.
+    """Yield a Difference for each result of a step, in the order of the forward pass.
+
+    Results that one side lacks are left out; logits must be there.
 
     Args:
-      arrays: of the record, which say where results belong. wanted: results as recorded; found: those of the replay.
-      kv_dtype: of what pages hold. state_layers: the layer of each array of recurrent states.
-      features: of the step; without LOGPROBS the sampler's scores mean nothing. is_sampled: of the rows of logits.
-      tolerance: share of the largest magnitude.
+      arrays: of the record, which tell the place of each result. wanted: results as recorded; found: those of the
+        replay.
+      kv_dtype: dtype of the numbers in pages. state_layers: the layer of each array of recurrent states.
+      features: of the step; without LOGPROBS the sampler's scores mean nothing. is_sampled: bool[rows], of the logits.
+      tolerance: allowed difference, as a share of an array's largest magnitude.
     """
     layers, states = arrays[f"{_PAGES}/layer"], list(state_layers)
     both = {name: (wanted[name], found[name]) for name in wanted if name in found}
@@ -95,9 +98,9 @@ def compared(
 def _sampled(
     arrays: Mapping[str, np.ndarray], both: Mapping[str, Any], features: int, is_sampled: np.ndarray, tolerance: float
 ) -> Iterator[Difference]:
-    """Compares what the sampler chose for rows that sample, and its scores where a request wants them.
+    """Yield Differences of the sampler's results for rows that sample; of scores only if a request asks for logprobs.
 
-    both: (recorded, found) of each result by name; is_sampled: bool[rows]. The others are as of `compared`.
+    both: (recorded, found) of each result by name. is_sampled: bool[rows]. Other arguments: see `compared`.
     """
     rows = arrays["rows/rank"][is_sampled], arrays["rows/row"][is_sampled]
     for name, pair in both.items():
@@ -108,10 +111,11 @@ def _sampled(
 
 
 def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Difference:
-    """Compares a recorded array with the one found. pair: these two; if their shapes or dtypes differ, nothing is
-    tolerated.
+    """Compare a recorded array with the one found; arrays of different shapes or dtypes never count as within
+    tolerance.
 
-    tolerance: share of the largest finite magnitude recorded; integers and truth values have none.
+    pair: (recorded, found). tolerance: share of the largest finite recorded magnitude; integers and booleans must be
+    equal.
     """
     recorded, found = pair
     shape, dtype = recorded.shape, str(recorded.dtype)
@@ -135,6 +139,6 @@ def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Diff
 
 
 def _numbers(pages: np.ndarray, dtype: Any) -> np.ndarray:
-    """Stored pages as the numbers that they hold."""
+    """Reinterpret stored pages as numbers of `dtype` if their items have its size; otherwise return them unchanged."""
     pages = np.ascontiguousarray(pages)
     return pages.view(dtype) if pages.dtype.itemsize == np.dtype(dtype).itemsize else pages

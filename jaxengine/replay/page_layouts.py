@@ -1,4 +1,4 @@
-"""Pages of one platform's layout in the layout of another, on the host (jaxengine.pallas_kernels.kv.pages)."""
+"""Converts pages from one platform's layout to another's, on the host (see jaxengine.pallas_kernels.kv.pages)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ TPU = "tpu"
 
 
 def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any) -> np.ndarray:
-    """Pages [n, ...] of one layout in another, bit for bit.
+    """Convert pages [n, ...] from the layout of platform `source` to that of `target`, bit for bit.
 
-    source, target: platforms; all but "tpu" have the same layout, and only the dtype may change between them. spec:
-    KVSpec of one device's pool. like: the shape and dtype of the target's pool on all devices, [P, ...].
+    All platforms but "tpu" share one layout; between them only the dtype may change. spec: KVSpec of one device's pool.
+    like: shape and dtype of the target's pool on all devices, [P, ...].
     """
     if (source == TPU) == (target == TPU):
         return _as(pages, like.dtype)

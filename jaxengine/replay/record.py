@@ -1,4 +1,4 @@
-"""The parts of a record that a replay needs, checked before anything runs."""
+"""Reads the parts of a record that a replay needs, and checks them before anything runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NEEDED = {
 
 
 def read_engine(folder: Path) -> dict[str, Any]:
-    """Read `engine.json` as `read_about` does. Raises RecordError too where it lacks a value that a replay needs, or
-    has a wrong one.
+    """Read `engine.json` of a folder. Raises RecordError as `read_about` does, and if a value that a replay needs is
+    missing or wrong.
     """
     about = read_about(folder)
     for part, needed in _NEEDED.items():
@@ -39,7 +39,7 @@ def read_engine(folder: Path) -> dict[str, Any]:
 
 
 def read_recorded(folder: Path, number: int | None) -> RecordedStep:
-    """A step of a folder, None for the last one. Raises RecordError for one that is not there or cannot be run."""
+    """Read a step of a folder, None for the last one. Raises RecordError for one that is missing or cannot be run."""
     step = find_step(folder, number)
     about = step.about if isinstance(step.about, Mapping) else {}
     bucket = about.get("bucket")

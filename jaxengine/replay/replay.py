@@ -1,4 +1,4 @@
-"""A recorded step run again: the weights compared, then each result, and the first array that differs named."""
+"""Replays a recorded step: compares the weights, then each result, and names the first array that differs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Report(NamedTuple):
 
     Attributes:
       status: SAME or DIFFERS, the command's exit status.
-      lines: for a person to read.
-      first: the name of the first array that differs; None without one.
+      lines: text for a person.
+      first: name of the first array that differs; None if none does.
     """
 
     status: int
@@ -55,14 +55,15 @@ def replay(
     plugins: Sequence[str] = (),
     compile_cache_dir: str | None = None,
 ) -> Report:
-    """Runs a step of a folder of record_steps again and compares what it gives.
+    """Run a step that record_steps wrote again and compare its results with the recorded ones.
 
     Args:
+      folder: of the recorded steps.
       number: of the step; None for the last one.
-      backend: one of BACKENDS. platform: as `choose_backend` has it.
-      model: in place of the model that the record names.
-      tolerance: share of an array's largest magnitude by which it may differ; None for 0 by the same kernels, and
-        else for TOLERANCES of the model's dtype.
+      backend: one of BACKENDS. platform: see `choose_backend`.
+      model: model to load instead of the one that the record names.
+      tolerance: share of an array's largest magnitude by which it may differ; None for 0 with the recorded kernels, and
+        with others for TOLERANCES of the model's dtype.
       plugins, compile_cache_dir: as the engine's options; a record names none.
 
     Raises RecordError, ConfigError or ModelFileError for a step that cannot be run here.
@@ -106,7 +107,10 @@ def _run(about: Mapping[str, Any], step: RecordedStep, backend: Backend, *, laye
 
 
 def _compare(step: RecordedStep, wanted: Mapping[str, np.ndarray], ran: _Ran, tolerance: float) -> list[Difference]:
-    """All results, in order. wanted: those to compare with, under the names of the record."""
+    """Compare all results of a replayed step, in order.
+
+    wanted: results to compare with, under the record's names. ran: the replay. tolerance: as in `compared`.
+    """
     programs = ran.stage.programs
     layout, arrays = programs.packer.layouts[_bucket_of(ran.stage, step)], step.arrays
     messages = arrays["message"]
@@ -131,8 +135,11 @@ def _compare(step: RecordedStep, wanted: Mapping[str, np.ndarray], ran: _Ran, to
 def _between(
     about: Mapping[str, Any], step: RecordedStep, chosen: Backend, tolerance: float, **options: Any
 ) -> list[str]:
-    """Lines on where the recorded platform's kernels and the chosen ones part, both run here with all layers kept; none
-    where those of the platform cannot run here.
+    """Run the step with the recorded platform's kernels and with the chosen ones, both here, and say where they first
+    differ.
+
+    about: content of engine.json. options: of `_run`. Returns lines of text; none if the recorded platform's kernels
+    cannot run here. All layers' hidden states are compared.
     """
     own = CPU if about["platform"] == "cpu" else INTERPRET if about["platform"] in INTERPRETED else None
     if own is None:
@@ -159,9 +166,10 @@ def _summary(differences: Sequence[Difference], tolerance: float) -> list[str]:
 
 
 def _other_weights(about: Mapping[str, Any], step: RecordedStep, stage: StageRunner) -> list[str]:
-    """Names of weights whose checksums are not those of the record; if the names differ, those that only one side has.
+    """Return the names of weights whose checksums differ from the record's; if the names differ, those only one side
+    has.
 
-    Raises RecordError where engine.json has no checksums of the step's weights.
+    Raises RecordError if engine.json has no checksums of the step's weights.
     """
     try:
         wanted = about["weights"][step.about["weights"]]["checksums"]
@@ -181,7 +189,10 @@ def _bucket_of(stage: StageRunner, step: RecordedStep) -> Any:
 
 
 def _damage(step: RecordedStep, name: str, entries: Sequence[int]) -> str:
-    """Name a damaged array for a person: the first of its damaged entries if they are pages, else its name."""
+    """Describe a damaged array for a person: by its first damaged page if its entries are pages, otherwise by its name.
+
+    entries: indices of damaged entries.
+    """
     if not entries or not name.endswith("pages/data"):
         return name
     prefix = name.removesuffix("data")

@@ -1,6 +1,6 @@
-"""One recorded step, run: its arrays on the devices, its forward pass and its sampler, and what these give.
+"""Runs one recorded step: puts its arrays on the devices, runs forward pass and sampler, and returns their results.
 
-Pages are numbered anew, so that the pool holds those of the step alone; page 0 stands for all that it does not see.
+Pages are renumbered, so that the pool only needs to hold the step's own; page 0 stands for all others.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _RECORDING, _STATES = "recording", "states"
 
 
 def run_step(stage: StageRunner, step: RecordedStep, layout: str) -> dict[str, np.ndarray]:
-    """Runs a step and returns its results under the names that the record has.
+    """Run a step and return its results under the names that the record uses.
 
-    layout: the platform whose layout recorded pages have. Raises RecordError for a step that is not one of this
-    engine's.
+    layout: platform in whose layout pages were recorded. Raises RecordError for a step that this engine does not have.
     """
     try:
         return _Run(stage, step, layout).results()
@@ -49,10 +48,9 @@ class _Run:
         self._kv_shapes = self._programs.kv_shapes(max(2, 1 << max(map(len, self._pages)).bit_length()))
 
     def results(self) -> dict[str, np.ndarray]:
-        """Runs forward pass and sampler, and returns what they give, by the names of the record.
+        """Run forward pass and sampler; return their results under the record's names.
 
-        Raises RecordError for arrays of other shapes or dtypes than this engine's, KeyError for those that the step
-        lacks.
+        Raises RecordError for arrays whose shapes or dtypes differ from this engine's, KeyError for missing ones.
         """
         stage, programs, bucket = self._stage, self._programs, self._bucket
         state, pool = self._state(), self._pool()
@@ -77,15 +75,16 @@ class _Run:
         return found | {f"sampled/{name}": np.asarray(array) for name, array in sampled._asdict().items()}
 
     def _page_numbers(self) -> list[dict[int, int]]:
-        """New numbers of the record's pages, for each replica."""
+        """Return, for each replica, a dict from recorded page numbers to new ones."""
         found: list[dict[int, int]] = [{} for _ in range(self._num_ranks)]
         for rank, page in zip(self._arrays["pages/rank"].tolist(), self._arrays["pages/page"].tolist(), strict=True):
             found[rank].setdefault(page, 1 + len(found[rank]))
         return found
 
     def _message(self) -> np.ndarray:
-        """The message i32[ranks, size] with pages numbered anew; 0 for those not in the record. Raises RecordError for
-        another shape.
+        """Return the message i32[replicas, size] with pages renumbered, 0 for pages that are not in the record.
+
+        Raises RecordError for another shape.
         """
         layout, message = self._programs.packer.layouts[self._bucket], self._arrays["message"].copy()
         if message.shape != (self._num_ranks, layout.size):
@@ -97,7 +96,9 @@ class _Run:
         return message
 
     def _state(self) -> DeviceState:
-        """The state before the forward pass, with the sampler's as it was before the sampler. Raises as `results`."""
+        """Return the device state that the step starts from: page tables, token counts, recurrent states, and the
+        sampling state as it was just before sampling. Raises as `results` does.
+        """
         shapes, arrays = self._programs.state_shapes, self._arrays
         assert shapes.tokens is not None and shapes.sampling is not None
         sections = {
@@ -140,7 +141,10 @@ class _Run:
         return table
 
     def _long(self, name: str, shape: Any, fill: int) -> jax.Array:
-        """An array with the long rows of the step's slots, and `fill` in the others."""
+        """Return an array with the recorded long rows in the step's slots, and `fill` in all others.
+
+        name: of the array in the record. shape: of the whole array.
+        """
         whole = np.full(shape.shape, fill, shape.dtype)
         own = whole.reshape(self._num_ranks, -1, shape.shape[-1])
         own[self._arrays["rows/rank"], self._arrays["rows/slot"]] = self._arrays[f"sampling/{name}"]
@@ -178,13 +182,13 @@ class _Run:
         return replace(shapes, data=_put(whole, shapes.data), **scales)
 
     def _written(self, pool: Any) -> np.ndarray:
-        """Pages that the step has written, in the layout of the record."""
+        """Return the pages of `pool` that the step has written, in the record's layout."""
         pages = self._by_rank(pool.data)[self._pool_rows("after/pages")]
         recorded = self._arrays["after/pages/data"]
         return converted(pages, pool.layout, self._layout, pool.spec, recorded)
 
     def _pool_rows(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(replica, row of its pool) of recorded pages, each i64[n]. name: "pages" or "after/pages"."""
+        """Return (replica, row in its pool) of recorded pages, each i64[n]. name: "pages" or "after/pages"."""
         ranks = self._arrays[f"{name}/rank"]
         groups = paged_groups(self._programs.groups)
         index = {layer: at for group in groups for at, layer in enumerate(group.layers)}

@@ -1,4 +1,4 @@
-"""The model of a recorded step on this machine, with the programs of the step's engine for chosen kernels."""
+"""Opens the model of a recorded step on this machine, with the step programs of its engine for the chosen kernels."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def open_stage(
     plugins: Sequence[str] = (),
     compile_cache_dir: str | None = None,
 ) -> StageRunner:
-    """Loads the model, ready to compile; within the backend's context.
+    """Load the model of a record, ready to compile its steps; call it within the backend's context.
 
-    about: of `engine.json`. model: in place of the recorded one. layers: forward passes leave hidden states.
+    about: content of engine.json. model: model to load instead of the recorded one. layers: have forward passes return
+    the hidden states after each layer. plugins, compile_cache_dir: as the engine's options.
 
-    Raises RecordError for another model than the recorded one, ConfigError and ModelFileError.
+    Raises RecordError if the model is not the recorded one, ConfigError and ModelFileError.
     """
     options = {**about["options"], "plugins": tuple(plugins), "skip_tokenizer_init": True, "disable_log_stats": True}
     options |= {"record_steps": "replay" if layers else None, "record_steps_detail": "layers" if layers else "tokens"}

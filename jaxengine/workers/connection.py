@@ -1,4 +1,4 @@
-"""The worker's end of its connection: sets limits, ignores signals, and exits when the parent process is gone."""
+"""The worker's end of its connection to the parent: sets limits, ignores signals, and exits when the parent is gone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from jaxengine.workers.frames import Frames, frame
 
 
 class Connection:
-    """Connection over the standard input of a process that `WorkerProcess` started. Any thread may send."""
+    """Connection to the parent over the standard input of a process that `WorkerProcess` started. Any thread may send.
+    """
 
     def __init__(self, orders: Any, memory_bytes: int):
-        """Limits this process and takes over its standard input; from now on SIGINT and SIGTERM do nothing.
+        """Limit this process's memory and take over its standard input; from now on SIGINT and SIGTERM do nothing.
 
         orders: type of the messages to receive; memory_bytes: limit of mapped memory, beyond which allocations raise
-        MemoryError. Systems without such limits have none.
+        MemoryError (no limit on systems without such limits).
         """
         # RLIMIT_FSIZE: a worker writes no files.
         # A service manager sends these to each process of the service; only the end of the connection ends a worker.
@@ -38,8 +39,8 @@ class Connection:
         self._frames, self._sending = Frames(orders), threading.Lock()
 
     def receive(self) -> Iterator[Any]:
-        """Yields messages from the parent, in order, waiting for each; exits the process, with status 0, when the
-        connection is closed.
+        """Yield messages from the parent in order, waiting for each; exit the process with status 0 when the connection
+        closes.
 
         Raises msgspec.MsgspecError for invalid bytes.
         """
@@ -48,6 +49,6 @@ class Connection:
         os._exit(0)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends a message to the parent."""
+        """Send a message to the parent."""
         with self._sending:
             self._socket.sendall(frame(message))

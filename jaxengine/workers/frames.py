@@ -1,4 +1,4 @@
-"""Framing of messages on a socket: four bytes of length, then MessagePack; never pickle."""
+"""Framing of messages on a socket: four bytes of length, then the message as MessagePack; never pickle."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _LENGTH = struct.Struct("<I")
 
 
 class Frames:
-    """Splits received bytes into messages of one type, a tagged union of msgspec.Structs. kind: that type."""
+    """Splits a stream of bytes into messages of type `kind`, a tagged union of msgspec.Structs."""
 
     def __init__(self, kind: Any):
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Yields the messages that `data` completes. Raises msgspec.MsgspecError for invalid bytes."""
+        """Take received bytes; yield the messages that are complete now. Raises msgspec.MsgspecError for invalid bytes.
+        """
         self._bytes += data
         first = 0
         while len(self._bytes) - first >= _LENGTH.size:
@@ -33,6 +34,6 @@ class Frames:
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Encodes a message for `Frames`."""
+    """Encode a message, with its length before it, so that `Frames` can decode it."""
     data = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(data)) + data

@@ -34,10 +34,10 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str, answers: Any):
-        """Starts the process; does not wait for it.
+        """Start the process without waiting for it.
 
-        module: full name of the one whose `main` the worker runs, see workers.connection; answers: type of the messages
-        that the worker sends.
+        module: full name of the module whose `main` the worker runs (see workers.connection); answers: type of the
+        messages that the worker sends.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -51,21 +51,22 @@ class WorkerProcess:
         self._end = weakref.finalize(self, _end, self.process, ours, self._pid)
 
     def fileno(self) -> int:
-        """Descriptor of the socket, readable when the worker has sent something."""
+        """Return the descriptor of the socket, readable when the worker has sent something."""
         return self._connection.fileno()
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the worker. A fork of it shares the socket and must not use it."""
+        """Whether this process started the worker; False in a fork of it, which shares the socket and must not use it.
+        """
         return os.getpid() == self._pid
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends a message; what the socket does not take now is sent by the next `wait` or `receive`."""
+        """Queue a message and send what the socket takes now; `wait` and `receive` send the rest."""
         self._outgoing += frame(message)
         self._flush()
 
     def wait(self, seconds: float) -> None:
-        """Waits at most `seconds` until a message can be received or more of the queue can be sent."""
+        """Wait at most `seconds` until a message can be received or more of the queued bytes can be sent."""
         wait_for_any([self], seconds)
 
     @property
@@ -73,9 +74,9 @@ class WorkerProcess:
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Returns messages received since the last call, and whether the worker is still alive; does not wait.
+        """Return (messages received since the last call, whether the worker is alive), without waiting.
 
-        Invalid bytes count as its end. `error` says why, if that is known.
+        A worker that sent invalid bytes counts as dead. `error` says why it ended, if that is known.
         """
         messages: list[Any] = []
         try:
@@ -89,7 +90,7 @@ class WorkerProcess:
         return messages, False
 
     def kill(self) -> None:
-        """Kills the worker, whatever it is doing."""
+        """Kill the worker, whatever it is doing."""
         self._end()
 
     def _flush(self) -> None:
@@ -99,7 +100,7 @@ class WorkerProcess:
 
 
 def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
-    """Waits at most `seconds` until one of the workers has a message or can be sent more."""
+    """Wait at most `seconds` until one of the workers has sent a message or can take more bytes."""
     # Not select(), which takes no descriptors above 1023: a server has one for each connection.
     poll = select.poll()
     for each in processes:
@@ -108,7 +109,7 @@ def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, pid: int) -> None:
-    """Closes the connection, and kills the worker unless this is a fork of process `pid`, its parent."""
+    """Close the connection, and kill the worker unless this process is a fork of process `pid`, the worker's parent."""
     connection.close()
     if os.getpid() != pid:
         return

@@ -48,9 +48,9 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
         return Attention(attention, size, eps=eps, source=source, build=build, qkv=qkv, gate=gate, qk_norms=norms)
 
     def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
-        """Sources of q, k, v, z, beta and the decay. In the checkpoint those of a head of keys stand together.
+        """Return the sources of q, k, v, z, beta and decay; in the checkpoint those of one key head are adjacent.
 
-        source: name of the delta net's module there.
+        source: name of the delta net's checkpoint module.
         """
         per_key, heads = state.num_v_heads // state.num_k_heads, state.num_k_heads
         keys, values = state.k_head_dim, per_key * state.v_head_dim
