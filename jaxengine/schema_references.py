@@ -47,7 +47,8 @@ class Place(NamedTuple):
     base: str = ""
 
     def inside(self, schema: Any) -> Place:
-        """Return `schema`, which is contained in this one, as a Place; its own `$id`, if it has one, becomes its base.
+        """Return `schema`, which is contained in this one, as a Place; its own `$id`, if it has one,
+        becomes its base.
         """
         own = schema.get("$id") if isinstance(schema, Mapping) else None
         if not isinstance(own, str) or own.startswith("#"):

@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 
 
 def share_of(owner: str | None, total: int) -> int:
-    """Return how many of `total` threads an owner may occupy at once: half of them, at least one; all without an owner.
+    """Return how many of `total` threads an owner may occupy at once: half of them, at least one; all
+    without an owner.
     """
     return total if owner is None else max(1, total // 2)
 
@@ -61,7 +62,8 @@ class Turns(Generic[_T]):
         return None
 
     def _take(self, owner: str | None) -> _T:
-        """Return the first item of an owner's queue, counting a place as occupied; the owner moves behind the others.
+        """Return the first item of an owner's queue, counting a place as occupied; the owner moves
+        behind the others.
         """
         line = self._lines[owner]
         item = line.popleft()

@@ -194,7 +194,8 @@ def group_layers(
 
 
 def _num_rows(parts: Sequence[int]) -> int:
-    """Return the number of pool rows that layers fill. parts: for each layer, how many layers of its kind share a row.
+    """Return the number of pool rows that layers fill. parts: for each layer, how many layers of its
+    kind share a row.
     """
     return sum(-(-parts.count(each) // each) for each in set(parts))
 

@@ -48,13 +48,15 @@ class CausalLM(Protocol):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        """Read keyword arguments of ModelConfig, without the architecture, from a config.json. Raises ModelConfigError.
+        """Read keyword arguments of ModelConfig, without the architecture, from a config.json. Raises
+        ModelConfigError.
         """
         ...
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Raises ModelConfigError.
+        """Read keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Raises
+        ModelConfigError.
         """
         ...
 

@@ -78,7 +78,8 @@ def interpreter(**options: Any) -> Any:
 
 
 def swizzle_of(num_columns: int, dtype: jnp.dtype) -> int:
-    """Return the largest swizzle in bytes whose rows divide a row of `num_columns`. Raises ValueError if there is none.
+    """Return the largest swizzle in bytes whose rows divide a row of `num_columns`. Raises ValueError
+    if there is none.
     """
     row_bytes = num_columns * jnp.dtype(dtype).itemsize
     for swizzle in (128, 64, 32):

@@ -1,4 +1,5 @@
-"""Scheduler: decides which tokens each step computes. Requests, pages, prefix cache, policy and packing, in numpy only.
+"""Scheduler: decides which tokens each step computes. Requests, pages, prefix cache, policy and
+packing, in numpy only.
 """
 
 if __name__ != "jaxengine.scheduler":

@@ -55,7 +55,8 @@ class SchedulerConfig:
 
     @property
     def num_tables(self) -> int:
-        """Return the number of page tables of a slot: one for each cache group, and one for snapshots if any are kept.
+        """Return the number of page tables of a slot: one for each cache group, and one for snapshots
+        if any are kept.
         """
         return len(self.windows) + (self.num_snapshots > 0)
 

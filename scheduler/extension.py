@@ -30,7 +30,8 @@ class RankExtension:
         """Reserve what these tokens, which `chunk` allowed, need. The request has its slot."""
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
-        """Set up the slot of an admitted request with `num_known` known tokens, of which those in `hits` are computed.
+        """Set up the slot of an admitted request with `num_known` known tokens, of which those in
+        `hits` are computed.
         """
 
     def register(self, request: Request, num_computed: int, count: int) -> None:

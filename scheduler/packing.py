@@ -1,4 +1,5 @@
-"""Packing of a scheduled step into the flat int32 messages that its bucket's compiled step reads, one for each replica.
+"""Packing of a scheduled step into the flat int32 messages that its bucket's compiled step reads, one
+for each replica.
 """
 
 from __future__ import annotations

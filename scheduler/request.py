@@ -149,7 +149,8 @@ class Request:
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
     def compute_with(self, weights_digest: bytes) -> None:
-        """Set the digest of the weights that will compute all its tokens; forget page digests made with other weights.
+        """Set the digest of the weights that will compute all its tokens; forget page digests made with
+        other weights.
         """
         adapter_digest = b"" if self.adapter is None else self.adapter.digest
         if (self.weights_digest, self.adapter_digest) != (weights_digest, adapter_digest):

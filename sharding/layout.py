@@ -86,7 +86,8 @@ class MeshLayout:
 
     @property
     def sends_rows(self) -> bool:
-        """Whether devices with different experts send each other the rows of single experts (all2all_backend RAGGED).
+        """Whether devices with different experts send each other the rows of single experts
+        (all2all_backend RAGGED).
         """
         return self.expert_parallel and self.all2all_backend == RAGGED and self.size > 1
 

@@ -67,7 +67,8 @@ def moved(server: ServerProcess) -> dict[str, int]:
 
 
 def resident(server: ServerProcess) -> int:
-    """Return the resident bytes of the API processes and the engine's together; memory that they share counts in each.
+    """Return the resident bytes of the API processes and the engine's together; memory that they share
+    counts in each.
     """
     return sum(map(memory, (server.engine_pid, *server.api_pids)))
 

@@ -292,7 +292,8 @@ def _random_pool(case: AttentionCase, num_pools: int):
 
 
 def _batch(case: AttentionCase) -> RaggedBatch:
-    """Return the batch of a case's step, padded to its bucket. Pages of a sequence are scattered, as in a busy server.
+    """Return the batch of a case's step, padded to its bucket. Pages of a sequence are scattered, as in
+    a busy server.
     """
     num_tokens, num_seqs, max_pages = case.room
     starts, kv_lens = np.full(num_seqs + 1, case.num_tokens, np.int32), np.zeros(num_seqs, np.int32)

@@ -113,7 +113,8 @@ def take_over(earlier: str | None, folder: Path) -> None:
 
 
 def import_errors(names: list[str]) -> None:
-    """Print, as JSON, which modules cannot be imported, and why; the project's own are tried only if all others can be.
+    """Print, as JSON, which modules cannot be imported, and why; the project's own are tried only if
+    all others can be.
     """
     errors: dict[str, str] = {}
     for name in names:

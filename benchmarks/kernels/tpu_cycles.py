@@ -83,7 +83,7 @@ class Unprofiled(RuntimeError):
 
 
 class Cost(NamedTuple):
-    """Cycles of one core, of which `normal_block` is for the block size that both kernels are compared by."""
+    """Estimated cycles of one core: of a block of keys, and of a whole shape."""
 
     block: float  # of one key block and tile of the kernel
     normal_block: float  # the same for 1024 keys and 1 (decode) or 128 (prefill) tokens

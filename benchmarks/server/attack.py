@@ -132,7 +132,8 @@ def watching(server: ServerProcess) -> Iterator[Watched]:
 
 
 def attack_fields(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Send every field of every request with `size` bytes of every shape; add a row with the worst shape of each field.
+    """Send every field of every request with `size` bytes of every shape; add a row with the worst
+    shape of each field.
     """
     size = options.size
     for path, (model, base) in ENDPOINTS.items():
@@ -200,7 +201,8 @@ def attack_watches(server: ServerProcess, table: Table, options: Namespace) -> N
 
 
 def attack_processes(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Kill the process that serves clients several times; add a row with how long it took until another one answered.
+    """Kill the process that serves clients several times; add a row with how long it took until another
+    one answered.
     """
     worst = 0.0
     for _ in range(4):

@@ -35,7 +35,8 @@ class OutputStream:
         self._ready.set()
 
     async def get(self) -> Any:
-        """Wait for an output and return what has arrived since the last call. Raises the error once no output is left.
+        """Wait for an output and return what has arrived since the last call. Raises the error once no
+        output is left.
         """
         await self._ready.wait()
         self._ready.clear()

@@ -253,7 +253,8 @@ class AsyncWeightMethods(ABC):
         mode: PauseMode = "keep",
         kv: KVMode = "recompute",
     ) -> None:
-        """Replace an adapter's matrices, or add an adapter, from memory. Arguments and errors as of `LLM.update_lora`.
+        """Replace an adapter's matrices, or add an adapter, from memory. Arguments and errors as of
+        `LLM.update_lora`.
         """
         weights = await self._weights()
         weights.check(None, mode, kv)

@@ -44,7 +44,8 @@ def _cell(value: Any) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of `values`, at least one, that is not below a share `share` (0 to 1) of them (nearest rank).
+    """Return the smallest of `values`, at least one, that is not below a share `share` (0 to 1) of them
+    (nearest rank).
     """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]

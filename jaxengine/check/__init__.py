@@ -1,2 +1,3 @@
-"""`jaxengine check`: compiles every kernel and step for accelerators that are not present, and inspects the programs.
+"""`jaxengine check`: compiles every kernel and step for accelerators that are not present, and inspects
+the programs.
 """

@@ -24,7 +24,8 @@ _CYCLES = re.compile(r"estimated_cycles: (\d+)")
 
 
 def libtpu_flags(dumps: Path) -> str:
-    """Return the value of LIBTPU_INIT_ARGS with which the compiler writes the profile that `read` reads, into `dumps`.
+    """Return the value of LIBTPU_INIT_ARGS with which the compiler writes the profile that `read`
+    reads, into `dumps`.
     """
     return f"--xla_jf_dump_static_llo_profile_to={dumps / PROFILE}"
 

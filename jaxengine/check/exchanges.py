@@ -319,7 +319,8 @@ def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
 
 
 def scales(layer: nnx.Module) -> int:
-    """Return how many of a layer's products round rows by a scale on which all devices that split the rows must agree.
+    """Return how many of a layer's products round rows by a scale on which all devices that split the
+    rows must agree.
     """
     return sum(weight.agrees_on_scales for weight in _quantized(layer))
 

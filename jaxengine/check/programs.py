@@ -177,7 +177,8 @@ class StagePrograms:
         return list(dict.fromkeys(corners))
 
     def epilogues(self, short: bool) -> list[tuple[str, int]]:
-        """Return (name, size) of every epilogue; with `short` only of those that follow the four corners of the grid.
+        """Return (name, size) of every epilogue; with `short` only of those that follow the four
+        corners of the grid.
         """
         grid, found = self.steps.packer.buckets, {}
         for name, epilogue in self.steps.epilogues.items():

@@ -99,7 +99,8 @@ def _packages() -> Iterator[str]:
 
 
 def _devices() -> Iterator[str]:
-    """Yield lines about the devices, which a separate process lists, since another program may hold them exclusively.
+    """Yield lines about the devices, which a separate process lists, since another program may hold
+    them exclusively.
     """
     yield from _output([sys.executable, "-c", _DEVICES], "jax's devices cannot be listed")
     if shutil.which(_GPUS[0]):

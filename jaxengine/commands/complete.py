@@ -1,4 +1,5 @@
-"""`jaxengine complete`: continues each text that is entered, without a chat template, with a local model or a server's.
+"""`jaxengine complete`: continues each text that is entered, without a chat template, with a local
+model or a server's.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class EngineArgs(EngineConfig):
         super().__init__(**chosen_options(_FIELDS, {"model": model, **options}))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option; an earlier vLLM name sets the field that replaced it. Raises ConfigError for an unknown name.
+        """Set an option; an earlier vLLM name sets the field that replaced it. Raises ConfigError for
+        an unknown name.
         """
         for field, chosen in chosen_options(_FIELDS, {name: value}).items():
             object.__setattr__(self, field, chosen)
@@ -53,7 +54,8 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Return EngineArgs of the engine options among parsed arguments, ignoring a program's own. Raises ConfigError.
+        """Return EngineArgs of the engine options among parsed arguments, ignoring a program's own.
+        Raises ConfigError.
         """
         names = _FIELDS.keys() | vllm_options.NAMES
         return cls(**{name: value for name, value in vars(args).items() if name in names})

@@ -162,13 +162,15 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def names_of(action: argparse.Action) -> list[str]:
-    """Return the flags of an option without their --no- forms, its usual flag last; of a positional argument, its name.
+    """Return the flags of an option without their --no- forms, its usual flag last; of a positional
+    argument, its name.
     """
     return [name for name in action.option_strings if not name.startswith("--no-")] or [action.dest]
 
 
 def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
-    """Return the last JSON object that the words give to an option; empty if there is none. flags: the option's names.
+    """Return the last JSON object that the words give to an option; empty if there is none. flags: the
+    option's names.
     """
     words, found = list(words), {}
     for at, word in enumerate(words):

@@ -48,7 +48,8 @@ def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
 
 
 def source_file(processor: type) -> Path | None:
-    """Return the file that contains all of a processor's code; None for a class made in a function or without a file.
+    """Return the file that contains all of a processor's code; None for a class made in a function or
+    without a file.
     """
     if "<locals>" in processor.__qualname__:
         return None

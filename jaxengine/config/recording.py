@@ -1,4 +1,5 @@
-"""The option record_steps: an engine writes the inputs and results of its last steps to files, for `jaxengine replay`.
+"""The option record_steps: an engine writes the inputs and results of its last steps to files, for
+`jaxengine replay`.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError if drafts cannot be verified on this model or engine. options: fields of EngineConfig by name.
+    """Raise ConfigError if drafts cannot be verified on this model or engine. options: fields of
+    EngineConfig by name.
     """
     if options[NAME] is None:
         return

@@ -94,7 +94,8 @@ def changed_code() -> list[Any]:
 
 
 class _Walk:
-    """Writes values into one hash, in the order in which they are reached; a value met before is written as its number.
+    """Writes values into one hash, in the order in which they are reached; a value met before is
+    written as its number.
     """
 
     def __init__(self):

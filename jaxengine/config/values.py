@@ -42,7 +42,8 @@ def read_size(text: str) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return a library's value as a plain one: numpy scalars become Python's, paths become text; others are unchanged.
+    """Return a library's value as a plain one: numpy scalars become Python's, paths become text; others
+    are unchanged.
     """
     if isinstance(value, np.generic) and not isinstance(value, (np.void, np.complexfloating)):
         return value.item()

@@ -125,7 +125,8 @@ class SlotRows:
         return bias.row(forbidden)
 
     def _forbidden(self, request: Request, bias: TokenBias) -> Forbidden:
-        """Return which stop tokens and bad-word ends are forbidden to the token that the step being dispatched samples.
+        """Return which stop tokens and bad-word ends are forbidden to the token that the step being
+        dispatched samples.
         """
         slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
         sampling = int(slots.num_computed[slot] >= slots.num_fed[slot])

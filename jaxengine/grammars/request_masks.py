@@ -391,7 +391,8 @@ class RequestMasks:
         yield from self._slow.take()
 
     def _trace(self, request: Request) -> Sequence[int]:
-        """Return the tokens that a request decodes in any case and its grammar must allow: those after its reasoning.
+        """Return the tokens that a request decodes in any case and its grammar must allow: those after
+        its reasoning.
         """
         grammar, trace = request.params.grammar, request.params.trace_decode_token_ids
         assert grammar is not None

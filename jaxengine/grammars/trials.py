@@ -30,7 +30,8 @@ _FORGIVEN_SECONDS = 600.0
 
 
 class Verdict(NamedTuple):
-    """Verdict about a key's grammar: why it cannot be used (None if it can), and the seconds that it takes to compile.
+    """Verdict about a key's grammar: why it cannot be used (None if it can), and the seconds that it
+    takes to compile.
     """
 
     key: int
@@ -50,7 +51,8 @@ class _Candidate:
 
 @dataclass
 class _Trial:
-    """Process and the grammar that it tries; None when it is idle. since: start time of this trial, or of the process.
+    """Process and the grammar that it tries; None when it is idle. since: start time of this trial, or
+    of the process.
     """
 
     process: WorkerProcess

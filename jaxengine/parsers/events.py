@@ -62,7 +62,8 @@ class ReasoningParser(OutputParser, Protocol):
 
     @property
     def late_ends(self) -> tuple[str, ...]:
-        """Return the words that end reasoning, if a call has ended it without one of them; such a word may still come.
+        """Return the words that end reasoning, if a call has ended it without one of them; such a word
+        may still come.
         """
         ...
 

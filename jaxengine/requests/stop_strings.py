@@ -8,7 +8,8 @@ from __future__ import annotations
 
 
 class _Automaton:
-    """Knuth-Morris-Pratt automaton of one pattern: the number of its leading characters that end the text read so far.
+    """Knuth-Morris-Pratt automaton of one pattern: the number of its leading characters that end the
+    text read so far.
     """
 
     def __init__(self, pattern: str):

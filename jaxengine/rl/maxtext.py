@@ -247,7 +247,8 @@ class _Model:
 
     @property
     def _rope_is_interleaved(self) -> bool:
-        """Whether rope rotates neighbouring elements: MaxText does so for Llama 3.1 and later, by their kind of rope.
+        """Whether rope rotates neighbouring elements: MaxText does so for Llama 3.1 and later, by their
+        kind of rope.
         """
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type"))

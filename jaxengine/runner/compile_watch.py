@@ -36,7 +36,8 @@ class CompileWatch:
 
 
 def _listen() -> None:
-    """Register the listener of jax's compilation events, once: jax cannot remove it again, so one serves all engines.
+    """Register the listener of jax's compilation events, once: jax cannot remove it again, so one
+    serves all engines.
     """
     global _registered
     with _listening:

@@ -350,7 +350,8 @@ class StageExtension:
         return 0
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """Estimate program_bytes and workspace_bytes before the number of pages is known. params: the model's leaves.
+        """Estimate program_bytes and workspace_bytes before the number of pages is known. params: the
+        model's leaves.
         """
         return 0, 0
 
@@ -358,7 +359,8 @@ class StageExtension:
         """Store the number of KV pages, from which the shapes of its programs and arrays follow."""
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compile or load its programs that run before and after a bucket's forward pass. params: the model's leaves.
+        """Compile or load its programs that run before and after a bucket's forward pass. params: the
+        model's leaves.
         """
 
     def allocate(self) -> None:

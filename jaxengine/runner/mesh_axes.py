@@ -1,4 +1,5 @@
-"""Conversion of a user's mesh, for instance a training script's with axes fsdp and tp, to one with the engine's axes.
+"""Conversion of a user's mesh, for instance a training script's with axes fsdp and tp, to one with the
+engine's axes.
 """
 
 from __future__ import annotations

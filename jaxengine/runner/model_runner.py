@@ -195,7 +195,8 @@ class ModelRunner:
         return function() if self.peers is ALONE else self.peers.call(op, arrays, function, **fields)
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Run a state change with these arguments on the stages that have it; the engine's other processes do the same.
+        """Run a state change with these arguments on the stages that have it; the engine's other
+        processes do the same.
         """
         self._everywhere(
             "change", arguments, lambda: [stage.change_state(name, *arguments) for stage in self.stages], name=name
@@ -282,7 +283,8 @@ class ModelRunner:
         return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
-        """Return i32[V]: for each token twice the number of times it is in the output, plus one if it is in the prompt.
+        """Return i32[V]: for each token twice the number of times it is in the output, plus one if it
+        is in the prompt.
         """
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1

@@ -385,7 +385,8 @@ def _named(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) ->
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
-    """Check and return new arrays of all stages that were made from finite numbers: only float16 can have overflowed.
+    """Check and return new arrays of all stages that were made from finite numbers: only float16 can
+    have overflowed.
     """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 

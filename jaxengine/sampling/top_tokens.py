@@ -113,7 +113,8 @@ def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def take_tokens(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return logits f32[S, V / n] at ids i32[S, C] >= 0 of the whole vocabulary: f32[S, C], -inf beyond the vocabulary.
+    """Return logits f32[S, V / n] at ids i32[S, C] >= 0 of the whole vocabulary: f32[S, C], -inf beyond
+    the vocabulary.
     """
     if num_shards(VOCAB) == 1:
         return _take(logits, ids)

@@ -43,7 +43,8 @@ class Keys:
         return bool(self._clients)
 
     def turn_of(self, key: bytes) -> str | None:
-        """Return the `name_of` the holder of `key`, who takes turns with other holders; None if there is only one key.
+        """Return the `name_of` the holder of `key`, who takes turns with other holders; None if there
+        is only one key.
         """
         return self.name_of(key) if len(self._clients) + len(self._admins) > 1 else None
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens by role; None for an unused role. `turn_ends`: ids, in addition to eos, that end an answer.
+    """Ids of special tokens by role; None for an unused role. `turn_ends`: ids, in addition to eos,
+    that end an answer.
     """
 
     bos: int | None = None

@@ -18,7 +18,8 @@ from jaxengine.workers.frames import Frames, frame
 
 
 class Connection:
-    """Connection to the parent over the standard input of a process that `WorkerProcess` started. Any thread may send.
+    """Connection to the parent over the standard input of a process that `WorkerProcess` started. Any
+    thread may send.
     """
 
     def __init__(self, orders: Any, memory_bytes: int):

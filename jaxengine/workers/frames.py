@@ -19,7 +19,8 @@ class Frames:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Take received bytes; yield the messages that are complete now. Raises msgspec.MsgspecError for invalid bytes.
+        """Take received bytes; yield the messages that are complete now. Raises msgspec.MsgspecError
+        for invalid bytes.
         """
         self._bytes += data
         first = 0

@@ -56,7 +56,8 @@ class WorkerProcess:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the worker; False in a fork of it, which shares the socket and must not use it.
+        """Whether this process started the worker; False in a fork of it, which shares the socket and
+        must not use it.
         """
         return os.getpid() == self._pid
 

@@ -171,7 +171,8 @@ class ModelConfig:
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see none after them, so that a prompt may be computed in several steps and its prefix cached.
+        """Whether tokens see none after them, so that a prompt may be computed in several steps and its
+        prefix cached.
         """
         return all(layer.causal for layer in self.attending)
 

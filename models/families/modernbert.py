@@ -164,7 +164,8 @@ class ModernBertModel(Encoder):
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """Return FULL or SLIDING for each layer: as listed, else the first of every few is FULL. Raises ModelConfigError.
+    """Return FULL or SLIDING for each layer: as listed, else the first of every few is FULL. Raises
+    ModelConfigError.
     """
     if fields.has("layer_types"):
         return layer_kinds(fields)

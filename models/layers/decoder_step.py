@@ -62,7 +62,8 @@ class DecoderLayer(Protocol):
 
 
 class DecoderStep:
-    """The layers of one stage in one step, to be run in order within one trace; it holds the cache as they change it.
+    """The layers of one stage in one step, to be run in order within one trace; it holds the cache as
+    they change it.
     """
 
     def __init__(

@@ -46,7 +46,8 @@ class StepInput(NamedTuple):
     make: Callable[[Any, StepContext], Any]
 
     def values(self, attentions: list[LayerAttention], step: StepContext) -> list[Any]:
-        """Return the value for each of these attentions, in order; None for one that needs none. Equal keys share one.
+        """Return the value for each of these attentions, in order; None for one that needs none. Equal
+        keys share one.
         """
         keys = [self.key(attention, step.build) for attention in attentions]
         made: dict[Hashable, Any] = {None: None}

@@ -76,7 +76,8 @@ class Quantization:
 
 
 def _stack(expert: re.Match[str]) -> str:
-    """Return the name of the stacked tensor from which jaxengine.models.weights.views.stacked takes an expert's matrix.
+    """Return the name of the stacked tensor from which jaxengine.models.weights.views.stacked takes an
+    expert's matrix.
     """
     return f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
 

@@ -127,7 +127,8 @@ class Stored(Protocol):
         ...
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        """Return the tensors that the module may have in addition, by name suffix, with the shapes that each may have.
+        """Return the tensors that the module may have in addition, by name suffix, with the shapes that
+        each may have.
         """
         ...
 

@@ -238,7 +238,8 @@ class Qwen2VLTower(nnx.Module):
             return self.merger(x)
 
     def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
-        """Return the function by which the patches of layer number `layer` attend: here to those of the same segment.
+        """Return the function by which the patches of layer number `layer` attend: here to those of the
+        same segment.
         """
         del layer
         return partial(segment_attention, segment=columns["segment"], scale=self._scale)

@@ -154,7 +154,8 @@ class PageTables:
                 self._write(group, slot, hits.num_columns - len(pages), pages)
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Allocate the pages that the slot's first `num_tokens` tokens lack. Raises ValueError if the pool has too few.
+        """Allocate the pages that the slot's first `num_tokens` tokens lack. Raises ValueError if the
+        pool has too few.
         """
         first, last = int(self.num_columns[slot]), self._columns(num_tokens)
         if last > first:

@@ -43,7 +43,8 @@ class PagePool:
         return self._num_blank + self._num_cached
 
     def allocate(self, count: int) -> np.ndarray:
-        """Allocate `count` free pages, i32[count], each with one reference. Raises ValueError for more than `num_free`.
+        """Allocate `count` free pages, i32[count], each with one reference. Raises ValueError for more
+        than `num_free`.
         """
         if count > self.num_free:
             raise ValueError(f"count is {count}; only {self.num_free} pages are free")
@@ -90,7 +91,8 @@ class PagePool:
         self._num_blank += len(blank)
 
     def are_nameless(self, pages: np.ndarray) -> bool:
-        """Whether none of `pages` i32[n] has ever been findable, so that none has another owner; -1 stands for no page.
+        """Whether none of `pages` i32[n] has ever been findable, so that none has another owner; -1
+        stands for no page.
         """
         return not self._named[pages].any()
 

@@ -1,4 +1,5 @@
-"""LoRA adapters: finds the adapter of each request, and loads those of waiting requests to the devices between steps.
+"""LoRA adapters: finds the adapter of each request, and loads those of waiting requests to the devices
+between steps.
 """
 
 from __future__ import annotations

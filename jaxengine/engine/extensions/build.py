@@ -76,7 +76,8 @@ class Extensions:
 
     @property
     def epilogue(self) -> Callable[..., None] | None:
-        """Function that dispatches the program after each forward pass in place of the sampler; None: the sampler runs.
+        """Function that dispatches the program after each forward pass in place of the sampler; None:
+        the sampler runs.
         """
         return next((each.epilogue for each in self.active if each.epilogue is not None), None)
 

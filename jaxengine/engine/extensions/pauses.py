@@ -54,7 +54,8 @@ class Pauses(LoopExtension):
 
     @property
     def is_held(self) -> bool:
-        """Whether requests wait for the end of any pause (the operator's or a weight update's), or the engine sleeps.
+        """Whether requests wait for the end of any pause (the operator's or a weight update's), or the
+        engine sleeps.
         """
         return bool(self._pauses)
 

@@ -81,7 +81,8 @@ class Structured(LoopExtension):
         return Events(events.ready, events.ended, events.refused)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a token mask of the step depends on a token that is still being computed and that no grammar forces.
+        """Whether a token mask of the step depends on a token that is still being computed and that no
+        grammar forces.
         """
         for each in self._choices(step):
             slots, slot = self.loop.scheduler.ranks[each.request.rank].slots, each.request.slot
@@ -129,7 +130,8 @@ class Structured(LoopExtension):
             self.loop.runner.extension("structured").set_masks(masks, of_drafts)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Start the next masks of requests that got a token, and set the stop_reason of those whose mask left no token.
+        """Start the next masks of requests that got a token, and set the stop_reason of those whose
+        mask left no token.
         """
         for request, token_id in result.followed:
             if request.params.grammar is None:

@@ -127,7 +127,8 @@ class WeightOrders:
         self._weights.release(number)
 
     def expire(self) -> float:
-        """Forget reads whose callers have stopped asking, with their pauses; return in how many seconds to call again.
+        """Forget reads whose callers have stopped asking, with their pauses; return in how many seconds
+        to call again.
         """
         if not self._reads:
             return float("inf")

@@ -107,7 +107,8 @@ class Llama4Processor(UnitProcessor):
 
 
 def _tilings(most: int) -> list[tuple[int, int]]:
-    """Return all (rows, columns) of at most `most` tiles, most tiles first, those of the same shape next to each other.
+    """Return all (rows, columns) of at most `most` tiles, most tiles first, those of the same shape
+    next to each other.
     """
     by_shape: dict[float, list[tuple[int, int]]] = {}
     for count in range(most, 0, -1):

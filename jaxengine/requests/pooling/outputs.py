@@ -109,7 +109,8 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     def of_pair(
         first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
     ) -> ScoringRequestOutput:
-        """Return the cosine similarity of two embeddings, 0 if one has no length; prompts are concatenated, as in vLLM.
+        """Return the cosine similarity of two embeddings, 0 if one has no length; prompts are
+        concatenated, as in vLLM.
         """
         one, other = (each.outputs.data.astype(np.float64) for each in (first, second))
         lengths = float(np.linalg.norm(one) * np.linalg.norm(other))

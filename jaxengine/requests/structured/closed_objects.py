@@ -111,7 +111,8 @@ def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any
 
 
 def _have_discriminator(branches: list[Any]) -> bool:
-    """Whether a property that all branches require has a different string constant in each. branches: resolved schemas.
+    """Whether a property that all branches require has a different string constant in each. branches:
+    resolved schemas.
     """
     constants = []
     for branch in branches:

@@ -251,7 +251,8 @@ def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
 
 
 def _compiler_options() -> tuple[str, ...]:
-    """Return the user's compiler flags (XLA_FLAGS, LIBTPU_INIT_ARGS, jax's optimisation switch), which affect the code.
+    """Return the user's compiler flags (XLA_FLAGS, LIBTPU_INIT_ARGS, jax's optimisation switch), which
+    affect the code.
     """
     unoptimised = jax.config.read("jax_disable_most_optimizations")
     return os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), f"unoptimised {unoptimised}"

@@ -41,7 +41,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class ExecutableFiles:
-    """Storage of a user's executables: the folder they are kept in, and optionally one that an image shipped them in.
+    """Storage of a user's executables: the folder they are kept in, and optionally one that an image
+    shipped them in.
     """
 
     def __init__(self, directory: str | None):

@@ -62,7 +62,8 @@ class Chain(NamedTuple):
 
 
 class Analysis(NamedTuple):
-    """The fields of `jax.stages.Compiled.memory_analysis` that are used; everything but arguments counts as temporary.
+    """The fields of `jax.stages.Compiled.memory_analysis` that are used; everything but arguments
+    counts as temporary.
     """
 
     temp_size_in_bytes: int

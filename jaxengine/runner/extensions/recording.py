@@ -342,7 +342,8 @@ def _leaves(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _long(state: Any) -> list[Any]:
-    """Return the state's arrays named in LONG, whose rows are copied one by one: token counts, logit biases and masks.
+    """Return the state's arrays named in LONG, whose rows are copied one by one: token counts, logit
+    biases and masks.
     """
     return [state.tokens.token_counts, state.sampling.logit_bias, state.sampling.token_mask]
 

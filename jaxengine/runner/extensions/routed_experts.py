@@ -83,7 +83,8 @@ class StepExperts(HostExtension):
         self.num_per_token, self.dtype = extension.num_per_token, extension.dtype
 
     def keep(self, pending: PendingStep) -> None:
-        """Hold on to the experts of a step, to fetch them later. To be called before the step's sampler is dispatched.
+        """Hold on to the experts of a step, to fetch them later. To be called before the step's sampler
+        is dispatched.
         """
         assert pending.forwarded is not None
         stages = (*pending.forwarded.earlier, pending.forwarded.sections)

@@ -1,4 +1,5 @@
-"""States: recurrent state of layers that keep one instead of KV pages, a row for each slot, then one for each snapshot.
+"""States: recurrent state of layers that keep one instead of KV pages, a row for each slot, then one
+for each snapshot.
 """
 
 from __future__ import annotations

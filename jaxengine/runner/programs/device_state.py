@@ -80,7 +80,8 @@ def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) ->
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Convert slots numbered over all replicas to this replica's own numbers; `num_slots` for slots of other replicas.
+    """Convert slots numbered over all replicas to this replica's own numbers; `num_slots` for slots of
+    other replicas.
     """
     if num_shards("batch") == 1:
         return slots

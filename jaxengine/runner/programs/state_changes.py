@@ -60,7 +60,8 @@ def rows_name(name: str, size: int) -> str:
 
 
 def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
-    """Convert slots numbered over all replicas to this replica's own numbers; the number of slots for those of others.
+    """Convert slots numbered over all replicas to this replica's own numbers; the number of slots for
+    those of others.
     """
     return own_slots(slots, state.slots.num_computed.shape[0])
 

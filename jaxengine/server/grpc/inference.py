@@ -29,7 +29,8 @@ Context = grpc.aio.ServicerContext
 
 
 class InferenceService:
-    """Implementation of inference.proto; methods have its names and raise the exceptions that status.status_of handles.
+    """Implementation of inference.proto; methods have its names and raise the exceptions that
+    status.status_of handles.
     """
 
     def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], keys: Keys):

@@ -57,7 +57,8 @@ def status_of(error: Exception, field: str | None) -> Status:
 
 
 def public(text: str, kept: str = "") -> str:
-    """Return the message in the form that may leave the server: scrubbed (kept: see `scrub`), ASCII, of limited length.
+    """Return the message in the form that may leave the server: scrubbed (kept: see `scrub`), ASCII, of
+    limited length.
     """
     text = scrub(text, kept).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."

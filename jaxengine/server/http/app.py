@@ -216,7 +216,8 @@ class TrafficMiddleware:
 
 
 def _header_text(names: list[str]) -> bytes:
-    """Return names of fields, chosen by a client, in a form that is safe for a header: at most 20, of plain characters.
+    """Return names of fields, chosen by a client, in a form that is safe for a header: at most 20, of
+    plain characters.
     """
     # A header's value must not end in white space, as it would after an empty name.
     plain = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) or "?" for name in names[:20]]

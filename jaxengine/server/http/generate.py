@@ -235,7 +235,8 @@ class _Writer:
         )
 
     def pieces(self, output: RequestOutput) -> bytes:
-        """Return events for what is new in `output`, one for each completion with new tokens or its end; b"" for none.
+        """Return events for what is new in `output`, one for each completion with new tokens or its
+        end; b"" for none.
         """
         self._count(output)
         found = b""

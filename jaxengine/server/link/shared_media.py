@@ -39,7 +39,8 @@ class Arena:
     """
 
     def __init__(self, size: int):
-        """Create the memory. size: capacity in bytes, more than 0; pages never written occupy no memory. On Linux only.
+        """Create the memory. size: capacity in bytes, more than 0; pages never written occupy no
+        memory. On Linux only.
         """
         self._descriptor = os.memfd_create("jaxengine-pictures", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, size)

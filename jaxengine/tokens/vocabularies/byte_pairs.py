@@ -80,7 +80,8 @@ def spelt(tokens: Iterable[bytes]) -> list[str]:
 
 
 def _spelling() -> dict[int, str]:
-    """Return characters by byte: printable Latin-1 characters are themselves, the others are U+0100 and up, in order.
+    """Return characters by byte: printable Latin-1 characters are themselves, the others are U+0100 and
+    up, in order.
     """
     alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
     plain = [byte for byte in range(256) if chr(byte) in alphabet]

@@ -20,7 +20,8 @@ class AdapterTensors:
     """
 
     def __init__(self, checkpoint: WeightSource, dtype: np.dtype, faults: Faults):
-        """Sort the tensors by module. dtype: of the matrices that are read. faults: collects tensors with other names.
+        """Sort the tensors by module. dtype: of the matrices that are read. faults: collects tensors
+        with other names.
         """
         self.path, self.modules = checkpoint.path, dict[str, set[str]]()
         self._checkpoint, self._dtype = checkpoint, dtype

@@ -170,7 +170,8 @@ class StackedSource(WrappedSource):
                     self._parts[f"{tensor}.{called}"] = part
 
     def _matrix(self, stack: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape [out, in] of an expert, for a stack [E, ...] of matrices or of the scales of their blocks.
+        """Return the shape [out, in] of an expert, for a stack [E, ...] of matrices or of the scales of
+        their blocks.
         """
         return stack[1:] if self._stacked.out_first else stack[:0:-1]
 

@@ -148,7 +148,8 @@ def _fold(
 
 
 def _write(o: jax.Array, first: jax.Array, is_own: jax.Array, softmax: _Softmax) -> jax.Array:
-    """Return o f32[T, N, Hv] with the normalised rows of a block written from token `first` on, where is_own bool[Q].
+    """Return o f32[T, N, Hv] with the normalised rows of a block written from token `first` on, where
+    is_own bool[Q].
     """
     rows = softmax.values / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None]
     rows = jnp.moveaxis(rows, 2, 0).reshape(len(is_own), *o.shape[1:])

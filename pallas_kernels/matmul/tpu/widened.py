@@ -35,7 +35,8 @@ SUBLANES = 16
 
 
 def why_not(size: int, num_scales: int, dtype: Any) -> str:
-    """Return the reason why this form does not support a matrix of `size` inputs in `num_scales` groups; "" if it does.
+    """Return the reason why this form does not support a matrix of `size` inputs in `num_scales`
+    groups; "" if it does.
     """
     if num_scales == 1:
         return "with one scale a channel XLA's product is as good"

@@ -58,7 +58,8 @@ class GivenAdapter(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """Result of replacing an adapter: the adapter that the name had (None for a new name), and the one that it has now.
+    """Result of replacing an adapter: the adapter that the name had (None for a new name), and the one
+    that it has now.
     """
 
     old: Adapter | None

@@ -55,7 +55,8 @@ class ChatAnswer:
 
     @property
     def captured(self) -> tuple[SamplingParams, int]:
-        """Return arguments of `check_captured`, after `prepare`: the request's parameters and the length of its prompt.
+        """Return arguments of `check_captured`, after `prepare`: the request's parameters and the
+        length of its prompt.
         """
         return self._run.params, self._run.most_prompt_tokens
 

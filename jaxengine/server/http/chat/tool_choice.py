@@ -165,7 +165,8 @@ def _rules(
     tokenizer: Tokenizer,
     switches: Sequence[str],
 ) -> list[str]:
-    """Return the rules that a format's `grammar` has for calls of `functions`, in Lark's notation. Raises RequestError.
+    """Return the rules that a format's `grammar` has for calls of `functions`, in Lark's notation.
+    Raises RequestError.
     """
 
     def token_id(word: str) -> int | None:

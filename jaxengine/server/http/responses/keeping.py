@@ -70,7 +70,8 @@ class Held:
 
 
 async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Run `work` and return its result, on a thread if it handles more than a few bytes. size: bytes that it handles.
+    """Run `work` and return its result, on a thread if it handles more than a few bytes. size: bytes
+    that it handles.
     """
     return work(*args, **kwargs) if size <= _SHORT_BYTES else await asyncio.to_thread(work, *args, **kwargs)
 

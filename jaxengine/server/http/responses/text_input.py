@@ -1,4 +1,5 @@
-"""Reader of a custom tool call's text from arguments that arrive in pieces: {"input": text}, as the model wrote them.
+"""Reader of a custom tool call's text from arguments that arrive in pieces: {"input": text}, as the
+model wrote them.
 """
 
 from __future__ import annotations
