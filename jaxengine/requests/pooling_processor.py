@@ -85,7 +85,7 @@ class PoolingProcessor:
         return followed.request_id, [followed.request]
 
     def process(
-        self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]
+        self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Processes the results of a step; returns the answers of requests that ended. stop: not called here."""
         for emitted in step.emitted:
