@@ -1,6 +1,6 @@
-"""Runs a workload through the engine and splits its time by part of the step.
+"""Runs a workload through the engine and divides its time between the parts of a step.
 
-All engine benchmarks report a `Run`. The split is the difference of the engine's StepStats before and after the run.
+All engine benchmarks report a `Run`. The times are the difference of the engine's StepStats before and after the run.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Run:
 
     @property
     def first_token_seconds(self) -> list[float]:
-        """Time to first token of each request that produced one."""
+        """Return the time to first token of each request that produced one."""
         times = [output.metrics.time_to_first_token for output in self.outputs if output.metrics is not None]
         return [seconds for seconds in times if seconds is not None]
 
     @property
     def inter_token_seconds(self) -> list[float]:
-        """Mean time between tokens of each request with at least two."""
+        """Return the mean time between tokens of each request with at least two."""
         means = []
         for output in self.outputs:
             metrics, count = output.metrics, sum(len(completion.token_ids) for completion in output.outputs)
@@ -60,11 +60,13 @@ class Run:
 
     @property
     def kv_waste(self) -> float:
-        """Empty token slots of allocated pages, as a share of the used ones, over all steps."""
+        """Empty token slots of allocated pages, as a share of the used slots, over all steps."""
         return self.stats["page_slots_empty"] / max(1, self.stats["page_slots_used"])
 
     def timeline(self) -> dict[str, float]:
-        """Milliseconds per step by part; `outside` is the time around the steps: tokenisation, outputs and so on."""
+        """Return the milliseconds per step of each part; `outside` is the time around steps: tokenisation, outputs and
+        so on.
+        """
         steps = max(1, int(self.stats["num_steps"]))
         parts = ("schedule", "dispatch", "wait", "update")
         per_step = {part: self.stats[f"{part}_seconds"] / steps * 1e3 for part in parts}
@@ -73,7 +75,7 @@ class Run:
 
 
 def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | None = None) -> Run:
-    """Submits all requests at once, greedy, with an empty prefix cache, and waits for all of them.
+    """Submit all requests at once, with temperature 0 and an empty prefix cache, and wait for all of them.
 
     Only the workload's stop_token_ids end a request early, not the end of sequence. Nothing is detokenised. max_tokens:
     output length of each request, in place of the workload's own; None keeps them.
@@ -103,7 +105,7 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
 
 
 def run_static(llm: LLM, workload: Workload, batch_size: int) -> tuple[float, int]:
-    """Runs a workload in static batches; returns (seconds, requested tokens).
+    """Run a workload in static batches of `batch_size` requests; return (seconds, requested tokens).
 
     Batches are formed in order of arrival. Each row runs until the longest one of its batch is done, and then the next
     batch starts. Only requested tokens are counted.

@@ -151,7 +151,7 @@ class _Steps:
             scheduler.add_request(next(self.requests))
 
     def run(self, num_steps: int) -> Any:
-        """Runs `num_steps` steps; returns the seconds of each part, f64[3]."""
+        """Run `num_steps` steps; return the seconds that each part took, f64[3] (schedule, pack, update)."""
         self.spent[:] = 0
         for _ in range(num_steps):
             self.step()
@@ -168,11 +168,12 @@ def measure(
     width: int = 1,
     sees: bool = False,
 ) -> dict[str, Any]:
-    """Microseconds per step of `num_seqs` decoding sequences, by part; the fastest of `rounds` rounds counts.
+    """Return the microseconds per step of `num_seqs` decoding sequences, by part; the fastest of `rounds` rounds
+    counts.
 
-    turnover: mean number of tokens after which a request ends and another one starts, at least 2; 0 for never.
-    width: tokens of a decode, the last one and drafts.
-    windows: window of each cache group, in tokens; None for all. sees: a model with an encoder, on text-only requests.
+    num_steps: of each round. turnover: mean number of tokens after which a request ends and another one starts, at
+    least 2; 0 for never. width: tokens of a decode, the last one and drafts. windows: window of each cache group, in
+    tokens; None for all. sees: a model with an encoder, on text-only requests.
 
     With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither. Raises
     ValueError for sizes below their minimum.
@@ -217,8 +218,7 @@ def measure(
 
 
 def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any]:
-    """Sampled ids and accepted counts of step `number`; a step of width 1 gets the first token of each row, without
-    counts.
+    """Return (sampled ids, accepted counts) of step `number`; with width 1 the first token of each row, and no counts.
 
     tokens, counts: as of FreeRunner.
     """
@@ -229,14 +229,18 @@ def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any
 
 
 def _with_drafts(scheduler: Any, width: int) -> Any:
-    """Makes the scheduler choose `width` for every decode, instead of measuring which width pays off."""
+    """Make the scheduler choose `width` for every decode, instead of measuring which width pays off; return it."""
     if width > 1:
         scheduler.extension("drafts").width.choose = lambda num_rows, runs: width
     return scheduler
 
 
 def _measure_loop(steps: _Steps, requests: Any, width: int, num_steps: int, rounds: int) -> float:
-    """Seconds of an `Engine.step` over all sequences, in the fastest round."""
+    """Return the seconds of an `Engine.step` over all sequences, in the fastest of `rounds` rounds of `num_steps`
+    steps.
+
+    requests: iterator over requests. width: tokens of a decode.
+    """
     from jaxengine.engine.engine import Engine
 
     runner: Any = FreeRunner(steps.config, steps.packer, steps.tokens, steps.counts)
@@ -264,8 +268,8 @@ def _measure_loop(steps: _Steps, requests: Any, width: int, num_steps: int, roun
 class FreeRunner:
     """A stand-in for ModelRunner whose steps take no time.
 
-    tokens: i32[n, ranks, S], returned in turn; with drafts i32[n, ranks, S, W], of which counts i32[n, ranks, S] are
-      accepted.
+    tokens: i32[n, ranks, S], sampled ids that n steps return in turn; with drafts i32[n, ranks, S, W], of which
+      counts, i32[n, ranks, S], are accepted.
     """
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None):
@@ -318,7 +322,11 @@ class FreeRunner:
 
 
 def _fields(sections):
-    """Message sections by name: functions that give a section's shape for a bucket that has them, None for others."""
+    """Return a function for each message section, by name, that gives the section's shape for a bucket; None if the
+    bucket has no sections.
+
+    sections: number of values per token, by name.
+    """
     return {
         name: lambda bucket, values=values: (values, bucket.num_tokens) if bucket.sections else None
         for name, values in sections.items()
@@ -333,9 +341,9 @@ def _buckets(config, sections=()):
 
 
 def _requests(generator, longest: int, turnover: int):
-    """Yields requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer.
+    """Yield requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer.
 
-    longest: output tokens of each where `turnover`, their mean number, is 0.
+    longest: output tokens of each request if `turnover`, their mean number otherwise, is 0.
     """
     import numpy as np
 

@@ -58,10 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, float]:
-    """Shortest decode step that memory bandwidth allows, and the share of that speed that was reached.
+    """Return the shortest decode step that memory bandwidth allows, and the share of that speed that was reached.
 
-    weight_bytes: that a step reads. step_seconds: of measured steps, of which the fastest counts; empty for no share.
-    Units are in the result's names. Measures the bandwidth of the host's memory (`memory_bandwidth`).
+    weight_bytes: bytes of weights that a step reads. step_seconds: of measured steps, of which the fastest counts;
+    empty for no share. Units are in the result's names. Measures the bandwidth of the host's memory
+    (`memory_bandwidth`).
     """
     bandwidth = memory_bandwidth()
     floor = weight_bytes / bandwidth
@@ -77,7 +78,7 @@ def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, f
 
 
 def memory_bandwidth(num_bytes: int = 512 * 2**20, rounds: int = 5) -> float:
-    """Memory read bandwidth of all cores together, bytes a second, the best of `rounds`.
+    """Return the memory read bandwidth of all cores together, bytes a second, the best of `rounds`.
 
     Measured by dot products of an array of `num_bytes`, which must exceed the caches.
     """

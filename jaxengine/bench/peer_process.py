@@ -62,7 +62,7 @@ PEERS = {
 
 
 def install(peer: Peer, folder: Path) -> Path:
-    """Returns the Python of the peer's environment under `folder`; this process's own for a peer without requirements.
+    """Return the Python of the peer's environment under `folder`; this process's own for a peer without requirements.
 
     The environment is created if it is missing or was made for other requirements, which downloads packages. Raises
     PeerError if that fails.
@@ -101,7 +101,7 @@ class PeerProcess:
     """
 
     def __init__(self, peer: Peer, variant: str, python: Path, job: dict[str, Any], log: Path):
-        """Starts the peer's script, and waits until its engine has loaded. Raises PeerError if it ends before.
+        """Start the peer's script, and wait until its engine has loaded. Raises PeerError if it ends before.
 
         Args:
           variant: weight format, one of `peer.variants`.
@@ -127,7 +127,7 @@ class PeerProcess:
         self.version, self.load_seconds = ready["version"], ready["load_seconds"]
 
     def run(self, workload: dict[str, Any]) -> dict[str, Any]:
-        """Measures one workload and waits for its result; see `peer_scripts/peer.py` for both dicts.
+        """Measure one workload and wait for its result; see `peer_scripts/peer.py` for both dicts.
 
         Raises PeerError.
         """
@@ -140,7 +140,7 @@ class PeerProcess:
         return self._read()
 
     def close(self) -> None:
-        """Kills the process."""
+        """Kill the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         self._process.wait()

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def _start(
     peers: list[Peer], args: argparse.Namespace, job: dict[str, Any], stack: contextlib.ExitStack
 ) -> list[PeerProcess]:
-    """Loads every variant of every peer, of args.variants if there are any. One that fails is reported and skipped.
+    """Load every variant of every peer, or only those of args.variants; one that fails is reported and skipped.
 
     job: as of PeerProcess. stack: closes the processes.
     """
@@ -77,7 +77,7 @@ def _start(
 
 
 def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[str, Any]]:
-    """Runs the workload `name` of RUNS on all engines, `num_runs` times; returns a row of figures per engine, of its
+    """Run the workload `name` of RUNS on all engines, `num_runs` times; return a row of figures for each engine's
     fastest run.
 
     An engine that fails or skips the workload is reported, and left out of further rounds.
@@ -116,8 +116,8 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
 
 
 def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
-    """Table row of one engine's run of `workload`: output tokens per second, and where they are known, the time to the
-    first token, for W1, a single request, the speed after it, and the peak memory; else None.
+    """Return the table row of one engine's run of `workload`: output tokens per second, time to the first token, decode
+    speed (for W1, a single request), and peak memory; a figure that is not known is None.
 
     done: result of PeerProcess.run.
     """
@@ -137,8 +137,8 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
 
 
 def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ratios of our figures to each peer's, fastest format against fastest; for W1 also for each format, and for W3 the
-    gain by our prefix caching.
+    """Return ratios of our figures to each peer's, fastest format against fastest; for W1 also for each format, and for
+    W3 the gain by our prefix caching.
 
     figures: rows of `figure`. A ratio of which one side was not measured is left out.
     """
@@ -176,7 +176,8 @@ def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -
 
 
 def _own_gain(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Speedup of W3 by our prefix caching, for each weight format in which W3 and W3-no-sharing were measured.
+    """Return the speedup of W3 by our prefix caching, for each weight format in which W3 and W3-no-sharing were
+    measured.
 
     figures: rows of `figure`.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Formats rows as a table with the first row's keys as columns; numbers are right-aligned.
+    """Format rows as a table with the first row's keys as columns; numbers are right-aligned.
 
     A value that is None or missing is "-". Without rows the text is empty.
     """
@@ -30,7 +30,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def record(values: dict[str, Any]) -> str:
-    """Formats values one per line, with names aligned."""
+    """Format values one per line, with names aligned."""
     width = max(map(len, values), default=0)
     return "\n".join(f"{name.ljust(width)}  {_cell(value)}" for name, value in values.items())
 
@@ -44,13 +44,14 @@ def _cell(value: Any) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values`, at least one, that is not below a share `share` (0 to 1) of them (nearest rank)."""
+    """Return the smallest of `values`, at least one, that is not below a share `share` (0 to 1) of them (nearest rank).
+    """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]
 
 
 def machine() -> dict[str, Any]:
-    """Processor, core count, Python and package versions, for the JSON."""
+    """Return processor, core count, Python and package versions, for the JSON."""
     from importlib.metadata import version
     from os import cpu_count
 
@@ -71,6 +72,6 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:
-    """Writes `result` and the machine's description to `path`; does nothing if `path` is None."""
+    """Write `result` and the machine's description to the file `path`; do nothing if `path` is None."""
     if path:
         Path(path).write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")

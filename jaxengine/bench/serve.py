@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, Any]]:
-    """Sends the load at each rate; returns (figures of each rate, samples of the last rate by metric, settings).
+    """Send the load at each rate; return (figures of each rate, samples of the last rate by metric, settings).
 
     Raises BenchError or another OSError.
     """
@@ -128,7 +128,7 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
 
 
 async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
-    """Asks the server for its model and whether it accepts token ids; returns where and how to send, and what.
+    """Ask the server for its model and whether it accepts token ids; return where and how to send, and what to send.
 
     Raises BenchError for a server that cannot be measured, another OSError for one that does not answer.
     """
@@ -171,9 +171,9 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
 
 
 async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
-    """Sends one request as a probe; returns the load, with text prompts if token ids are refused and were not required.
+    """Send one request as a probe; return the load, changed to text prompts if the server refuses token ids.
 
-    prompts: "auto", or the form that is required. Raises BenchError if the probe fails.
+    prompts: "auto", or the form that is required, which is not changed. Raises BenchError if the probe fails.
     """
     from jaxengine.bench.serve_load import plan, send
 

@@ -45,7 +45,8 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None, ca_file: str | None = None) -> Server:
-        """Parses a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError, and OSError for `ca_file`.
+        """Return the Server of a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError, and OSError for
+        `ca_file`.
 
         ca_file: PEM file of certificates to trust instead of the system's; None for those.
         """
@@ -74,11 +75,11 @@ class Connection:
 
     @classmethod
     async def open(cls, server: Server) -> Connection:
-        """Opens a connection. Raises OSError."""
+        """Open a connection. Raises OSError."""
         return cls(server, *await asyncio.open_connection(server.host, server.port, ssl=server.tls))
 
     async def send(self, method: str, path: str, body: bytes = b"") -> h11.Response:
-        """Sends a request; returns the response's status and headers. Raises OSError, h11.RemoteProtocolError."""
+        """Send a request; return the response's status and headers. Raises OSError, h11.RemoteProtocolError."""
         self.post(method, path, body)
         while True:
             event = await self._next()
@@ -86,7 +87,7 @@ class Connection:
                 return event
 
     def post(self, method: str, path: str, body: bytes = b"") -> None:
-        """Writes a request without waiting for the response."""
+        """Write a request without waiting for the response."""
         headers = [*self._server.headers, ("Content-Length", str(len(body)))]
         if body:
             headers.append(("Content-Type", "application/json"))
@@ -96,7 +97,7 @@ class Connection:
         self._writer.write(b"".join(part for part in parts if part))
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yields pieces of the response body as they arrive. Raises OSError, h11.RemoteProtocolError."""
+        """Yield pieces of the response body as they arrive. Raises OSError, h11.RemoteProtocolError."""
         while not isinstance(event := await self._next(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
@@ -106,12 +107,12 @@ class Connection:
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     def restart(self) -> None:
-        """Prepares the connection for the next request."""
+        """Prepare the connection for the next request."""
         self._http.start_next_cycle()
         self.used = True
 
     def close(self) -> None:
-        """Closes the socket at once, without reading the rest of a response."""
+        """Close the socket at once, without reading the rest of a response."""
         self._writer.transport.abort()
 
     async def _next(self) -> Any:
@@ -181,19 +182,19 @@ class Sample:
 
     @property
     def per_token_seconds(self) -> float | None:
-        """Mean time per token after the first; None with fewer than two tokens."""
+        """Return the mean time per token after the first; None with fewer than two tokens."""
         if self.output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Times between successive pieces of output."""
+        """Return the times between successive pieces of output."""
         return [late - early for early, late in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
 
 
 async def stream(connections: Connections, path: str, body: dict[str, Any], timeout: float | None) -> Sample:
-    """Sends a streaming request and reads it to the end; any failure is recorded in the sample.
+    """Send a streaming request and read its response to the end; any failure is recorded in the returned sample.
 
     path: route of the server. body: of the request. timeout: seconds after which it is given up; None for no limit.
     """
@@ -245,7 +246,7 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
 
 
 async def _follow(connection: Connection, sample: Sample) -> None:
-    """Reads a stream of server-sent events into `sample`, to the end, with the error that an event may report.
+    """Read a stream of server-sent events into `sample`, to the end, with the error that an event may report.
 
     Raises OSError or h11.RemoteProtocolError; AttributeError, KeyError, TypeError or ValueError for events of another
     form.
@@ -302,7 +303,7 @@ def _brings_output(choice: dict[str, Any]) -> bool:
 
 
 async def get_json(server: Server, path: str) -> Any:
-    """Fetches JSON from a route. Raises OSError, or ValueError for invalid JSON or a status other than 200."""
+    """Fetch JSON from a route. Raises OSError, or ValueError for invalid JSON or a status other than 200."""
     connection = await Connection.open(server)
     try:
         response = await connection.send("GET", path)

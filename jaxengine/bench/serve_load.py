@@ -64,7 +64,7 @@ class Planned:
 
 
 def plan(load: Load) -> list[Planned]:
-    """Generates the requests of a load, in sending order; prefixes take turns.
+    """Return the requests of a load, in sending order; shared prefixes take turns.
 
     With max_model_len an output has at most half of it, and the prompt what is left, but at least one token after its
     prefix.
@@ -86,8 +86,8 @@ def plan(load: Load) -> list[Planned]:
 
 
 def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
-    """Random token ids, or indexes into WORDS for text. Avoids low ids, which often are special tokens or
-    single bytes.
+    """Return `count` random token ids, or indices into WORDS for text. Avoids low ids, which often are special tokens
+    or single bytes.
     """
     if load.text:
         return generator.integers(0, len(WORDS), count).tolist()
@@ -106,10 +106,10 @@ def _lengths(load: Load, generator: np.random.Generator, length: int) -> list[in
 
 
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Sending times of `count` requests, in seconds after the start.
+    """Return sending times of `count` requests, in seconds after the start.
 
-    rate: requests per second, averaged over exactly these requests; inf sends all at once.
-    burstiness: shape of the gamma distribution of the gaps; 1 is Poisson, smaller values give bursts.
+    rate: requests per second, averaged over exactly these requests; inf sends all at once. burstiness: shape of the
+    gamma distribution of the gaps; 1 is Poisson, smaller values give bursts.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -166,7 +166,7 @@ class LoadResult:
 async def send(
     traffic: Traffic, planned: Sequence[Planned], times: Sequence[float], max_concurrency: int | None = None
 ) -> LoadResult:
-    """Sends every request at its time and waits for all responses; failures are in the samples.
+    """Send every request at its time and wait for all responses; failures are in the samples.
 
     times: one for each request, seconds after the start, rising. max_concurrency: limit of open requests, None for no
     limit; a request that has to wait is timed from when it is sent.

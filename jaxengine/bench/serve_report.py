@@ -23,7 +23,9 @@ Points = Sequence[tuple[float, float]]
 
 
 def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """Values of each of METRICS over the successful requests, in milliseconds: one a request, of "itl" one a gap."""
+    """Return the values of each of METRICS over the successful requests, in milliseconds: one per request, of "itl" one
+    per gap.
+    """
     good = [sample for sample in samples if sample.error is None]
     tpot = [value for sample in good if (value := sample.per_token_seconds) is not None]
     seconds = {
@@ -52,9 +54,9 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """All figures of a load; latencies in milliseconds, None without samples.
+    """Return all figures of a load; latencies in milliseconds, None without samples.
 
-    slo: limits as of `meets`; without any there is no goodput, None.
+    slo: limits as of `meets`; without any the goodput is None.
     """
     good = [sample for sample in run.samples if sample.error is None]
     failed = [sample for sample in run.samples if sample.error is not None]
@@ -96,7 +98,7 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _peak(samples: Sequence[Sample]) -> int:
-    """Largest number of requests open at the same time."""
+    """Return the largest number of requests open at the same time."""
     changes = sorted([(sample.sent, 1) for sample in samples] + [(sample.ended, -1) for sample in samples])
     most = now = 0
     for _, change in changes:
@@ -106,7 +108,7 @@ def _peak(samples: Sequence[Sample]) -> int:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Formats the figures of one rate, as of `summary`, for people."""
+    """Format the figures of one rate, as `summary` returns them, for people."""
     plain = {name: value for name, value in result.items() if name not in ("latency_ms", "errors", "first_error")}
     rows = [{"ms": METRICS[name], **spread} for name, spread in result["latency_ms"].items()]
     parts = [record(plain), table(rows)]
@@ -117,7 +119,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a sweep as a table with one row per rate. results: of `summary`, with "request_rate"."""
+    """Format a sweep as a table with one row per rate. results: of `summary`, with "request_rate"."""
     rows = []
     for result in results:
         latency = result["latency_ms"]
@@ -135,7 +137,7 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]]) -> str:
-    """Draws an SVG and returns its text: for one rate the cumulative distribution of each latency, for several the
+    """Return the text of an SVG chart: for one rate the cumulative distribution of each latency, for several the
     latencies and throughputs by rate.
 
     results: of `summary`, with "request_rate". curves: milliseconds by metric, of one rate; unused for several.
@@ -179,7 +181,7 @@ COLOURS = ("#1b6ca8", "#d1495b", "#3d8361", "#8c6bb1", "#e09f3e")
 
 
 def _cumulative(values: Sequence[float]) -> Points:
-    """Points (value, percent of values not above it), at most a few hundred."""
+    """Return points (value, percent of values not above it), at most a few hundred."""
     ordered = sorted(values)
     step = max(1, len(ordered) // 200)
     places = [*range(0, len(ordered), step), len(ordered) - 1]
@@ -187,8 +189,8 @@ def _cumulative(values: Sequence[float]) -> Points:
 
 
 def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str, Points], log: bool = False) -> str:
-    """SVG elements of one chart, number `place` from the left; the x axis is logarithmic with `log`, the y axis starts
-    at 0.
+    """Return SVG elements of one chart, number `place` from the left; the x axis is logarithmic with `log`, the y axis
+    starts at 0.
 
     x_name, y_name: texts at the axes. lines: points by the name in the legend; without any the result is "".
     """
@@ -234,15 +236,15 @@ def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str,
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round tick values."""
+    """Return about five round tick values between `low` and `high`."""
     step = 10 ** math.floor(math.log10((high - low) or 1.0))
     step = next((step * part for part in (0.2, 0.5, 1.0) if (high - low) / (step * part) <= 6), step * 2)
     return [round(number * step, 10) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Ticks at 1, 2 and 5 times each power of ten between `low` and `high`, both above 0; only at the powers if more
-    than four powers are needed.
+    """Return ticks at 1, 2 and 5 times each power of ten between `low` and `high`, both above 0; only at the powers if
+    more than four powers are needed.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     parts = (1,) if len(powers) > 4 else (1, 2, 5)

@@ -66,7 +66,7 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 
 
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
-    """Runs a workload `num_runs` times; returns the figures of the fastest run."""
+    """Run a workload `num_runs` times; return the figures of the fastest run."""
     from jaxengine.bench.engine_run import run_workload
 
     best = min((run_workload(llm, workload) for _ in range(num_runs)), key=lambda done: done.seconds)
@@ -87,9 +87,9 @@ def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
 
 
 def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> dict[str, Any]:
-    """Runs the same requests in static batches of max_num_seqs; returns their figures and the speedup over them.
+    """Run the same requests in static batches of max_num_seqs; return their figures and the engine's speedup over them.
 
-    tokens_per_second: requested tokens a second without static batches, which are compared.
+    tokens_per_second: requested tokens a second without static batches, for the speedup.
     """
     from jaxengine.bench.engine_run import run_static
 
@@ -108,7 +108,9 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _same(done: Run, workload: Workload) -> str | None:
-    """Returns "N of M": requests whose tokens equal the reference, and all; None without a reference."""
+    """Return "N of M": how many requests' tokens equal the reference, and how many requests there are; None without a
+    reference.
+    """
     if not workload.reference:
         return None
     pairs = zip(done.outputs, workload.reference, strict=True)

@@ -43,7 +43,7 @@ class Workload:
 
 
 def recorded(name: str) -> Workload:
-    """The workload `name` of workloads.json. Raises ValueError for an unknown name."""
+    """Return the workload `name` of workloads.json. Raises ValueError for an unknown name."""
     every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
     if name not in every:
         raise ValueError(f"workload is {name!r}; allowed are {', '.join(every)}")
@@ -60,7 +60,7 @@ def recorded(name: str) -> Workload:
 
 
 def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0) -> Workload:
-    """Requests of random token ids and equal lengths, in tokens. Raises ValueError for a number below 1."""
+    """Return requests of random token ids and equal lengths, in tokens. Raises ValueError for a number below 1."""
     import numpy as np
 
     if min(num_prompts, input_len, output_len) < 1:
@@ -71,7 +71,8 @@ def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size:
 
 
 def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: int = 0) -> Workload:
-    """Requests with log-normal prompt and output lengths, as in chat traffic: many short ones and a few very long.
+    """Return requests with log-normal prompt and output lengths, as in chat traffic: many short ones and a few very
+    long.
 
     max_model_len: limit of a prompt and its output together, each of which has at most half of it. Raises ValueError
     for less than 16, or no prompts.

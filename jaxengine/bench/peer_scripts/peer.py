@@ -24,10 +24,11 @@ Measured = dict[str, Any]
 
 
 def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measured]]]) -> None:
-    """Runs the protocol until the end of input. The job is the script's argument; its own prints go to standard error.
+    """Run the protocol until the end of input. The job is the script's argument; what the engine prints goes to
+    standard error.
 
-    load: job -> the engine's version, and the function that runs one workload and returns its result, without
-    "peak_rss".
+    load: takes the job; returns the engine's version, and the function that runs one workload and returns its result,
+    without "peak_rss".
     """
     # The engine's own prints go to stderr, so that they do not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -43,7 +44,9 @@ def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measu
 
 
 def _peak_rss() -> int | None:
-    """Peak resident bytes of this process, or None without /proc: getrusage would include the parent process."""
+    """Return the peak resident bytes of this process, or None without /proc: getrusage would include the parent
+    process.
+    """
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

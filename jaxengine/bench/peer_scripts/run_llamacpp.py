@@ -19,7 +19,7 @@ KINDS = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantiza
 
 
 def convert(source: str, target: Path, variant: str) -> None:
-    """Writes `source` with every matrix dequantised to `variant`; norms stay float32, as in llama.cpp's own files.
+    """Write `source` with every matrix dequantised to `variant`; norms stay float32, as in llama.cpp's own files.
 
     source, target: GGUF files. variant: a key of KINDS.
     """
@@ -55,7 +55,7 @@ def load(job):
     servers = {}
 
     def server(num_requests: int, context: int) -> xllamacpp.Server:
-        """Returns a server with a slot per request, each of `context` tokens; another shape starts another server."""
+        """Return a server with a slot per request, each of `context` tokens; another shape starts another server."""
         key = (num_requests, context)
         if key not in servers:
             servers.clear()

@@ -18,7 +18,7 @@ from peer import Measured, Workload, serve
 
 
 def convert(source: str, target: Path, variant: str) -> None:
-    """Writes the dequantised weights as a Hugging Face folder, as this build of vLLM does not read GGUF.
+    """Write the dequantised weights as a Hugging Face folder, as this build of vLLM does not read GGUF.
 
     source: the GGUF file. target: the folder. variant: dtype of the weights.
     """
