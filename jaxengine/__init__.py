@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxengine.models.config.fields import ModelConfigError
     from jaxengine.models.params.errors import ModelFileError
     from jaxengine.requests.beam_search import BeamSearchParams
+    from jaxengine.requests.flat_logprobs import FlatLogprobs
     from jaxengine.requests.lora import LoRARequest
     from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxengine.requests.pooling.outputs import (
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from jaxengine.requests.pooling.params import PoolingParams
     from jaxengine.requests.prepared import Prompt as PromptType
     from jaxengine.requests.prepared import TextPrompt, TokensPrompt
+    from jaxengine.requests.repetition import RepetitionDetectionParams
     from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
     from jaxengine.requests.structured.params import StructuredOutputsParams
     from jaxengine.scheduler.errors import OverloadedError, RequestError
@@ -69,6 +71,7 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
+    "FlatLogprobs",
     "FlexibleArgumentParser",
     "LLMEngine",
     "LoRARequest",
@@ -83,6 +86,7 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "PromptType",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
@@ -119,6 +123,7 @@ _HOMES = {
     "EngineArgs": "jaxengine.config.engine_args",
     "EngineConfig": "jaxengine.config.engine_config",
     "EngineDeadError": "jaxengine.api.engine_client",
+    "FlatLogprobs": "jaxengine.requests.flat_logprobs",
     "FlexibleArgumentParser": "jaxengine.config.flexible_parser",
     "LLMEngine": "jaxengine.api.llm_engine",
     "LoRARequest": "jaxengine.requests.lora",
@@ -133,6 +138,7 @@ _HOMES = {
     "PoolingParams": "jaxengine.requests.pooling.params",
     "PoolingRequestOutput": "jaxengine.requests.pooling.outputs",
     "PromptType": "jaxengine.requests.prepared:Prompt",
+    "RepetitionDetectionParams": "jaxengine.requests.repetition",
     "RequestError": "jaxengine.scheduler.errors",
     "RequestOutput": "jaxengine.requests.outputs",
     "RequestOutputKind": "jaxengine.requests.sampling_params",

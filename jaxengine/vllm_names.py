@@ -38,7 +38,7 @@ MODULES: dict[str, str] = {
     "inputs": _INPUTS,
     "inputs.data": _INPUTS,
     "logger": "init_logger=logging:getLogger",
-    "logprobs": "Logprob",
+    "logprobs": "Logprob FlatLogprobs",
     "lora.request": "LoRARequest",
     "multimodal.image": "convert_image_mode=jaxengine.media.pil_images:",
     "multimodal.utils": "fetch_image=jaxengine.media.pil_images: encode_image_url=jaxengine.media.pil_images:",
@@ -46,7 +46,9 @@ MODULES: dict[str, str] = {
     "platforms": "current_platform=jaxengine.api.example_helpers:",
     "pooling_params": "PoolingParams",
     "renderers.chat_utils": "load_chat_template=jaxengine.config.chat_template:read_chat_template",
-    "sampling_params": "SamplingParams RequestOutputKind BeamSearchParams StructuredOutputsParams",
+    "sampling_params": (
+        "SamplingParams RequestOutputKind BeamSearchParams StructuredOutputsParams RepetitionDetectionParams"
+    ),
     "transformers_utils.repo_utils": "hf_api=huggingface_hub:HfApi",
     "utils": "FlexibleArgumentParser",
     "utils.argparse_utils": "FlexibleArgumentParser",

@@ -42,6 +42,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
 
 
 @dataclass(frozen=True, eq=False)

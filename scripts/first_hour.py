@@ -93,7 +93,7 @@ params.clone() == params
 SamplingParams(temperature=0, n=2)
 SamplingParams(top_k=-1, stop="end").stop
 SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"])).structured_outputs.choice
-SamplingParams(flat_logprobs=True)
+SamplingParams(logits_processors=[len])
 llm.generate([[5, 6, 7]], params)[0].prompt_token_ids
 llm.generate(np.array([5, 6, 7]), params)[0].prompt_token_ids
 llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].outputs[0].finish_reason

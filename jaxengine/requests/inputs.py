@@ -338,7 +338,7 @@ class InputProcessor:
             "eos_token_ids": eos,
             "stop_token_ids": tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
             "per_step": follows_every_step(params),
-            "text_ends": bool(params.stop),
+            "text_ends": ends_by_output(params),
         }
 
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -407,7 +407,12 @@ def make_processor(inputs: InputProcessor) -> Processor:
 def follows_every_step(params: SamplingParams) -> bool:
     """Whether the caller needs each token of the request as it is generated."""
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
-    return streamed or bool(params.stop) or params.num_logprobs is not None
+    return streamed or ends_by_output(params) or params.num_logprobs is not None
+
+
+def ends_by_output(params: SamplingParams) -> bool:
+    """Whether these parameters let the content of the output end it: by a stop string, or by a repetition."""
+    return bool(params.stop) or params.repetition_detection is not None
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:

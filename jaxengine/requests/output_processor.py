@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxengine.engine.output import EngineOutput, PromptScores, TokenScores
 from jaxengine.requests.detokenizer import IncrementalDetokenizer
+from jaxengine.requests.flat_logprobs import FlatLogprobs
 from jaxengine.requests.found_rows import FoundRows
 from jaxengine.requests.outputs import (
     SAMPLING_FIELDS,
@@ -27,6 +28,9 @@ from jaxengine.requests.outputs import (
     sampling_columns,
     weight_spans,
 )
+from jaxengine.requests.repetition import RepetitionDetectionParams
+from jaxengine.requests.repetition_detector import STOP_REASON as REPETITION
+from jaxengine.requests.repetition_detector import RepetitionDetector
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.request import FinishReason, Request
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -46,6 +50,7 @@ class _Sequence:
     index: int
     request: Request
     detokenizer: IncrementalDetokenizer | None
+    repetition: RepetitionDetector | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     masses: list[np.ndarray] = field(default_factory=list)
@@ -55,13 +60,21 @@ class _Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def append(self, token_id: int) -> str | None:
-        """Add a token; return the stop string that it completed, or None."""
+    def append(self, token_id: int) -> tuple[FinishReason, str] | None:
+        """Add a token; return (reason, stop reason) if it ends the output: with the stop string that it completed, or
+        for a repetition. None if it does not.
+        """
         self.token_ids.append(token_id)
-        if self.detokenizer is None or self._hides(token_id):
-            return None
-        allowed = len(self.token_ids) > self.group.params.min_tokens
-        return self.detokenizer.append([token_id], check_stop=allowed)
+        repeats = self.repetition is not None and self.repetition.append(token_id)
+        count, least = len(self.token_ids), self.group.params.min_tokens
+        if self.detokenizer is not None and not self._hides(token_id):
+            stop_string = self.detokenizer.append([token_id], check_stop=count > least)
+            if stop_string is not None:
+                return FinishReason.STOP, stop_string
+        # A token that ends the output in another way has that way's reason.
+        if repeats and least <= count < self.request.max_tokens and not self._is_stop_token(token_id):
+            return FinishReason.REPETITION, REPETITION
+        return None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason.value, stop_reason
@@ -75,7 +88,10 @@ class _Sequence:
             self.detokenizer.finish()
 
     def is_waiting(self, interval: int) -> bool:
-        """Whether its new tokens wait until there are `interval` of them. The first and the last do not."""
+        """Whether its new tokens wait until there are `interval` of them, or as many as the request says. The first
+        and the last token do not wait.
+        """
+        interval = self.group.params.stream_interval or interval
         return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
@@ -97,18 +113,26 @@ class _Sequence:
             text=text,
             token_ids=self.token_ids[first:],
             cumulative_logprob=self.cumulative_logprob if scored else None,
-            logprobs=self.logprobs[first:] if scored else None,
+            logprobs=self._logprobs(first) if scored else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             weight_versions=weight_spans(versions, len(self.token_ids)) if versions else None,
             **columns,
         )
 
+    def _logprobs(self, first: int) -> Sequence[PositionLogprobs]:
+        found = self.logprobs[first:]
+        return FlatLogprobs.of(found) if self.group.params.flat_logprobs else found
+
     def _hides(self, token_id: int) -> bool:
         """Whether a token is left out: the stop token that ended the request, unless it is to be included."""
+        return self._is_stop_token(token_id) and not self.group.params.include_stop_str_in_output
+
+    def _is_stop_token(self, token_id: int) -> bool:
+        """Whether the request ended at a stop token, which this token is."""
         request = self.request
         ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
-        return ended and token_id in request.stop_token_ids and not self.group.params.include_stop_str_in_output
+        return ended and token_id in request.stop_token_ids
 
 
 @dataclass
@@ -156,7 +180,10 @@ class OutputProcessor:
         if params.num_prompt_logprobs is not None:
             group.prompt_logprobs = [None for _ in prompt_ids]
         for index, request in enumerate(requests):
-            sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids))
+            looked_for = params.repetition_detection
+            assert looked_for is None or isinstance(looked_for, RepetitionDetectionParams)
+            detector = None if looked_for is None else RepetitionDetector(looked_for)
+            sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids), detector)
             group.sequences.append(sequence)
             self._last_tag = (self._last_tag + 1) % TAGS
             request.tag = self._last_tag
@@ -184,11 +211,14 @@ class OutputProcessor:
         del self._groups[request_id]
         return request_id, running
 
-    def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]) -> list[RequestOutput]:
+    def process(
+        self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
+    ) -> list[RequestOutput]:
         """Process the results of a step; return the outputs for callers: each new piece, or complete requests.
 
-        now: seconds of time.monotonic. stop: called for each request that met a stop string, with the string and the
-        number of its tokens so far; it ends the request in the engine.
+        now: seconds of time.monotonic. stop: called for each request whose output ends for what it says, with the
+        reason, its stop_reason (the stop string, or that it repeats itself) and the number of its tokens so far; it
+        ends the request in the engine.
         """
         changed: dict[_Sequence, None] = {}
         for request in step.first_tokens:
@@ -210,10 +240,9 @@ class OutputProcessor:
                 if index in score_rows:
                     assert emitted.scores is not None
                     self._score(sequence, token_id, emitted.scores, score_rows[index])
-                stop_string = sequence.append(token_id)
-                if stop_string is not None:
-                    stop(sequence.request, stop_string, len(sequence.token_ids))
-                    self._end(sequence, FinishReason.STOP, stop_string)
+                if (end := sequence.append(token_id)) is not None:
+                    stop(sequence.request, *end, len(sequence.token_ids))
+                    self._end(sequence, *end)
                 changed[sequence] = None
         for request in step.finished:
             sequence = self._sequences.get(request.tag)
@@ -258,10 +287,15 @@ class OutputProcessor:
             prompt_token_ids=group.prompt_token_ids,
             outputs=completions,
             finished=finished,
-            prompt_logprobs=group.prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs(group),
             metrics=group.metrics,
             num_cached_tokens=cached if cached >= 0 else None,
         )
+
+    def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:
+        if group.prompt_logprobs is None or not group.params.flat_logprobs:
+            return group.prompt_logprobs
+        return FlatLogprobs.of(group.prompt_logprobs)
 
     def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         del self._sequences[sequence.request.tag]

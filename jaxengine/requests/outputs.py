@@ -128,10 +128,11 @@ class CompletionOutput:
       index: 0 to n - 1.
       text, token_ids, logprobs: everything so far, or only what is new (RequestOutputKind.DELTA).
       cumulative_logprob: sum over all tokens so far, for every output kind; None without logprobs.
-      logprobs: one dict per token, from token id to Logprob; None unless requested.
-      finish_reason: "stop", "length", "abort" or "error"; None while running.
+      logprobs: one dict per token, from token id to Logprob, in a list, or FlatLogprobs where the request says so;
+        None unless requested.
+      finish_reason: "stop", "length", "abort", "error" or "repetition"; None while running.
       stop_reason: the stop string or stop token id that was met; details of "abort", such as "timeout", or "error";
-        None otherwise, and for the end-of-sequence token.
+        "repetition_detected"; None otherwise, and for the end-of-sequence token.
       hidden_states: [tokens, layers, hidden size] of the engine's capture_layers, in the dtype of the model: one row
         for each token of the prompt, then one for each output token but the last, which was chosen and not fed to the
         model. Everything so far, or only what is new (RequestOutputKind.DELTA); None unless requested.
@@ -151,7 +152,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     hidden_states: np.ndarray | None = None
@@ -169,7 +170,8 @@ class CompletionOutput:
         self.text += later.text
         self.token_ids = [*self.token_ids, *later.token_ids]
         if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+            # Lists, or FlatLogprobs, whose sum is flat too.
+            self.logprobs = later.logprobs if not self.logprobs else self.logprobs + later.logprobs  # pyright: ignore
         self.cumulative_logprob = later.cumulative_logprob
         for name in ("hidden_states", "routed_experts", *SAMPLING_FIELDS):
             parts = [each for each in (getattr(self, name), getattr(later, name)) if each is not None]
@@ -200,7 +202,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
 

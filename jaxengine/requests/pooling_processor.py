@@ -87,7 +87,7 @@ class PoolingProcessor:
         return followed.request_id, [followed.request]
 
     def process(
-        self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]
+        self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Process the results of a step; return the outputs of requests that ended. stop: not called here."""
         for emitted in step.emitted:

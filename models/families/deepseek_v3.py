@@ -1,5 +1,5 @@
 """DeepSeek-V3 and R1 (DeepSeek-AI 2024, arXiv:2412.19437), Kimi K2 and Moonlight: DeepSeek-V2 with experts picked by
-sigmoid scores and a learned correction. Next-token (MTP) layers make drafts.
+sigmoid scores and a learned correction. Multi-token-prediction (MTP) layers make drafts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """ERNIE 4.5 with experts (Baidu 2025, ERNIE 4.5 Technical Report): softmax scores, experts picked with a correction
-bias, a shared MLP, rope over neighbouring elements. Next-token (MTP) layers are not read.
+bias, a shared MLP, rope over neighbouring elements. Multi-token-prediction (MTP) layers are not read.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """GLM-4.5 and GLM-4.6 (GLM-4.5 Team 2025, arXiv:2508.06471): DeepSeek-V3's experts after some dense layers, rope on
-half of each head. Next-token (MTP) layers make drafts.
+half of each head. Multi-token-prediction (MTP) layers make drafts.
 """
 
 from __future__ import annotations

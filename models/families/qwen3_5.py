@@ -1,7 +1,7 @@
 """Qwen3.5 (Qwen Team 2026): Qwen3-Next's layers with dense MLPs and separate projections of the delta nets, and the
 vision tower and M-RoPE of Qwen3-VL.
 
-Next-token (MTP) layers are not read.
+Multi-token-prediction (MTP) layers are not read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3.5 with experts (Qwen Team 2026): Qwen3.5's layers with experts and a gated shared MLP.
 
-Next-token (MTP) layers are not read.
+Multi-token-prediction (MTP) layers are not read.
 """
 
 from __future__ import annotations

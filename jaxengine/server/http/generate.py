@@ -52,9 +52,6 @@ class GenerateSampling(_Numbers, ClosedModel):
         "flat_logprobs": (False, True),  # a form in Python
         "logits_processors": (),
         "output_kind": (0, 1, 2),
-        "repetition_detection": (),
-        "skip_reading_prefix_cache": (False,),
-        "stream_interval": (1,),
         "thinking_token_budget": (-1,),
         "trace_decode_token_ids": (),
     }
@@ -81,6 +78,9 @@ class GenerateSampling(_Numbers, ClosedModel):
     bad_words: Texts | None = None
     structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     extra_args: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    repetition_detection: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    stream_interval: int | None = None
 
 
 class GenerateRequest(NamedRequest):
@@ -165,7 +165,7 @@ class GenerateChunkChoice(Answer):
     index: int
     token_ids: list[int]
     logprobs: GenerateLogprobs | None
-    finish_reason: Literal["stop", "length", "abort", "error"] | None
+    finish_reason: Literal["stop", "length", "abort", "error", "repetition"] | None
     weight_versions: list[WeightVersions] = ABSENT
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
@@ -173,7 +173,7 @@ class GenerateChunkChoice(Answer):
 
 
 class GenerateChoice(GenerateChunkChoice):
-    finish_reason: Literal["stop", "length", "abort", "error"]
+    finish_reason: Literal["stop", "length", "abort", "error", "repetition"]
     stop_reason: int | str | None
     routed_experts: str | None
     sampling_mask: None

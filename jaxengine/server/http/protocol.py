@@ -74,11 +74,13 @@ _OF_TEXT = frozenset(
         "logprob_token_ids",
         "prompt_logprob_start",
         "prompt_logprob_token_ids",
+        "repetition_detection",
         "return_hidden_states",
         "return_sampling_mass",
         "return_weight_versions",
         "routed_experts_prompt_start",
         "steer",
+        "stream_interval",
         "trace_decode_token_ids",
         "use_beam_search",
     )
@@ -297,6 +299,8 @@ class TextRequest(GenerationRequest):
       capture: names of the engine's places whose activations to return, as SamplingParams.capture.
       return_hidden_states: also return the hidden states of the engine's capture_layers.
       steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
+      repetition_detection: an object with the fields of RepetitionDetectionParams: ends an output that repeats itself.
+      stream_interval: tokens of an output that are sent together with stream=true.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
 
@@ -320,6 +324,8 @@ class TextRequest(GenerationRequest):
     return_sampling_mass: bool | None = None
     trace_decode_token_ids: TokenIds | None = None
     routed_experts_prompt_start: int | None = None
+    repetition_detection: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    stream_interval: int | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None

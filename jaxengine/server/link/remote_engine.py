@@ -79,7 +79,7 @@ class RemoteEngine:
         self._aborted: set[str] = set()  # ids of aborted streams that are still read
         self._replicas: dict[int, Request] = {}
         # Tags of requests that met a stop string -> number of tokens that their callers received.
-        self._stopped: dict[int, int] = {}
+        self._stopped: dict[FinishReason, dict[int, int]] = {}
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._heard, self._longest_silence = time.monotonic(), 0.0
@@ -359,17 +359,21 @@ class RemoteEngine:
         for each in update.unservable:
             if (request := self._replicas.get(each.handle)) is not None:
                 self._end_unservable(request, messages.error_of(each.failure))
-        if self._stopped:
-            self._link.send(Finish(list(self._stopped), "stop", list(self._stopped.values())))
-            self._stopped = {}
+        for reason, stopped in self._stopped.items():
+            self._link.send(Finish(list(stopped), reason.value, list(stopped.values())))
+        self._stopped.clear()
         for reply in update.replies:
             self._settle(reply)
 
-    def _stop(self, request: Request, text: str, num_tokens: int) -> None:
-        """Ends a request at a stop string; the engine may have ended it already, with more tokens or the same."""
-        request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, FinishReason.STOP, text
+    def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
+        """Tell the engine to end a request because of its output's content; the engine may have ended it already, with
+        as many tokens or more.
+
+        reason, text, num_tokens: as OutputProcessor.process gives them.
+        """
+        request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, reason, text
         if request.tag in self._replicas:
-            self._stopped[request.tag] = num_tokens
+            self._stopped.setdefault(reason, {})[request.tag] = num_tokens
             self._drop(request)
 
     def _drop(self, request: Request) -> None:

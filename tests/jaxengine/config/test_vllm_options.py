@@ -125,5 +125,5 @@ def test_hints_name_only_what_is_built():
         )
     assert near_flag("--shutdown-timeot", ["serve"], parser) == "--shutdown-timeout"  # the server's own option
     with pytest.raises(AttributeError) as unknown:
-        SamplingParams().repetition_detections = 3
-    assert "it has 'repetition_detection'" not in str(unknown.value)
+        SamplingParams().logits_processor = 3
+    assert "it has 'logits_processors'" not in str(unknown.value)

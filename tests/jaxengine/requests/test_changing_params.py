@@ -30,7 +30,8 @@ def test_fields_can_be_set_and_are_normalised():
         ("temperature", 3, "temperature must be a number from 0 to 2, got 3"),
         ("n", True, "n must be an int"),
         ("logit_bias", {1: "x"}, "logit_bias"),
-        ("stream_interval", 2, "stream_interval is not supported yet"),
+        ("logits_processors", [len], "logits_processors is not supported yet"),
+        ("stream_interval", 0, "stream_interval must be None or an int >= 1, got 0"),
         ("structured_outputs", {"json": "{"}, "structured_outputs.json"),
     ],
 )

@@ -90,6 +90,10 @@ WRONG = {
     ),
     "allowed_token_ids": st.one_of(NO_IDS, st.just([])),
     "bad_words": texts_outside(MAX_BAD_WORDS),
+    "stream_interval": st.one_of(NO_INTS, ints_outside(1, 2**31 - 1)),
+    "flat_logprobs": NO_FLAGS,
+    "skip_reading_prefix_cache": NO_FLAGS.filter(lambda value: value is not None),
+    "repetition_detection": st.sampled_from([3, "x", True, [1, 2, 3], [], 0.5]),
     "extra_args": st.one_of(st.just("a"), st.just([1]), st.just({1: 2}), st.just({str(i): i for i in range(257)})),
     "thinking_token_budget": st.one_of(NO_INTS, ints_outside(-1, 2**31 - 1)),
     "thinking_words": st.one_of(
@@ -100,11 +104,7 @@ WRONG = {
     ),
 }
 NOT_BUILT = {
-    "stream_interval": 2,
-    "flat_logprobs": True,
     "logits_processors": [len],
-    "skip_reading_prefix_cache": False,
-    "repetition_detection": object(),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from jaxengine.server.http.answers import ABSENT, Answer, NullBody, PromptLogprobs, TokenLogprob, Usage
 from jaxengine.server.http.weight_spans import WeightVersions
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
 
 
 class ChoiceLogprobs(Answer):

@@ -7,7 +7,7 @@ from typing import Literal
 from jaxengine.server.http.answers import ABSENT, Answer, NullBody, PromptLogprobs, Usage
 from jaxengine.server.http.weight_spans import WeightVersions
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 class CompletionLogprobs(Answer):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from jaxengine.requests.repetition import RepetitionDetectionParams
 from jaxengine.requests.sampling_params import RequestOutputKind
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.completions.protocol import CompletionRequest
@@ -83,11 +84,17 @@ CASES: dict[str, Case] = {
             as_param("min_tokens", 2),
             as_param("presence_penalty", 0.5),
             as_param("repetition_penalty", 1.5),
+            as_param(
+                "repetition_detection",
+                {"max_pattern_size": 9, "min_count": 3},
+                RepetitionDetectionParams(max_pattern_size=9, min_count=3),
+            ),
             as_param("seed", 5),
             as_param("skip_special_tokens", False),
             as_param("spaces_between_special_tokens", False),
             as_param("stop", ["x"], ("x",)),
             as_param("stop_token_ids", [4], (4,)),
+            as_param("stream_interval", 4),
             as_param("temperature", 0.5),
             as_param("top_k", 7),
             as_param("top_p", 0.9),
