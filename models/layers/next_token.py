@@ -1,5 +1,5 @@
-"""Multi-token-prediction (MTP) layer after a model's last one, which predicts the token after the next (DeepSeek-AI 2024,
-arXiv:2412.19437, section 2.2).
+"""Multi-token-prediction (MTP) layer after a model's last one, which predicts the token after the next
+(DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
 
 For each token it takes the model's hidden state and the embedding of the next token, each normed,
 projects both to one and runs one more decoder layer of the family over them; the model's own head then gives the
