@@ -66,7 +66,7 @@ class DeclaredPool:
 
 
 def modules_of(sources: tuple[Source, ...]) -> tuple[str, ...]:
-    """Names of the modules of these sources, each once."""
+    """Return the names of the modules of these sources, each once."""
     return tuple(dict.fromkeys(source.name for source in sources))
 
 

@@ -79,7 +79,7 @@ class Request:
       adapter_digest: of the adapter that does, b"" for none. Of a running request, that with which it was let in.
       weight_versions: (version, number of output tokens before the first that was computed with it), in order; empty
         while the engine's weights have never been replaced.
-      media: the pictures and videos of the prompt, which has a placeholder for each of their embeddings.
+      media: the images and videos of the prompt, which has a placeholder for each of their embeddings.
       lora: the name of the adapter to run with, None for the model alone.
       adapter: what the engine has found under that name; adapter_slot: where on the devices it is while this runs.
       per_step: report every token when it is known, not only the end.

@@ -17,7 +17,7 @@ from jaxengine.sharding.layout import RULES
 
 
 def split_over(axis: str) -> tuple[str, ...]:
-    """Names of the mesh axes of more than one device over which a logical axis is split by `jax.shard_map`.
+    """Return the names of the mesh axes of more than one device over which `jax.shard_map` splits a logical axis.
 
     Axes that XLA splits arrays over by itself do not count: there, arrays are whole.
     """
@@ -27,13 +27,13 @@ def split_over(axis: str) -> tuple[str, ...]:
 
 
 def num_shards(axis: str) -> int:
-    """Number of parts into which a logical axis is split."""
+    """Return the number of parts into which a logical axis is split."""
     over = split_over(axis)
     return lax.axis_size(over) if over else 1
 
 
 def shard_index(axis: str) -> Any:
-    """Index of this device's part of a logical axis: 0, or i32[]."""
+    """Return the index of this device's part of a logical axis: 0, or i32[]."""
     over = split_over(axis)
     return lax.axis_index(over) if over else 0
 
@@ -73,7 +73,7 @@ def reduce_tokens(x: jax.Array, axis: str) -> jax.Array:
 
 
 def largest_of_parts(x: jax.Array, axis: str) -> jax.Array:
-    """Maximum of x over the devices that hold parts of `axis`, which have the same tokens."""
+    """Return the maximum of x over the devices that hold parts of `axis`, which have the same tokens."""
     over = split_over(axis)
     return lax.pmax(x, over) if over else x
 

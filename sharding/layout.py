@@ -75,11 +75,11 @@ class MeshLayout:
         expert_parallel: bool = False,
         all2all_backend: str = GATHER,
     ) -> MeshLayout:
-        """Layout of `tensor`-way tensor parallelism in each of `data` replicas of the batch.
+        """Return the layout of `tensor`-way tensor parallelism in each of `data` replicas of the batch.
 
         Heads are split over as many devices as divide both the kv heads and `tensor`; the rest of `tensor` splits the
-        sequences (axis attn), so that no key or value is stored twice. replicate: split over all of `tensor` and
-        store kv heads more than once instead.
+        sequences (axis attn), so that no key or value is stored twice. replicate: split over all of `tensor` and store
+        kv heads more than once instead.
         """
         model = tensor if replicate else math.gcd(num_kv_heads, tensor)
         return cls(data, tensor // model, model, expert_parallel, all2all_backend)
@@ -101,7 +101,7 @@ class MeshLayout:
         return self.data * self.attn
 
     def num_shards(self, axis: str) -> int:
-        """Number of parts into which an array's logical axis is split."""
+        """Return the number of parts into which an array's logical axis is split."""
         return math.prod(getattr(self, name) for name in RULES[axis])
 
     def ranks_sharing(self, axis: str) -> int:

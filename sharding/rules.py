@@ -48,5 +48,5 @@ def part_bytes(leaf: Any) -> int:
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
-    """NamedSharding of an array with these logical axes on the mesh. Raises as logical_to_spec."""
+    """Return the NamedSharding of an array with these logical axes on the mesh. Raises as logical_to_spec."""
     return NamedSharding(mesh, logical_to_spec(axes))

@@ -222,6 +222,9 @@ class EngineCore:
         return [*outputs]
 
     def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
-        """End a request for what its output says. reason, text, num_tokens: as OutputProcessor.process gives them."""
+        """End a request because of the content of its output.
+
+        reason, text, num_tokens: as OutputProcessor.process passes them.
+        """
         self.engine.finish(request, reason, text)
         self.engine.record_finish(request, reason, num_tokens)

@@ -184,7 +184,7 @@ class LLM(WeightMethods, VllmMethods):
         """Returns the raw log-probability of each token of a completion of each prompt, by the programs that serve: of
         temperature 1, without penalties, truncation or masks.
 
-        prompts, lora_request: as for `generate`, without pictures. completions: token ids of each prompt's; an empty
+        prompts, lora_request: as for `generate`, without images. completions: token ids of each prompt's; an empty
         one has no log-probabilities. decode: decode them token by token, not at once as prompts are; needs
         enable_trace_replay. Raises the same errors as `generate`; also RequestError where logprobs_mode is of logits.
         """
@@ -203,7 +203,7 @@ class LLM(WeightMethods, VllmMethods):
         the prompts.
 
         Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`;
-        RequestError also for pictures, and for a beam wider than the engine's logprobs allow.
+        RequestError also for images, and for a beam wider than the engine's logprobs allow.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
@@ -345,7 +345,7 @@ class LLM(WeightMethods, VllmMethods):
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, formatted by a chat template; results come in their order.
 
-        Messages may contain pictures and videos, see jaxengine.media.parts.collect_media. Other arguments are those of
+        Messages may contain images and videos, see jaxengine.media.parts.collect_media. Other arguments are those of
         `generate` and of transformers' apply_chat_template.
 
         Args:

@@ -134,7 +134,7 @@ class LoopExtension:
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Functions, by name, that an operator may call between two steps; arguments and results are
+        """Return the functions, by name, that an operator may call between two steps; their arguments and results are
         plain JSON values.
         """
         return {}

@@ -45,5 +45,5 @@ class Histogram:
 
     @property
     def value(self) -> int:
-        """The number of observations."""
+        """Number of observations."""
         return self.count

@@ -44,11 +44,11 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """Knowledge about the tokens that a request has not got yet: first come `forced`, each the only one allowed.
+    """Knowledge about the tokens that a request has not sampled yet: first come `forced`, each the only one allowed.
 
     words: mask of the tokens that may follow the forced ones, i32[num_words], None for every token; is_end: none may
     follow; guessed: masks after each token of a guess that continues there; num_free: how many of the next tokens may
-    be any; taken: tokens that the request has got since this became known.
+    be any; taken: tokens that the request has sampled since this became known.
     """
 
     forced: tuple[int, ...]
@@ -59,7 +59,7 @@ class _Known:
     taken: list[int] = field(default_factory=list)
 
     def tells(self, place: int) -> bool:
-        """Whether the mask is known of the token `place` tokens after those that the request has got."""
+        """Whether the mask is known for the token that comes `place` tokens after the request's last one."""
         return place < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
@@ -306,8 +306,8 @@ class RequestMasks:
         return rest[: min(most, len(rest) - known.is_end)] if rest else None
 
     def _place(self, request: Request, num_output: int) -> int:
-        """Return how many tokens an output of num_output tokens has beyond those that the request has got, without
-        drafts that will not come.
+        """Return how many tokens an output of num_output tokens has beyond those recorded for the request, without
+        drafts that will not be verified.
         """
         return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 

@@ -64,7 +64,10 @@ class _Trial:
 
 @dataclass
 class GrammarTrials:
-    """Queue of grammars to be tried. start: starts a process, as the one that serves was started."""
+    """Queue of grammars to be tried (compiled within limits) in separate processes before they are used.
+
+    start: starts a process for trials, as the process that serves grammars was started.
+    """
 
     start: Start
     _known: OrderedDict[bytes, tuple[str | None, float, float]] = field(default_factory=OrderedDict)

@@ -75,7 +75,7 @@ class Advance(msgspec.Struct, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
-    """Message: forget a sequence. The only message without an answer."""
+    """Message that ends a sequence. The only message without an answer."""
 
     key: int
 

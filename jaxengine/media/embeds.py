@@ -1,4 +1,4 @@
-"""Embeddings that a request passes instead of a picture, read from array files and never unpickled.
+"""Embeddings that a request passes instead of an image, read from array files and never unpickled.
 
 Row width and further needs of the model family are checked when the prompt is assembled.
 """
@@ -49,7 +49,7 @@ class Embeds:
 
 
 def given_embeds(value: Any) -> GivenEmbeds | None:
-    """Recognises embeddings in place of a picture; None for anything else.
+    """Recognises embeddings in place of an image; None for anything else.
 
     They are a floating-point array [rows, E], a dict with "image_embeds" and perhaps "image_grid_thw", or a result of
     read_embeds. What the dict contains is not checked.

@@ -1,4 +1,4 @@
-"""The error of an invalid picture or video."""
+"""The error of an invalid image or video."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes picture files and Python picture objects to pixels, uint8 [H, W, 3] RGB.
+"""Decodes image files and Python image objects to pixels, uint8 [H, W, 3] RGB.
 
 Files are untrusted: everything in the header is checked before decoding, only the decoders of file_types are used, and
 truncated files are refused, never filled up.
@@ -33,7 +33,7 @@ class _Jpeg(JpegImagePlugin.JpegImageFile):
 
 class _Tiff(TiffImagePlugin.TiffImageFile):
     def getexif(self) -> Image.Exif:
-        """EXIF of the orientation alone, by which Pillow puts the picture upright; other directories are not read."""
+        """EXIF of the orientation alone, by which Pillow puts the image upright; other directories are not read."""
         exif = Image.Exif()
         if (orientation := self.tag_v2.get(ORIENTATION)) is not None:
             exif[ORIENTATION] = orientation
@@ -88,12 +88,12 @@ def quiet_pillow() -> None:
 
 
 def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Returns the pixels of a picture, uint8 [H, W, 3] RGB.
+    """Returns the pixels of an image, uint8 [H, W, 3] RGB.
 
     Args:
       value: bytes of a file, pathlib.Path of a file, a PIL.Image.Image, or a numpy array, which must hold uint8 from 0
         to 255 in the shape [H, W, 3], [H, W, 4] with alpha, [H, W, 1] or [H, W].
-      options: limits, and the colour under transparent pictures.
+      options: limits, and the colour under transparent images.
       budget: the prompt's, from which the pixels are taken.
     Raises MediaError.
     """
@@ -129,7 +129,7 @@ def check_bytes(size: int, limit: int) -> None:
 
 
 def check_size(size: tuple[int, int], options: MediaOptions) -> None:
-    """Raises MediaError for a picture with no pixels or too many. size: width and height."""
+    """Raises MediaError for an image with no pixels or too many. size: width and height."""
     width, height = size
     if not 1 <= width * height <= options.max_image_pixels or width < 1:
         allowed = f"1 to {options.max_image_pixels} (max_image_pixels)"
@@ -137,7 +137,7 @@ def check_size(size: tuple[int, int], options: MediaOptions) -> None:
 
 
 def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFile]:
-    """Opens a picture by its header, without decoding pixels; returns it with the file it reads from. Raises
+    """Opens an image by its header, without decoding pixels; returns it with the file it reads from. Raises
     MediaError.
     """
     check_bytes(len(data), options.max_media_bytes)
@@ -167,9 +167,9 @@ def to_rgb(
     background: tuple[int, int, int],
     orientation: Callable[[Image.Image], Any] = lambda image: orientation_in(image.info),
 ) -> np.ndarray:
-    """Decodes a picture to uint8 [H, W, 3] and rotates it upright; transparent pixels are laid on `background`.
+    """Decodes an image to uint8 [H, W, 3] and rotates it upright; transparent pixels are laid on `background`.
 
-    background: RGB. orientation: finds the EXIF orientation of the decoded picture, by default in the metadata of its
+    background: RGB. orientation: finds the EXIF orientation of the decoded image, by default in the metadata of its
     file. Raises MediaError.
     """
     name = image.format or "picture"

@@ -1,4 +1,4 @@
-"""Fetches, decodes and preprocesses the pictures and videos of a prompt on threads, off the event loop.
+"""Fetches, decodes and preprocesses the images and videos of a prompt on threads, off the event loop.
 
 Limits how many are processed at once per process, and how many may wait. Clients take turns (turns.py): none of them
 has more than half of the threads or of the places in line.
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class MediaLoader:
-    """Thread pools that fetch and decode media, one per process. Pictures are uint8 [H, W, 3], videos frames.Video."""
+    """Thread pools that fetch and decode media, one per process. Images are uint8 [H, W, 3], videos frames.Video."""
 
     def __init__(self, options: MediaOptions):
         quiet_pillow()
@@ -66,7 +66,7 @@ class MediaLoader:
             _cancel(futures)
 
     async def process(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Calls `function`, which preprocesses a prompt's pictures and videos, on a thread; returns or raises what
+        """Calls `function`, which preprocesses a prompt's images and videos, on a thread; returns or raises what
         it does.
         """
         return await asyncio.wrap_future(self._processors.submit(function, *args))
@@ -132,9 +132,9 @@ class MediaLoader:
 
 
 def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list[MediaPart]:
-    """Reads the pictures and videos in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list}.
+    """Reads the images and videos in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list}.
 
-    Each is an address, or a value for read_image or read_video; a list of pictures under "video" is one video. An image
+    Each is an address, or a value for read_image or read_video; a list of images under "video" is one video. An image
     may also be given as embeddings, see given_embeds.
 
     param: field of the request that holds `data`, for errors. Raises RequestError.
@@ -171,7 +171,7 @@ def _by_modality(parts: Sequence[MediaPart], read: Sequence[Any]) -> MultiModalD
 
 
 def _cancel(futures: Sequence[Future[Any]]) -> None:
-    """Cancels the parts that nobody waits for any more."""
+    """Cancel the parts for which nobody waits any more."""
     for future in futures:
         future.cancel()
 

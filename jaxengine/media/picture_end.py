@@ -1,4 +1,4 @@
-"""Finds where a picture's file ends, so that bytes behind it need not be kept.
+"""Finds where an image's file ends, so that bytes behind it need not be kept.
 
 Decoders ignore such bytes, and so do hashes of pixels. Of a file that cannot be followed to its end, all bytes count.
 """
@@ -37,10 +37,10 @@ def picture_end(data: bytes) -> int:
 
 
 def trimmed_url(url: str) -> str:
-    """Returns a data URL of the same picture without white space and without bytes behind its end; `url` itself if it
+    """Returns a data URL of the same image without white space and without bytes behind its end; `url` itself if it
     has none.
 
-    Another address, and data that is no picture, is returned as it is.
+    Another address, and data that is no image, is returned as it is.
     """
     if url[:5].lower() != "data:":
         return url

@@ -18,9 +18,9 @@ from jaxengine.media.images import read_image, to_rgb
 
 
 def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None) -> Image.Image:
-    """Fetches a picture, RGB and upright, from a data:, http(s): or file: address, or a file's name.
+    """Fetches an image, RGB and upright, from a data:, http(s): or file: address, or a file's name.
 
-    image_io_kwargs: options of media_io_kwargs for pictures; None for the defaults. Any public host and any file is
+    image_io_kwargs: options of media_io_kwargs for images; None for the defaults. Any public host and any file is
     read, so the program itself must have chosen the address. Blocks. Raises MediaError, ConfigError.
     """
     io_kwargs = None if image_io_kwargs is None else {"image": dict(image_io_kwargs)}
@@ -32,7 +32,7 @@ def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None
 def convert_image_mode(
     image: Image.Image, to_mode: str, background_color: Sequence[int] = (255, 255, 255)
 ) -> Image.Image:
-    """Converts a picture to a mode of PIL. For "RGB" it is turned upright, and what is transparent gets the background.
+    """Converts an image to a mode of PIL. For "RGB" it is turned upright, and what is transparent gets the background.
 
     background_color: red, green and blue, 0 to 255. Other modes are left to PIL, which raises ValueError for those it
     cannot make. Raises MediaError for "RGB" of pixels that are no colours or grey.

@@ -1,4 +1,4 @@
-"""The interface MediaProcessor: preprocessing of decoded pictures and videos for a model family's tower."""
+"""The interface MediaProcessor: preprocessing of decoded images and videos for a model family's tower."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Expanded(NamedTuple):
 def check_room(modality: str, num_patches: int, most: int | None) -> None:
     """Raises RequestError for an item with more patches than `most`, the tower's largest call; None for no limit.
 
-    A processor calls this before it computes patches, as a small picture may be resized to a large one.
+    A processor calls this before it computes patches, as a small image may be resized to a large one.
     """
     if most is not None and num_patches > most:
         problem = (
@@ -78,7 +78,7 @@ class MediaProcessor(Protocol):
 
         value: uint8 [H, W, 3] for an image, jaxengine.media.videos.Video for a video. options: mm_processor_kwargs of
           the engine, overridden by the request's. most: see check_room. Raises RequestError for an option that is
-          unknown or out of range, and for a picture that the family does not take or that has too many patches.
+          unknown or out of range, and for an image that the family does not take or that has too many patches.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Decodes video files and Python frames to a video: sampled frames with their times.
 
-Animated pictures are decoded here, video containers in video_files.
+Animated images are decoded here, video containers in video_files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
 
     Args:
       value: bytes or pathlib.Path of a file, whose frames are sampled by options.video_sampling; or frames, which are
-        all used: uint8 [N, H, W, 3], a list of pictures of one size (see read_image), or a pair of these and a dict
+        all used: uint8 [N, H, W, 3], a list of images of one size (see read_image), or a pair of these and a dict
         with fps, frames_indices and total_num_frames; or a Video.
       options: limits.
       budget: the prompt's, from which the pixels of all frames are taken.

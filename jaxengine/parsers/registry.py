@@ -78,7 +78,7 @@ class ToolFormat:
         return self.parser(self.ids(), functions) if self.typed else self.parser(self.ids())
 
     def call_starts(self, functions: Collection[str]) -> CallStarts:
-        """Returns the beginnings of calls of these functions."""
+        """Return the texts with which calls of these functions begin in this format."""
         words = () if self.starts is None else tuple(words for name in functions for words in self.starts(name))
         return CallStarts(functions, words)
 

@@ -216,7 +216,7 @@ class OutputProcessor:
     ) -> list[RequestOutput]:
         """Process the results of a step; return the outputs for callers: each new piece, or complete requests.
 
-        now: seconds of time.monotonic. stop: called for each request whose output ends for what it says, with the
+        now: seconds of time.monotonic. stop: called for each request whose output ends because of its content, with the
         reason, its stop_reason (the stop string, or that it repeats itself) and the number of its tokens so far; it
         ends the request in the engine.
         """

@@ -114,11 +114,12 @@ class JaxengineRollout(_tunix.BaseRollout):
           rollout_actor: a TunixModel; or a model whose parameters have the names of Tunix's own Llama 3, Qwen and Gemma
             models, or those of `mapping`. None leaves the engine's weights as they are.
           tokenizer: with encode, decode, bos_id, eos_id and pad_id, as Tunix's TokenizerAdapter.
-          mesh: what Tunix's `with` statements use; None for none.
+          mesh: the mesh that Tunix's `with` statements use; None for none.
           rollout_config: read by each call of `generate`; here it is checked.
+          llm: the engine.
           mapping: from parameters' paths, joined by dots, to Hugging Face names, as of `LLM.update_weights`.
 
-        Raises ValueError for a RolloutConfig that the engine does not do, WeightUpdateError for weights.
+        Raises ValueError for a RolloutConfig that the engine does not support, WeightUpdateError for weights.
         """
         self._llm, self._tokenizer, self._mapping = llm, tokenizer, mapping
         self.mesh = mesh

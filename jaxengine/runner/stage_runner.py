@@ -51,7 +51,7 @@ class StageRunner:
         """Take the weights and compile or load the state changes.
 
         params: the model's weights, an nnx.State or its leaves. cache_dir: directory of the ExecutableCache, whose
-        ConfigError comes out. extensions: those with weights of their own.
+        ConfigError is raised. extensions: those with weights of their own.
         """
         self.programs = programs
         self.given: dict[str, Any] = {}

@@ -114,7 +114,7 @@ def renamed(
     pairs: (name, array); names that `mapping` lacks are kept. donate: a jax array that is yielded in converted form is
     deleted. lazily: of an array that is split by layers, one layer is made at a time, and the array is deleted after
     the last one. Raises WeightUpdateError for an item that is no pair, after all has been yielded for names of
-    `mapping` that did not come, and as ScannedLayers.split does. Errors of functions in `mapping` come out.
+    `mapping` that did not come, and as ScannedLayers.split does. Errors of functions in `mapping` are raised.
     """
     unused = set(mapping)
     for pair in pairs:

@@ -138,7 +138,7 @@ def read_weights(
 
     Matrices that were quantised at loading are quantised again in the same way. Raises WeightUpdateError for whatever
     does not fit, in any process; RequestError for target "draft" without draft weights, and for chunk_bytes;
-    ClusterError. Errors of functions in `mapping` come out. The engine keeps its old weights until `put` in any case.
+    ClusterError. Errors of functions in `mapping` are raised. The engine keeps its old weights until `put` in any case.
     """
     check_chunk_bytes(chunk_bytes)
     options = ReadOptions(mapping, strict, donate, target, chunk_bytes)
@@ -215,7 +215,7 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
     """Read an adapter's tensors, under PEFT's names, by calling `read` with a source of them; return its result.
 
     params: a mapping or pairs of names and arrays. Raises WeightUpdateError with all faults, including the
-    ModelFileError of `read`; other errors of `read` come out.
+    ModelFileError of `read`; other errors of `read` are raised.
     """
     tensors, faults = _collected(renamed(_pairs(params), {}))
     try:

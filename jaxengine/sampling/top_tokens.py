@@ -127,7 +127,7 @@ def take_tokens(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _take(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return `take_tokens`'s values from this device's columns only."""
+    """Return the logits at `ids` i32[S, n] of each row, of one device's columns f32[S, V]; -inf for ids from V on."""
     size = logits.shape[1]
     return jnp.where(ids < size, jnp.take_along_axis(logits, jnp.minimum(ids, size - 1), axis=1), -jnp.inf)
 

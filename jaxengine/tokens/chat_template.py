@@ -68,7 +68,7 @@ def render_chat(
       chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default, which is
         "tool_use" with tools, if there is one, else "default"; None for that.
       variables: additional variables of the template; names of OWN_NAMES are refused.
-      placeholder: for a model that takes pictures or videos, returns the text that stands for "image" or "video" in
+      placeholder: for a model that takes images or videos, returns the text that stands for "image" or "video" in
         templates that take only text; None for a text-only model.
 
     Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being rendered.

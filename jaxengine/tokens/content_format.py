@@ -1,6 +1,6 @@
 """Detects whether a chat template takes contents as texts or as lists of parts, and converts messages accordingly.
 
-Templates of multimodal models iterate over the parts of a content and write a placeholder per picture; others expect a
+Templates of multimodal models iterate over the parts of a content and write a placeholder per image; others expect a
 text that contains the placeholders. Which one it is shows in the template's loops (vLLM's content formats "openai" and
 "string").
 """
@@ -35,7 +35,7 @@ def with_contents(
       placeholder: returns the text for one of MEDIA_TYPES, for a template that takes texts; None for a text-only model,
         whose texts stay unchanged.
 
-    Raises RequestError for a picture if it is None and the template takes texts.
+    Raises RequestError for an image if it is None and the template takes texts.
     """
     has_media = any(isinstance(message.get("content"), list) for message in messages)
     if not has_media and placeholder is None:
@@ -75,7 +75,10 @@ def _content_names(tree: nodes.Template) -> set[str]:
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression is a content, or a selection of its parts. names: variables that hold a content."""
+    """Whether an expression of a template is a message's content, or a selection of its parts.
+
+    names: variables that hold a content.
+    """
     if isinstance(node, nodes.Name):
         return node.name in names
     if isinstance(node, nodes.Getattr):
@@ -97,7 +100,7 @@ def _as_parts(message: Message) -> Message:
 
 
 def _with_texts(message: Message, placeholder: Callable[[str], str]) -> Message:
-    """Replaces each video by text, for a template that only handles pictures, such as SmolVLM's."""
+    """Replaces each video by text, for a template that only handles images, such as SmolVLM's."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -227,7 +227,10 @@ _MODELS: dict[str | None, Callable[[_Parts], Tokenizer]] = {
 
 
 def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
-    """Special token ids in GGUF metadata, checked against its vocabulary. Raises ModelFileError."""
+    """Return the special token ids in GGUF metadata, checked against its vocabulary. Raises ModelFileError.
+
+    path: of the file, for errors.
+    """
     metadata = _Metadata(values, path)
     size = len(metadata.texts("tokens"))
     ids: dict[str, int | None] = {}

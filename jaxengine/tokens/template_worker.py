@@ -37,7 +37,10 @@ class Rendered(msgspec.Struct, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """The reason why there is no text. usable: the template is valid, but refused these variables."""
+    """Answer in place of the rendered text: the reason why there is none.
+
+    usable: the template is valid, but refused these variables.
+    """
 
     usable: bool
     reason: str

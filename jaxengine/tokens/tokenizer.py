@@ -211,7 +211,7 @@ class Tokenizer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Content of a tokenizer_config.json for this tokenizer, as JSON values; tokens are given as text.
+        """Return the content of a tokenizer_config.json for this tokenizer, as JSON values; tokens are given as text.
 
         Tokens of roles and the chat template are None if there are none.
         """

@@ -166,8 +166,8 @@ class LayerAttention:
 
     @property
     def reach(self) -> int | None:
-        """Return the most keys that a token sees, itself included, which a cache must keep; None for all, as where a
-        step has a whole sequence.
+        """Return how many of the latest keys, its own included, a token sees and a cache must keep; None for all, as in
+        an encoder.
         """
         return None if not self.causal else self.chunk if self.window is None else self.window
 

@@ -54,7 +54,9 @@ def with_one_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `with_one_rope` to one mapping of fields, without those inside."""
+    """Merge `rope_scaling` of one mapping of fields into its `rope_parameters`, as `with_one_rope` says; mappings
+    within it stay.
+    """
     fields, merged = ConfigFields(raw), dict(raw)
     if not fields.has("rope_parameters") or not fields.has("rope_scaling"):
         return merged

@@ -43,9 +43,9 @@ def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **option
 
 
 def _mscale(fields: ConfigFields) -> float:
-    """YaRN's factor (Peng et al. 2023, arXiv:2309.00071) of entire queries and keys; 1 without `mscale_all_dim`.
+    """Return YaRN's factor (Peng et al. 2023, arXiv:2309.00071) of entire queries and keys; 1 without `mscale_all_dim`.
 
-    Rope's tables, which contain `mscale / mscale_all_dim`, reach the rotated parts only.
+    Rope's tables, which contain `mscale / mscale_all_dim`, multiply only the rotated parts.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     weight = rope.number("mscale_all_dim", 0.0)

@@ -11,12 +11,12 @@ TOWER = "tower"
 
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
-    """Vision tower: encodes patches of pictures to embeddings. A subclass, next to its tower, has the sizes of a
+    """Vision tower: encodes patches of images to embeddings. A subclass, next to its tower, has the sizes of a
     family.
 
     A tower is a flax.nnx module; `tower(patches, columns)` takes P patches f32[P, F] with C integers for each in
-    columns i32[C, P], and returns [P / merge, E] in the model's dtype. Several pictures share a call: a column
-    identifies the picture of a patch, or all pictures have `unit` patches. Padding after the last picture is zeros,
+    columns i32[C, P], and returns [P / merge, E] in the model's dtype. Several images share a call: a column
+    identifies the image of a patch, or all images have `unit` patches. Padding after the last image is zeros,
     with -1 in the columns.
 
     Attributes:
@@ -24,8 +24,8 @@ class TowerConfig:
       columns: names of the C columns.
       merge: patches that become one row.
       unit: a call has a multiple of this many patches; itself a multiple of `merge`.
-      attends_both_ways: whether the tokens of a picture see each other, later ones too. A step then has all of a
-        picture's tokens that are not computed yet, or none.
+      attends_both_ways: whether the tokens of an image see each other, later ones too. A step then has all of a
+        image's tokens that are not computed yet, or none.
       num_parts: E / D, 1 + the number of layers that add a part of their own.
     """
 

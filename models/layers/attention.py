@@ -79,7 +79,8 @@ class LayerPages(NamedTuple):
 
 
 def num_kv_heads(attention: LayerAttention, mesh: MeshLayout) -> int:
-    """Number of kv heads on one device; a head is stored more than once where there are more devices than heads.
+    """Return the number of kv heads on one device; a head is stored more than once if there are more devices than
+    heads.
 
     For a mesh that does not divide the heads the result, and attention_spec's, is meaningless: the declarations of
     weights reject such a mesh.
@@ -88,12 +89,13 @@ def num_kv_heads(attention: LayerAttention, mesh: MeshLayout) -> int:
 
 
 def head_copies(attention: LayerAttention, mesh: MeshLayout) -> int:
-    """Number of copies of each kv head on the devices that split the heads."""
+    """Return the number of copies of each kv head on the devices that split the heads."""
     return max(1, mesh.model // attention.num_kv_heads)
 
 
 def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
-    """AttentionSpec of a layer on one device: its share of the heads, the layer's limits and scale as they are.
+    """Return the AttentionSpec of a layer on one device: its share of the heads, the layer's limits and scale
+    unchanged.
 
     Meaningless for a mesh that does not divide the heads, as `num_kv_heads`.
     """

@@ -35,7 +35,10 @@ class Embedding(nnx.Module):
 
 
 def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:
-    """Source of the checkpoint's token table or head, padded with rows for no token."""
+    """Return the Source of the checkpoint's token table or head, padded with rows for no token.
+
+    name: of the checkpoint's module. vocab_size: number of its rows.
+    """
     return Source(name, vocab_size, padding=mesh.padded_vocab_size(vocab_size) - vocab_size)
 
 

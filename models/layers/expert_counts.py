@@ -44,18 +44,20 @@ def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
 
 
 def rows_at_once(num_tokens: int, k: int, own: int, average: int, platform: str) -> int:
-    """Rows of a block where a device has `own` full experts, for tokens with k experts each: see `rows_of_own`.
+    """Return the rows of a block on a device that has `own` full experts, for tokens with k experts each (see
+    `rows_of_own`).
 
-    platform: as for `expert_rows`.
+    average: the device's average number of rows. platform: as for `expert_rows`.
     """
     kernel = group_kernel(platform)
     return rows_of_own(num_tokens, k, own, average, 1 if kernel is None else kernel.group_step(average, own))[1]
 
 
 def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | None:
-    """ExpertRows of the first layer with experts of an abstract model, as the others are equal.
+    """Return the ExpertRows of the first layer with experts of an abstract model; the other layers' are equal.
 
-    None without experts, where activations are not bfloat16, and as for `expert_rows`, which has the arguments.
+    None without experts, if activations are not bfloat16, and where `expert_rows` returns None. Arguments: see
+    `expert_rows`.
     """
     layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, MixtureOfExperts))
     layer = next(layers, None)
@@ -65,7 +67,7 @@ def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | 
 
 
 def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, platform: str) -> ExpertRows | None:
-    """ExpertRows of the device with the first experts, for steps of `num_tokens` on each rank.
+    """Return the ExpertRows of the device with the first experts, for steps of `num_tokens` on each replica.
 
     None where XLA multiplies, or rows are sent between devices. platform: a row of `jaxengine.pallas_kernels.registry`.
     """
@@ -97,7 +99,8 @@ def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, plat
 
 
 def _operands(weight: Weight, mesh: MeshLayout, num_rows: int) -> tuple[tuple[Any, ...], int]:
-    """Shapes of a device's operands of the product with `num_rows` rows, and the elements of one of its matrices.
+    """Return the shapes of a device's operands of the product with `num_rows` rows, and the elements of one of its
+    matrices.
 
     Operands: rows, their scales (None where rows have none), codes or values, and their scales (None for plain ones).
     Codes u8 are two of four bits in a byte, and count as two elements.

@@ -70,13 +70,15 @@ def _mixed_one_by_one(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> j
 
 
 def rows_of_block(most: int, average: int) -> int:
-    """Rows of a block where a device has `average` rows and at most `most`, with a margin for uneven routing."""
+    """Return the rows of a block if a device has `average` rows and at most `most`, with a margin for
+    uneven routing.
+    """
     wanted = -(-average * 5 // 4 // _LEAST_ROWS) * _LEAST_ROWS
     return min(most, max(_LEAST_ROWS, min(wanted, _MOST_ROWS)))
 
 
 def rows_of_own(num_tokens: int, k: int, own: int, average: int, step: int = 1) -> tuple[int, int]:
-    """Most rows of a device with `own` full experts, for tokens with k experts each, and the rows of a block.
+    """Return (most rows of a device with `own` full experts, rows of a block), for tokens with k experts each.
 
     average: the device's average number of rows. step: each expert's rows are padded to a multiple of it.
     """

@@ -62,12 +62,11 @@ class MadeRows(NamedTuple):
 
 
 def least_tokens(latent: Latent) -> int | None:
-    """Fewest new tokens of a row whose keys and values are expanded; None for never.
+    """Return the fewest new tokens of a row whose keys and values are expanded; None for never.
 
-    Expanding a key costs C * U, of C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim; each query then saves
-    2 C - U on it, as both products of attention are narrower; never is where that is <= 0. The threshold is four times
-    the queries that make up for the cost: few tokens fill tiles badly, and programs of steps without such rows stay
-    small.
+    Expanding a key costs C * U, of C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim; each query then saves 2 C -
+    U on it, as both products of attention are narrower; never is where that is <= 0. The threshold is four times the
+    queries that make up for the cost: few tokens fill tiles badly, and programs of steps without such rows stay small.
     """
     made = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - made
@@ -83,7 +82,7 @@ def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
 
 
 def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
-    """Number of elements of the products that expand keys and values of `num_heads` heads on a device.
+    """Return the number of elements of the products that expand keys and values of `num_heads` heads on a device.
 
     Counts the latents read, once per group of heads expanded together, and the expanded keys and values written, for
     `num_tokens` keys. attention: one with a latent.
@@ -97,17 +96,19 @@ def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> 
 
 
 def most_short(latent: Latent, num_tokens: int) -> int:
-    """Most tokens of a step of `num_tokens` that rows before an expanded one may have, rounded up to full tiles."""
+    """Return the most tokens that the rows before an expanded row may have together in a step of `num_tokens`, rounded
+    up to whole tiles.
+    """
     least = least_tokens(latent)
     assert least is not None
     return min(-(-max(num_tokens - least, 1) // PAGE) * PAGE, num_tokens)
 
 
 def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
-    """AttentionSpec over expanded keys, for the heads that are expanded at a time.
+    """Return the AttentionSpec over expanded keys, for the heads that are expanded at a time.
 
-    spec: that over latents, whose scale and soft cap it has. causal: whether a token sees its own position and those
-    before alone; False for keys that are all before it.
+    spec: that over latents, whose scale and soft cap are kept. causal: whether a token sees only its own position and
+    earlier ones; False for keys that are all before it.
     """
     heads = _heads_at_once(spec.num_q_heads)
     return AttentionSpec(
@@ -201,7 +202,9 @@ def made_rows(
 
 
 def _tuning(layout: str) -> Tuning:
-    """Default sizes with larger tiles of tokens: heads do not share keys, so only many tokens amortise reading one."""
+    """Return the default sizes with larger tiles of tokens: heads do not share keys, so only many tokens amortise
+    reading one.
+    """
     tuning = tuning_of(layout)
     return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=256, run_tiles=2))
 

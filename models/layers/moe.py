@@ -299,7 +299,11 @@ class MixtureOfExperts(nnx.Module):
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
 
     def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """Return the experts' inputs [M, D]: rows of tokens x [T, D] in this order; anything in padding."""
+        """Return the experts' inputs [M, D]: rows of the tokens x [T, D], one for each of the (token, expert) pairs in
+        `order` i32[M]; multiplied by their router weights if the model does so. Rows of padding are arbitrary.
+
+        weights: [T, k], router weights.
+        """
         rows = _taken(x, order // self.experts.num_per_token)
         if self.experts.apply_router_weight_on_input:
             rows = (rows * _taken(weights.ravel(), order)[:, None]).astype(x.dtype)

@@ -75,7 +75,9 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             return x, pool
 
         def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
-            """Logits of the tokens after the next ones, [R, D] -> f32[R, V / n], laid out as the model's."""
+            """Return the logits of the tokens after the next ones, [R, D] -> f32[R, V / n], split over n devices as the
+            model's are.
+            """
             return model.logits(self.head_norm(hidden))
 
     NextToken.__module__ = family.__module__

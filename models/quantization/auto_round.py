@@ -70,7 +70,7 @@ def _target(name: Any) -> str:
 
 
 def _stored(settings: Mapping[str, Any]) -> Stored | None:
-    """Storage format of a module with these fields; None for plain weights. Raises ModelConfigError."""
+    """Return the storage format of a module with these fields; None for plain weights. Raises ModelConfigError."""
     bits, kind = settings.get("bits"), settings.get("data_type")
     if (type(bits) is int and bits >= 16) or kind == "float":
         return None

@@ -64,7 +64,8 @@ def _precedence(target: str) -> tuple[bool, bool, str]:
 
 
 def _kv_dtype(scheme: Any) -> str | None:
-    """Dtype of keys and values in `kv_cache_scheme`, None without one; ModelConfigError for an unsupported one.
+    """Return the dtype of keys and values in `kv_cache_scheme`, None without one. Raises ModelConfigError for an
+    unsupported one.
 
     Their scales are read in jaxengine.models.weights.views.kv_scales.
     """
@@ -123,7 +124,7 @@ def _strategy(weights: Mapping[str, Any]) -> Any:
 
 
 def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) -> Stored:
-    """Storage format of floats in small groups, whose rows are rounded to the same format or not at all.
+    """Return the storage format of floats in small groups, whose rows are rounded to the same format or not at all.
 
     Args:
       name: of the format, for messages.

@@ -48,7 +48,7 @@ def read_gptq(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of the modules of a layer that are quantised, where not all are; () for all of them.
+    """Return patterns of the modules of a layer that are quantised, if not all are; () for all of them.
 
     Raises ModelConfigError for settings of another form.
     """
@@ -62,8 +62,9 @@ def _names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _dynamic_rules(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Gptq | None]]:
-    """Rules of GPTQModel's `dynamic`: regular expressions of modules with other settings, or, after "-:", of plain
-    ones, whose storage format is None. Raises ModelConfigError for unsupported settings."""
+    """Return the rules of GPTQModel's `dynamic`: regular expressions of modules with other settings, or, after "-:", of
+    plain ones, whose storage format is None. Raises ModelConfigError for unsupported settings.
+    """
     changes = settings.get("dynamic") or {}
     if not isinstance(changes, Mapping) or not all(isinstance(change, Mapping) for change in changes.values()):
         raise bad("dynamic", changes, "a mapping of regular expressions to mappings")

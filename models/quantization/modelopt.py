@@ -92,7 +92,9 @@ def _algorithm(settings: Mapping[str, Any], other: str) -> str:
 
 
 def _kv_dtype(settings: Mapping[str, Any]) -> str | None:
-    """Dtype of keys and values, from the newer field or the older; None for the model's. Raises ModelConfigError."""
+    """Return the dtype of keys and values, from the newer field or the older; None for the model's. Raises
+    ModelConfigError.
+    """
     scheme, said = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     if scheme is not None:
         wanted = {"num_bits": 8, "type": "float", "dynamic": False}

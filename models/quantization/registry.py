@@ -64,5 +64,5 @@ def read_quantization(
 
 
 def rounded(name: str) -> Quantization:
-    """Quantization that rounds all matrices but tables, heads and routers at load, by a name of ROUNDED."""
+    """Return the Quantization that rounds all matrices but tables, heads and routers at load, by a name of ROUNDED."""
     return Quantization(name, (((LINEAR,), ROUNDED[name]),))

@@ -112,7 +112,7 @@ def _chosen(quantization: Quantization, module: str) -> Scheme:
 
 @cache
 def _effort(quantization: Quantization) -> Effort:
-    """Steps for the expressions of one quantization_config, for all modules together."""
+    """Return the limit of steps for matching the expressions of one quantization_config, for all modules together."""
     return Effort()
 
 

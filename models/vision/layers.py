@@ -238,5 +238,8 @@ class PatchMerger(nnx.Module):
 
 
 def joined_qkv(name: str, size: int) -> tuple[Source, ...]:
-    """Sources of q, k and v of a module that has all three, one after the other."""
+    """Return the sources of q, k and v of a module that has all three, one after the other.
+
+    name: of the checkpoint's module. size: rows of each.
+    """
     return parts_of(name, size, size, size)

@@ -106,8 +106,9 @@ def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
 
 
 class _Turn(nnx.Module):
-    """Rotation of queries or keys of all units, [U * S, heads, H], by a patch's column and row, both counted from 1;
-    the class token, which is last, is not rotated."""
+    """Rotary embedding of queries or keys of all units, [U * S, heads, H], by a patch's column and row, both counted
+    from 1; the class token, which is last, is not rotated.
+    """
 
     def __init__(self, config: Llama4TowerConfig):
         self.config = config

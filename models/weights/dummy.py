@@ -53,7 +53,7 @@ def dummy_params(
 
 
 def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
-    """One hash for each tensor, u32[experts, sources]."""
+    """Return one hash for each tensor, u32[experts, sources]."""
     experts = range(param.decl.num_experts or 1)
     names = [[f"{seed}/{tensor_name(source, expert)}" for source in param.decl.sources] for expert in experts]
     return np.array([[zlib.crc32(name.encode()) for name in row] for row in names], np.uint32)
@@ -95,7 +95,7 @@ def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDec
 
 
 def _numbers(part: Any, size: int) -> jax.Array:
-    """Indices of this part: u32[size]."""
+    """Return the indices of this part's elements: u32[size]."""
     return jnp.uint32(part) * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32)
 
 

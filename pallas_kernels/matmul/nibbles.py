@@ -15,7 +15,7 @@ from jax import lax
 
 
 def per_byte(dtype: Any) -> int:
-    """Number of codes in an element of an array of this dtype."""
+    """Return the number of codes in an element of an array of this dtype."""
     return 2 if dtype == jnp.uint8 else 1
 
 

@@ -91,8 +91,8 @@ class PagePool:
         self._num_blank += len(blank)
 
     def are_nameless(self, pages: np.ndarray) -> bool:
-        """Whether none of `pages` i32[n] has ever been findable, so that none has another owner; -1
-        stands for no page.
+        """Whether none of `pages` i32[n] has been registered under the hash of its content, so that prefix caching
+        cannot have shared any; -1 stands for no page.
         """
         return not self._named[pages].any()
 

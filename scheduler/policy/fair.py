@@ -145,8 +145,8 @@ class FairQueue:
         return number
 
     def _forget(self, level: int) -> None:
-        """Forget the counters, at most `level`, of clients that have no requests: a lift to `level` would restore or
-        exceed them.
+        """Remove the counters of clients without requests if they are at most `level`: should such a client come back,
+        it would be raised to that level anyway.
         """
         idle = (self._service <= level) & (self._head == _NOBODY) & (self._running == 0)
         for number in np.flatnonzero(idle).tolist():

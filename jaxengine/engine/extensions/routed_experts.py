@@ -170,7 +170,10 @@ class RoutedExperts(LoopExtension):
         self._pages[ranks[row], pages, positions % self._page_size] = experts[ranks[row], tokens[row] + offsets]
 
     def _tell(self, rows: _Rows, experts: np.ndarray, output: EngineOutput) -> None:
-        """Add to `output` the experts of those tokens of a request that it has not got yet."""
+        """Add to `output` the experts of those tokens of a request that have not been returned yet.
+
+        rows: the request's tokens in the step. experts: of the step's tokens.
+        """
         request, progress, first = rows.request, rows.progress, rows.position
         assert first is not None
         parts = []

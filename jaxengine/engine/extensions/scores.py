@@ -37,7 +37,7 @@ class _ScoredPrompt(NamedTuple):
 
 
 class Scores(LoopExtension):
-    """Loop extension for requests that ask for logprobs."""
+    """Loop extension for requests with logprobs."""
 
     def __init__(self) -> None:
         self._prompts: dict[InFlight, list[_ScoredPrompt]] = {}
@@ -68,8 +68,8 @@ class Scores(LoopExtension):
         return NO_EVENTS
 
     def sync(self, step: ScheduledStep) -> None:
-        """Dispatch the scoring program for the step's prompts. By now the devices have the token ids that requests ask
-        about.
+        """Dispatch the scoring program for the step's prompts. By now the devices have the token ids whose logprobs
+        requests name.
         """
         if self._to_score is not None:
             self.loop.runner.extension("scores").score(self._to_score.pending)

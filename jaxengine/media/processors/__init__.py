@@ -1,1 +1,1 @@
-"""Processors of the model families, which preprocess decoded pictures and videos for the tower."""
+"""Processors of the model families, which preprocess decoded images and videos for the tower."""

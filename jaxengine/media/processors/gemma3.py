@@ -1,4 +1,4 @@
-"""Gemma 3's processor: pictures are resized to one square; with pan and scan, crops of elongated ones are added."""
+"""Gemma 3's processor: images are resized to one square; with pan and scan, crops of elongated ones are added."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gemma3Processor(UnitProcessor):
     Attributes:
       scans: whether pan and scan adds crops by default.
       crops, crop_size, ratio: limits for pan and scan: most crops, fewest pixels of a crop's side, least ratio of the
-        picture's sides.
+        image's sides.
     """
 
     defaults = {
@@ -86,9 +86,9 @@ class Gemma3Processor(UnitProcessor):
         return pieces
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Merges newlines around pictures with those next to them in the prompt, as the tokenizer would.
+        """Merges newlines around images with those next to them in the prompt, as the tokenizer would.
 
-        Arguments and results as of UnitProcessor.joined; a merged token belongs to the picture.
+        Arguments and results as of UnitProcessor.joined; a merged token belongs to the image.
         """
         out: list[int] = []
         out_owners: list[int] = []
@@ -110,10 +110,10 @@ class Gemma3Processor(UnitProcessor):
         return len(text) if text and not text.strip("\n") else 0
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
-        """Cuts an elongated picture, uint8 [H, W, 3], into a row or column of crops: at least two unless options allow
+        """Cuts an elongated image, uint8 [H, W, 3], into a row or column of crops: at least two unless options allow
         one.
 
-        [] for a picture whose sides' ratio is below the limit, or whose crops would be too small. options:
+        [] for an image whose sides' ratio is below the limit, or whose crops would be too small. options:
         mm_processor_kwargs. Raises RequestError for an invalid option.
         """
         most = integer_option(options, _CROPS, self.crops, _MAX_CROPS)

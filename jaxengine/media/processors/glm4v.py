@@ -1,7 +1,7 @@
 """GLM-4.1V's processor: Qwen3-VL's, with two differences.
 
-Pixel bounds cover all frames of a patch (a picture counts as two frames), and a video's frames appear in the prompt as
-pictures do, each followed by its whole second.
+Pixel bounds cover all frames of a patch (an image counts as two frames), and a video's frames appear in the prompt as
+images do, each followed by its whole second.
 """
 
 from __future__ import annotations

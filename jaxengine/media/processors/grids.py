@@ -1,4 +1,4 @@
-"""Base of processors that keep pictures' aspect ratio: patches of a grid and their coordinates. NumPy only."""
+"""Base of processors that keep images' aspect ratio: patches of a grid and their coordinates. NumPy only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_ASPECT_RATIO = 200
 class GridProcessor:
     """Base class of a MediaProcessor whose tower takes patches of a grid.
 
-    The tower's configuration determines how pictures are cut (patch_size, temporal_patch_size, spatial_merge_size) and
+    The tower's configuration determines how images are cut (patch_size, temporal_patch_size, spatial_merge_size) and
     which `columns` of `_coordinates` accompany each patch.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Processor of Idefics3 and base of SmolVLM's: pictures are scaled to a longest edge, cut into tiles, and added as a
+"""Processor of Idefics3 and base of SmolVLM's: images are scaled to a longest edge, cut into tiles, and added as a
 whole.
 
 In the prompt each tile is preceded by its row and column.
@@ -24,8 +24,8 @@ class Idefics3Processor(UnitProcessor):
     """Processor of Idefics3ForConditionalGeneration.
 
     Attributes:
-      longest_edge: pixels of a picture's longer side after scaling, before it is cut.
-      splits: whether pictures are cut into tiles.
+      longest_edge: pixels of an image's longer side after scaling, before it is cut.
+      splits: whether images are cut into tiles.
     """
 
     defaults = {

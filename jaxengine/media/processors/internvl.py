@@ -1,4 +1,4 @@
-"""InternVL's processor: pictures are resized to the tiling of the nearest shape, and added as a whole. Frames of videos
+"""InternVL's processor: images are resized to the tiling of the nearest shape, and added as a whole. Frames of videos
 are resized to one tile each, and numbered in the prompt.
 """
 
@@ -26,7 +26,7 @@ class InternVLProcessor(UnitProcessor):
     """Processor of InternVLForConditionalGeneration.
 
     Attributes:
-      min_tiles, max_tiles: limits of a picture's tiles, without the whole.
+      min_tiles, max_tiles: limits of an image's tiles, without the whole.
     """
 
     defaults = {
@@ -53,7 +53,7 @@ class InternVLProcessor(UnitProcessor):
             self.modalities = ("image",)
 
     def _makes_videos_alike(self, folder: Path) -> bool:
-        """Whether the checkpoint preprocesses video frames like pictures; other videos are not supported."""
+        """Whether the checkpoint preprocesses video frames like images; other videos are not supported."""
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
         try:

@@ -1,4 +1,4 @@
-"""Kimi-VL's processor: pictures keep their size unless they have too many patches, and are padded with black to whole
+"""Kimi-VL's processor: images keep their size unless they have too many patches, and are padded with black to whole
 rows of the tower.
 """
 
@@ -40,7 +40,7 @@ class KimiVLProcessor(GridProcessor):
         sizes. tokenizer: of the model.
 
     Attributes:
-      limit: patches of a picture; a larger picture is scaled down to about this number.
+      limit: patches of an image; a larger image is scaled down to about this number.
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):

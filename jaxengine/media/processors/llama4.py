@@ -1,4 +1,4 @@
-"""Llama 4's processor: pictures are fitted into the best of some tilings, padded with black to the right and below, cut
+"""Llama 4's processor: images are fitted into the best of some tilings, padded with black to the right and below, cut
 into tiles, and added as a whole.
 """
 
@@ -25,8 +25,8 @@ class Llama4Processor(UnitProcessor):
     """Processor of Llama4ForConditionalGeneration.
 
     Attributes:
-      max_tiles: limit of a picture's tiles, without the whole.
-      fills: whether a small picture is enlarged to fill a tiling.
+      max_tiles: limit of an image's tiles, without the whole.
+      fills: whether a small image is enlarged to fill a tiling.
     """
 
     defaults = {

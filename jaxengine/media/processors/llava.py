@@ -1,4 +1,4 @@
-"""LLaVA's processor: pictures are resized and cropped to one square, or stretched to it; one token per patch."""
+"""LLaVA's processor: images are resized and cropped to one square, or stretched to it; one token per patch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LlavaProcessor(UnitProcessor):
 
     Attributes:
       size: {"shortest_edge": n} or {"height": n, "width": n}, the size after resizing.
-      crops, pads: whether the centre is cropped after resizing; whether a picture is first padded to a square with the
+      crops, pads: whether the centre is cropped after resizing; whether an image is first padded to a square with the
         mean colour.
     """
 
@@ -69,7 +69,7 @@ class LlavaProcessor(UnitProcessor):
 
 
 def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
-    """Centres a picture, uint8 [H, W, 3], in a square of this colour (RGB) whose side is the picture's longer one."""
+    """Centres an image, uint8 [H, W, 3], in a square of this colour (RGB) whose side is the image's longer one."""
     height, width = picture.shape[:2]
     side = max(height, width)
     square = np.empty((side, side, 3), np.uint8)
@@ -80,7 +80,7 @@ def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
 
 
 def middle(picture: np.ndarray, side: int) -> np.ndarray:
-    """Crops the central square of `side` pixels of a picture, uint8 [H, W, 3]; a smaller one is padded with black."""
+    """Crops the central square of `side` pixels of an image, uint8 [H, W, 3]; a smaller one is padded with black."""
     height, width = picture.shape[:2]
     if min(height, width) < side:
         larger = np.zeros((max(height, side), max(width, side), 3), np.uint8)

@@ -1,6 +1,6 @@
-"""LLaVA-NeXT's processor: pictures are added as a whole, and fitted into the best of some tilings with black margins.
+"""LLaVA-NeXT's processor: images are added as a whole, and fitted into the best of some tilings with black margins.
 
-A picture is represented by the whole and then, line by line, by the patches of all tiles except the black ones; a
+An image is represented by the whole and then, line by line, by the patches of all tiles except the black ones; a
 newline embedding follows each line.
 """
 

@@ -1,5 +1,5 @@
 """Processor of Pixtral and of Mistral Small 3.1 and later: in the prompt, a break token follows each line
-of a picture.
+of an image.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class PixtralProcessor(GridProcessor):
-    """Processor of Pixtral's towers: scales a picture down until its longer side fits, and up to whole rows of the
+    """Processor of Pixtral's towers: scales an image down until its longer side fits, and up to whole rows of the
     tower.
 
     Args:

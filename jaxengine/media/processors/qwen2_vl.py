@@ -1,7 +1,7 @@
 """Processor of Qwen2-VL and Qwen2.5-VL, and base of Qwen3-VL's.
 
-A picture keeps its aspect ratio: it is resized to the nearest multiple of `factor` within bounds of its pixels. Videos
-are resized frame by frame, and two frames make a patch; a picture counts as two equal frames.
+An image keeps its aspect ratio: it is resized to the nearest multiple of `factor` within bounds of its pixels. Videos
+are resized frame by frame, and two frames make a patch; an image counts as two equal frames.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OPTIONS = ("min_pixels", "max_pixels", "size")
 
 
 class Bounds(NamedTuple):
-    """Least and most pixels of a resized picture or frame."""
+    """Least and most pixels of a resized image or frame."""
 
     least: int
     most: int

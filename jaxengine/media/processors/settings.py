@@ -105,7 +105,7 @@ def bad_option(name: str, value: Any, allowed: str) -> RequestError:
 
 
 def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim: int) -> None:
-    """Raises RequestError for a value that is not a picture (ndim 3) or not frames (ndim 4), or a modality that is not
+    """Raises RequestError for a value that is not an image (ndim 3) or not frames (ndim 4), or a modality that is not
     in `modalities`, those of the model.
 
     The value must be an array uint8 with 3 colours last, and not empty.

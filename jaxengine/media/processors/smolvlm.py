@@ -1,4 +1,4 @@
-"""SmolVLM's processor: Idefics3's for pictures, and for videos each frame as one square.
+"""SmolVLM's processor: Idefics3's for images, and for videos each frame as one square.
 
 The prompt states the number of frames, the duration of the video, and the time of each frame in words.
 """

@@ -1,4 +1,4 @@
-"""Base of processors that cut pictures into units: squares with equal numbers of patches. NumPy only."""
+"""Base of processors that cut images into units: squares with equal numbers of patches. NumPy only."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def check_placeholders(modality: str, shown: str | int, found: int, given: int) 
 
 
 class UnitProcessor:
-    """Base class of a MediaProcessor that cuts pictures into units.
+    """Base class of a MediaProcessor that cuts images into units.
 
-    A subclass implements `units`, the squares of a picture, and `pieces`, its tokens in the prompt.
+    A subclass implements `units`, the squares of an image, and `pieces`, its tokens in the prompt.
 
     Args:
       folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with a tower whose
@@ -201,7 +201,7 @@ class UnitProcessor:
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
         """Adjusts an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text.
 
-        owners: for each token the number of its picture or video in the prompt; -1 for the prompt's own tokens.
+        owners: for each token the number of its image or video in the prompt; -1 for the prompt's own tokens.
         """
         return token_ids, owners
 

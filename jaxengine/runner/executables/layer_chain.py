@@ -191,7 +191,7 @@ def compile_parts(
     Args:
       traced: `jax.stages.Traced` for `arguments`, which are shapes.
       donate: indices of arguments that may be overwritten.
-      compile_lowered: function from jax.stages.Lowered to jax.stages.Compiled; its errors come out.
+      compile_lowered: function from jax.stages.Lowered to jax.stages.Compiled; its errors are raised.
       device: the device that it runs on.
     """
     parts = _cut(traced.jaxpr.jaxpr)

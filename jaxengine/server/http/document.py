@@ -31,9 +31,9 @@ _OF_EVENTS = "Server-sent events. The schema is of the JSON that the data of eac
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Replaces the application's OpenAPI document by one with the types of all responses. routes: all routes.
+    """Replace the application's OpenAPI document by one with the types of all responses. routes: all routes.
 
-    The document is made when it is first asked for, and raises TypeError then if a request and an answer share a name.
+    The document is made at the first request for it, and raises TypeError then if a request and an answer share a name.
     """
     plain = app.openapi
 

@@ -63,7 +63,7 @@ class EngineLink:
         self._lost()
 
     def close(self) -> None:
-        """Closes the connection for good."""
+        """Close the connection permanently."""
         self._close()
         self._context.destroy(linger=0)
 

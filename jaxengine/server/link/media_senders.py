@@ -61,7 +61,7 @@ class MediaSender:
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
         """Recompute, on a thread, the pixels that `message` needs and the request no longer has; its requests then have
-        them. Errors of preprocessing come out.
+        them. Errors of preprocessing are raised.
 
         whole: recompute all pixels that it lacks, because a message with `whole` follows.
         """

@@ -216,7 +216,7 @@ class RemoteEngine:
         """Refuses new requests, lets the running ones finish, and aborts those that run longer than `timeout` seconds.
 
         Returns when all streams have been read to the end, or without that a second after those aborts. Errors of the
-        engine do not come out; the connection stays open.
+        engine are not raised; the connection stays open.
         """
         self._draining = True
         with contextlib.suppress(TimeoutError):

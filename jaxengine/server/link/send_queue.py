@@ -43,7 +43,7 @@ class SendQueue:
     def message(self, prepared: PreparedRequest, *, whole: bool = False) -> bytes:
         """Append a request; return its encoded Submit, to be sent at once. whole: include the pixels of all images.
 
-        Errors of `media.message` come out, RuntimeError for pixels that were dropped; nothing is appended then.
+        Errors of `media.message` are raised, RuntimeError for pixels that were dropped; nothing is appended then.
         """
         number, media = self._num_submitted + 1, prepared.requests[0].media
         try:

@@ -42,9 +42,9 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
-    """Converts a prepared request, with its encoded pictures, to a message; handles are its requests' tags.
+    """Converts a prepared request, with its encoded images, to a message; handles are its requests' tags.
 
-    number: as in Submit. media: None for a request without pictures.
+    number: as in Submit. media: None for a request without images.
     """
     first = prepared.requests[0]
     return Submit(
@@ -70,7 +70,7 @@ def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -
 def requests_of(message: Submit, client: int, media: Media | None) -> list[Request]:
     """Converts a Submit to the scheduler's requests, one for each member.
 
-    client: number of the API process's connection, which is in their tags. media: the decoded pictures, or None.
+    client: number of the API process's connection, which is in their tags. media: the decoded images, or None.
     """
     params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")

@@ -25,7 +25,9 @@ _LOG_SECONDS = 10.0
 
 
 class Connections:
-    """Connections of a process; as uvicorn's `http` option, the factory of their protocols."""
+    """The open connections of a server process. Calling it makes the protocol of a new one: it is uvicorn's `http`
+    option.
+    """
 
     def __init__(self, most: int, read_timeout: float):
         """Start without connections. most: largest number of them; read_timeout: seconds that one may wait for a

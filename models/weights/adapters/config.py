@@ -222,7 +222,7 @@ class AdapterConfig:
             raise ModelFileError(self.path, f"{field} must hold {error}, got {short(source)}", field) from None
 
     def _layers_pattern(self, raw: Mapping[str, Any]) -> list[NamePattern]:
-        """Expressions of the names of lists of layers, any name by default."""
+        """Return expressions that match the names of lists of layers; without the option any name matches."""
         value = raw.get(field := "layers_pattern")
         names = sorted(self._list({field: [value]} if isinstance(value, str) and value else raw, field))
         return [self._expression(field, rf".*\.(?:{name})") for name in names or [r"[^.]*"]]

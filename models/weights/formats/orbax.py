@@ -229,7 +229,9 @@ def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
 
 
 def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
-    """Properties that determine the bytes of a weight. For a weight of a single source, the devices do not matter."""
+    """Return the properties that determine the bytes of a weight, as JSON values. For a weight of a single source, the
+    devices do not matter.
+    """
     sources = param.decl.sources
     return {
         "shape": list(param.shape),

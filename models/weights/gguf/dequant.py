@@ -147,7 +147,9 @@ def _iq4_xs(blocks: np.ndarray) -> Parts:
 
 
 def _nvfp4_scales() -> np.ndarray:
-    """Values of all bytes as scales of doubled codes: four bits of exponent and three of mantissa, no sign."""
+    """Return the values of all 256 bytes as scales of doubled codes: four bits of exponent and three of mantissa, no
+    sign.
+    """
     byte = np.arange(256)
     exponent, mantissa = (byte >> 3) & 15, byte & 7
     values = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(8 + mantissa, exponent - 10))

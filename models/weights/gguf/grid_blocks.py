@@ -58,7 +58,9 @@ def _signed(points: np.ndarray, signs: np.ndarray, scales: np.ndarray) -> Parts:
 
 
 def iq2_xxs(blocks: np.ndarray) -> Parts:
-    """Eight groups of 32: bytes of four points, then a word with their signs and the scale."""
+    """Return the parts of IQ2_XXS blocks: eight groups of 32: bytes of four points, then a word with their signs and
+    the scale.
+    """
     pairs = words(blocks, 2, 66, "<u4").reshape(-1, 8, 2)
     points = _grid("IQ2_XXS")[blocks[:, 2:66].reshape(-1, 8, 8)[:, :, :4]]
     scales = half(blocks, 0) * (np.float32(0.5) + (pairs[..., 1] >> 28).astype(np.float32)) * np.float32(0.25)
@@ -66,7 +68,7 @@ def iq2_xxs(blocks: np.ndarray) -> Parts:
 
 
 def iq2_xs(blocks: np.ndarray) -> Parts:
-    """32 words with a point and its signs, then scales of 16 groups in nibbles."""
+    """Return the parts of IQ2_XS blocks: 32 words with a point and its signs, then scales of 16 groups in nibbles."""
     named = words(blocks, 2, 66, "<u2")
     scales = fields(blocks[:, 66:74], 4).reshape(-1, 16).astype(np.float32)
     scales = half(blocks, 0) * (np.float32(0.5) + scales) * np.float32(0.25)
@@ -74,7 +76,9 @@ def iq2_xs(blocks: np.ndarray) -> Parts:
 
 
 def iq2_s(blocks: np.ndarray) -> Parts:
-    """Low bytes of 32 points, their signs, their two high bits, then scales of 16 groups in nibbles."""
+    """Return the parts of IQ2_S blocks: low bytes of 32 points, their signs, their two high bits, then scales of 16
+    groups in nibbles.
+    """
     named = blocks[:, 2:34] | (fields(blocks[:, 66:74], 2).reshape(-1, 32).astype(np.uint16) << 8)
     scales = fields(blocks[:, 74:82], 4).reshape(-1, 16).astype(np.float32)
     scales = half(blocks, 0) * (np.float32(0.5) + scales) * np.float32(0.25)
@@ -82,14 +86,18 @@ def iq2_s(blocks: np.ndarray) -> Parts:
 
 
 def iq3_xxs(blocks: np.ndarray) -> Parts:
-    """Bytes of 64 points of four values, then eight words with signs and the scale of 32 values."""
+    """Return the parts of IQ3_XXS blocks: bytes of 64 points of four values, then eight words with signs and the scale
+    of 32 values.
+    """
     held = words(blocks, 66, 98, "<u4")
     scales = half(blocks, 0) * (np.float32(0.5) + (held >> 28).astype(np.float32)) * np.float32(0.5)
     return _signed(_grid("IQ3_XXS")[blocks[:, 2:66]], _even_signs(_sevens(held)), scales)
 
 
 def iq3_s(blocks: np.ndarray) -> Parts:
-    """Low bytes of 64 points of four values, their high bits, signs, then scales of eight groups in nibbles."""
+    """Return the parts of IQ3_S blocks: low bytes of 64 points of four values, their high bits, signs, then scales of
+    eight groups in nibbles.
+    """
     named = blocks[:, 2:66] | (fields(blocks[:, 66:74], 1).reshape(-1, 64).astype(np.uint16) << 8)
     scales = half(blocks, 0) * (1 + 2 * fields(blocks[:, 106:110], 4).reshape(-1, 8)).astype(np.float32)
     return _signed(_grid("IQ3_S")[named], _signs(blocks[:, 74:106]), scales)
@@ -102,7 +110,9 @@ def _shifted(points: np.ndarray, is_lower: np.ndarray, scales: np.ndarray) -> Pa
 
 
 def iq1_s(blocks: np.ndarray) -> Parts:
-    """Low bytes of 32 points, then eight words: three high bits of four points, the scale, whether they move down."""
+    """Return the parts of IQ1_S blocks: low bytes of 32 points, then eight words: three high bits of four points, the
+    scale, whether they are shifted down.
+    """
     held = words(blocks, 34, 50, "<u2")
     high = (held[..., None] >> np.arange(0, 12, 3, dtype=np.uint16)) & 7
     named = blocks[:, 2:34] | (high.reshape(-1, 32) << 8)
@@ -111,8 +121,9 @@ def iq1_s(blocks: np.ndarray) -> Parts:
 
 
 def iq1_m(blocks: np.ndarray) -> Parts:
-    """Low bytes of 32 points, nibbles with their high bits and whether they move down, then four words: of each four
-    scales of three bits, and a nibble of the float16 that multiplies all."""
+    """Return the parts of IQ1_M blocks: low bytes of 32 points, nibbles with their high bits and whether they are
+    shifted down, then four words: of each four scales of three bits, and a nibble of the float16 that multiplies all.
+    """
     high = fields(blocks[:, 32:48], 4).reshape(-1, 32)
     named = blocks[:, :32] | ((high & 7).astype(np.uint16) << 8)
     held = words(blocks, 48, 56, "<u2")

@@ -94,7 +94,7 @@ class LatentShape:
 
 
 def why_not_latent(spec: AttentionSpec) -> str | None:
-    """Reason why the kernel does not support keys and values of these widths, None if it does."""
+    """Return the reason why the kernel does not support keys and values of these widths, None if it does."""
     dims = f"values of {spec.v_head_dim} in keys of {spec.head_dim}"
     if spec.head_dim > 576 or spec.v_head_dim > 512:
         return f"{dims}: more than 512 in 576"

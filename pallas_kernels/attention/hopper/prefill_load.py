@@ -143,7 +143,7 @@ class Refs(NamedTuple):
 
 
 def scratch(shape: Shape) -> list[Any]:
-    """Shared memory and barriers of `Refs`, in order."""
+    """Return the shared memory and barriers of `Refs`, in its order."""
     head_dim, block, stages = shape.spec.head_dim, shape.block_kv, shape.stages
     arrivals = 1 if shape.widens else shape.boxes
     buffers = [
@@ -183,7 +183,7 @@ class Tile(NamedTuple):
     num_blocks: Any
 
     def begin(self, shape: Shape):
-        """First key of the first block."""
+        """Return the index of the first key of the tile's first block."""
         return self.first_box * shape.box
 
 
@@ -192,7 +192,7 @@ def load_row(shape: Shape, token):
 
 
 def tile_count(shape: Shape, refs: Refs, cta):
-    """Number of tiles of this CTA."""
+    """Return the number of tiles that this CTA processes."""
     total, num_ctas = refs.num_items[0] * shape.num_groups, shape.num_ctas
     rounds = lax.div(total, jnp.int32(num_ctas))
     return rounds + (_index_in_round(shape, cta, rounds) < total - rounds * num_ctas).astype(jnp.int32)

@@ -152,7 +152,7 @@ FETCH_SEGMENT, FETCH_BLOCK, SLOT, TABLE_ROW = range(4)
 
 
 def segments_before(refs: Refs, tile) -> jax.Array:
-    """Number of segments in the tiles before `tile`."""
+    """Return the number of segments in the tiles before `tile`."""
     return refs.walk.tile_start[jnp.minimum(tile, refs.walk.tile_start.shape[0] - 1)]
 
 
@@ -237,7 +237,7 @@ def _page_copy(refs: Refs, plan: Plan, page, slot, index) -> Any:
 
 
 def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
-    """Number of an item's pages."""
+    """Return the number of pages that an item covers."""
     return jnp.clip(num_pages(segment, plan) - item[1] * plan.blocks.pages, 0, plan.blocks.pages)
 
 

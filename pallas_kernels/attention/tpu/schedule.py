@@ -122,5 +122,5 @@ def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """Number of true elements along the last axis."""
+    """Return the number of true elements along the last axis."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)

@@ -40,18 +40,20 @@ class Blocks(NamedTuple):
 
 
 def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Windows of the keys of each of `num_kv_heads` in a row of the pool."""
+    """Return the windows (columns, in whole tiles) of the keys of each of `num_kv_heads` in a row of the pool."""
     return tuple(_window(head * _stride(spec), spec.head_dim) for head in range(num_kv_heads))
 
 
 def value_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Windows of the values of each of `num_kv_heads` in a row of the pool: after its keys, or at their beginning."""
+    """Return the windows (columns, in whole tiles) of the values of each of `num_kv_heads` in a row of the pool: after
+    its keys, or at their beginning.
+    """
     behind = 0 if spec.values_in_keys else spec.head_dim
     return tuple(_window(head * _stride(spec) + behind, spec.v_head_dim) for head in range(num_kv_heads))
 
 
 def _stride(spec: AttentionSpec) -> int:
-    """Columns between the starts of consecutive kv heads in a row."""
+    """Return the columns between the starts of consecutive kv heads in a row of the pool."""
     return spec.head_dim if spec.values_in_keys else spec.head_dim + spec.v_head_dim
 
 
@@ -67,7 +69,7 @@ def lies_by_token(num_kv_heads: int, group: int) -> bool:
 
 
 def buffer_lanes(row_lanes: int) -> int:
-    """Lanes that a row of `row_lanes` takes in VMEM.
+    """Return the lanes that a row of `row_lanes` takes in VMEM.
 
     Tiles of one head lie a row apart. Where that is a multiple of four tiles they share a bank of VMEM, which gives one
     a cycle; an unused tile at the end of each row spreads them.
@@ -117,7 +119,8 @@ def choose_blocks(
 def choose_parts(
     sizes: TpuAttention, *, num_kv_heads: int, group: int, block_q: int, pages: int, page_size: int
 ) -> int:
-    """Number of parts into which a tile's work on a block of `pages` is cut; 1 where several heads overlap instead.
+    """Return the number of parts into which a tile's work on a block of `pages` is cut; 1 where several heads overlap
+    instead.
 
     One part has its softmax while the next has its scores. Parts are of the block's pages for a tile of one token, else
     of the tile's tokens.

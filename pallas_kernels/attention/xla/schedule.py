@@ -167,7 +167,7 @@ def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """Number of true elements along the last axis."""
+    """Return the number of true elements along the last axis."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 

@@ -38,7 +38,7 @@ class Drafter(StageExtension):
         """Prepare the programs. params: weights of the draft model or head, an nnx.State or its leaves, on the target's
         mesh.
 
-        cache_dir: the directory of the ExecutableCache, whose ConfigError comes out.
+        cache_dir: the directory of the ExecutableCache, whose ConfigError is raised.
         """
         self.programs = programs
         self.models = [programs.model]

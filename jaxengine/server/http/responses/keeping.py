@@ -207,7 +207,7 @@ class Keeper:
 
     Attributes:
       previous: id of the stored response that it continues.
-      asked: what it adds to that response's conversation.
+      asked: messages that it adds to that response's conversation.
     """
 
     store: Responses
@@ -241,7 +241,9 @@ class Keeper:
         raise OverloadedError("the store of responses was started again several times")
 
     async def keep(self, making: Making, shown: Json, *, is_running: bool = False) -> None:
-        """Stores a state. A failure is only logged: even a stored response might be evicted at once."""
+        """Store a state of the response, as `put` does, but only log a failure: a stored response might be evicted at
+        once anyway.
+        """
         try:
             await self.put(making, shown, is_running=is_running)
         except (EngineDeadError, OverloadedError) as error:
