@@ -32,7 +32,8 @@ def ragged_paged_attention(
     """Compute softmax attention over pages: (output [T, N, Hv], log-sum-exp [T, N]), both float64.
 
     A token that belongs to no sequence gives output 0 and lse -inf; so does a token that sees no key, except that a
-    sink logit takes part in its lse. Reads exactly the visible slots, so anything else may hold NaN.
+    sink logit takes part in its lse. Reads exactly the visible slots, so anything else may hold NaN. k_pages, v_pages:
+    [P, page_size, K, H or Hv]. Other arguments: see RaggedBatch, AttentionSpec and attention.op.ragged_paged_attention.
     """
     num_tokens, num_q_heads, _ = q.shape
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
@@ -70,7 +71,8 @@ def visible_keys(
 ) -> np.ndarray:
     """Return the positions of the keys that new token `index` of a sequence sees, ascending.
 
-    tree_row: bit b says whether the token sees new token b of its sequence; it narrows the causal range.
+    num_computed, q_len: tokens of the sequence before the step, and its new tokens. window, chunk: see AttentionSpec;
+    None for none. tree_row: bit b says whether the token sees new token b of its sequence; it narrows the causal range.
     """
     position = num_computed + index
     keys = np.arange(position + 1 if causal else num_computed + q_len)
@@ -97,7 +99,11 @@ def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tupl
 def kv_cache_update(
     k_pages: np.ndarray, v_pages: np.ndarray, k: np.ndarray, v: np.ndarray, slot_mapping: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies of k_pages [P, page_size, K, H] and v_pages with tokens written to their slots; -1 is dropped."""
+    """Return copies of k_pages [P, page_size, K, H] and v_pages with k [T, K, H] and v [T, K, Hv] written to their
+    slots.
+
+    slot_mapping: i32 [T], the slot of each token; -1 drops it.
+    """
     k_pages, v_pages = k_pages.copy(), v_pages.copy()
     page_size = k_pages.shape[1]
     for token, slot in enumerate(slot_mapping):
@@ -133,6 +139,9 @@ def lora_product(
 ) -> np.ndarray:
     """Compute what the adapter in each row's slot adds to the product, float64 [T, out of all sources]; zeros for slot
     -1.
+
+    x: [T, in]. a: [modules, slots, rank, in]. bs: for each source, [slots, rank, out]. slots: i32 [T]. modules: for
+    each source, its module in `a`.
     """
     out = np.zeros((len(x), sum(b.shape[2] for b in bs)))
     for row, slot in enumerate(slots):
@@ -152,7 +161,10 @@ def causal_conv(
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute a causal convolution of x [T, C] along each sequence: (y [T, C], the windows after the step), both
-    float64; see jaxengine.pallas_kernels.state.conv.
+    float64.
+
+    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.conv; cu_q_lens and num_seqs are those
+    of RaggedBatch, reads and writes those of StateRows.
     """
     y, windows, kernel = np.zeros(x.shape), windows.astype(np.float64), weight.shape[1]
     for seq in range(num_seqs):
@@ -180,8 +192,10 @@ def gated_delta_rule(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the gated delta rule along each sequence: (o [T, N, Hv], the states after the step), both float64; see
-    jaxengine.pallas_kernels.state.delta.
+    """Compute the gated delta rule along each sequence: (o [T, N, Hv], the states after the step), both float64.
+
+    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.delta; cu_q_lens and num_seqs are
+    those of RaggedBatch, reads and writes those of StateRows.
     """
     q, k, v, decay, beta, state = (array.astype(np.float64) for array in (q, k, v, decay, beta, state))
     o, group = np.zeros(v.shape), v.shape[1] // q.shape[1]
@@ -208,8 +222,10 @@ def state_space(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute Mamba-2's recurrence along each sequence: (y [T, N, P], the states after the step), both float64; see
-    jaxengine.pallas_kernels.state.space.
+    """Compute Mamba-2's recurrence along each sequence: (y [T, N, P], the states after the step), both float64.
+
+    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.space; cu_q_lens and num_seqs are
+    those of RaggedBatch, reads and writes those of StateRows.
     """
     x, b, c, decay, dt, state = (array.astype(np.float64) for array in (x, b, c, decay, dt, state))
     y, group = np.zeros(x.shape), x.shape[1] // b.shape[1]
@@ -233,6 +249,9 @@ def _recur(
 ) -> None:
     """Update each sequence's matrices in `state` in place, by calling take(token, head, matrix of the head) for every
     token.
+
+    cu_q_lens, num_seqs: as in RaggedBatch. reads, writes: the row of `state` from which each sequence's matrices come
+    (-1: zeros) and to which they go (out of range: nowhere).
     """
     for seq in range(num_seqs):
         first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])

@@ -34,8 +34,10 @@ class Entry(NamedTuple):
     sizes: dict[str, int]  # fields of tuning.TpuProducts or tuning.HopperProducts that differ from their defaults
 
     def distance(self, rows: int, size: int, out: int, group: int) -> float:
-        """Return the distance to another shape, in doublings; outputs count half, as they only change the number of
-        tiles.
+        """Return the distance of the entry's shape to another one, in doublings; outputs count half, as they only
+        change the number of tiles.
+
+        rows, size, out, group: rows, inputs and outputs of the product, and inputs per scale.
         """
         pairs = (rows, self.rows), (size, self.size), (group, self.group), (out, self.out)
         steps = [abs(math.log2(a / b)) for a, b in pairs]
@@ -61,8 +63,10 @@ def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int
 
 
 def nearest(chip: str, rows: int, size: int, out: int, group: int, codes: str) -> Entry | None:
-    """Return the entry for a shape, or the one at the least distance from it; None if `chip` has no entry for such
+    """Return the chip's entry for a product's shape, or the one at the least distance; None if it has no entry for such
     codes.
+
+    rows, size, out, group: see Entry.distance. codes: dtype of the codes.
     """
     entries = (Entry(*row) for row in TABLE.get(chip, ()) if row[4] == codes)
     return min(entries, key=lambda entry: entry.distance(rows, size, out, group), default=None)

@@ -83,7 +83,7 @@ class Steps:
             self.add(SamplingParams(temperature=0))
 
     def add(self, params: SamplingParams, bad_words: Any = ()) -> Request:
-        """Queue a request that does not end by itself, and return it."""
+        """Queue a request with these parameters that does not end by itself, and return it."""
         prompt = np.random.default_rng(self._number).integers(3, 30_000, 20).astype(np.int32)
         request = Request(
             str(self._number),

@@ -267,7 +267,10 @@ def train(
 
 
 def write(folder: Path, target: Target, params: Params, lm_head: np.ndarray, drafted: np.ndarray) -> None:
-    """Write the head to `folder` as a checkpoint, under the names that EAGLE-3's authors use."""
+    """Write the head to `folder` as a checkpoint, under the names that EAGLE-3's authors use.
+
+    target: the model it drafts for. drafted: i32 [DRAFTED], the token of each row of lm_head f32 [DRAFTED, D].
+    """
     own = {"norm": "norm.weight", "fc": "fc.weight"}
     tensors = {own.get(name, f"midlayer.{name}.weight"): np.asarray(value) for name, value in params.items()}
     tensors |= {"lm_head.weight": lm_head, "d2t": drafted.astype(np.int64) - np.arange(len(drafted))}

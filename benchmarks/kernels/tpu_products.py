@@ -34,7 +34,9 @@ ROWS = {"decode of 8": 8, "decode of 64": 64, "prefill of 512": 512}
 
 
 def product(rows: int, size: int, out: int, stored: str) -> Any:
-    """Build a product with a matrix of STORED[stored], for `tpu_profile.profile`: kernel, operands and {"bytes"}."""
+    """Build a product of `rows` rows with a matrix [size, out] of STORED[stored], for `tpu_profile.profile`: kernel,
+    operands and {"bytes"}.
+    """
     codes, bits, group, zeros, of_rows = STORED[stored]
     scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)
     args = (

@@ -174,7 +174,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return known.result(outputs)
 
     async def _last(self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None) -> RequestOutput:
-        """Run a request and return its last output."""
+        """Run a request as `generate` does, and return its last output."""
         output = None
         async for each in self.generate(prompt, params, lora_request=lora_request):
             output = each

@@ -18,6 +18,6 @@ def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0))
 
 
 def speed_text(num_prompt_tokens: int, num_generated_tokens: int, seconds: float) -> str:
-    """Format token rates in the wording of vLLM's progress bar."""
+    """Format the rates of prompt tokens and of generated tokens in `seconds`, in the wording of vLLM's progress bar."""
     rates = num_prompt_tokens / max(seconds, 1e-6), num_generated_tokens / max(seconds, 1e-6)
     return f"est. speed input: {rates[0]:.2f} toks/s, output: {rates[1]:.2f} toks/s"

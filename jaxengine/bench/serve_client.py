@@ -303,7 +303,9 @@ def _brings_output(choice: dict[str, Any]) -> bool:
 
 
 async def get_json(server: Server, path: str) -> Any:
-    """Fetch JSON from a route. Raises OSError, or ValueError for invalid JSON or a status other than 200."""
+    """Fetch JSON from a route (`path`) of the server. Raises OSError, or ValueError for invalid JSON or a status other
+    than 200.
+    """
     connection = await Connection.open(server)
     try:
         response = await connection.send("GET", path)

@@ -60,7 +60,11 @@ def recorded(name: str) -> Workload:
 
 
 def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0) -> Workload:
-    """Return requests of random token ids and equal lengths, in tokens. Raises ValueError for a number below 1."""
+    """Return `num_prompts` requests of random token ids, with input_len and output_len tokens each. Raises ValueError
+    for a number below 1.
+
+    vocab_size: upper bound (exclusive) of the ids. seed: of the random numbers.
+    """
     import numpy as np
 
     if min(num_prompts, input_len, output_len) < 1:
@@ -74,8 +78,8 @@ def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: in
     """Return requests with log-normal prompt and output lengths, as in chat traffic: many short ones and a few very
     long.
 
-    max_model_len: limit of a prompt and its output together, each of which has at most half of it. Raises ValueError
-    for less than 16, or no prompts.
+    vocab_size: upper bound (exclusive) of the random token ids. max_model_len: limit of a prompt and its output
+    together, each of which has at most half of it. Raises ValueError for less than 16, or no prompts.
 
     Modelled on the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1: on average 161 prompt
     and 338 output tokens), with shorter outputs for a CPU: medians of 96 prompt and 64 output tokens and a shape of 1.0

@@ -248,7 +248,10 @@ def _keeps_place(module: Module, instruction: Instruction) -> bool:
 
 
 def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) -> list[Instruction]:
-    """Return the results of a fused computation that are as large as its first one; members of a tuple separately."""
+    """Return the results of a fused computation that are as large as its first one; members of a tuple separately.
+
+    body: its instructions; by_name: the same by name.
+    """
     root = next((inner for inner in body if inner.root), None)
     if root is None:
         return []

@@ -95,7 +95,7 @@ def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype:
 
 
 def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
-    """Return the bytes that the cache holds per token and KV head of a layer."""
+    """Return the bytes that a cache of dtype `kv_dtype` holds per token and KV head of a layer: its key and value."""
     spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype, attention.values_in_keys)
     return spec.token_width * jnp.dtype(spec.dtype).itemsize
 

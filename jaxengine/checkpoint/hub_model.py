@@ -82,7 +82,10 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _without_weights(name: str, revision: str | None, config: EngineConfig) -> ConfigError:
-    """Return the error for a repository without safetensors: it lists the weights that it has instead."""
+    """Return the error for a repository without safetensors, which names its pickle weights if it has some.
+
+    name, revision: of the repository. config: for the hub's token.
+    """
     files = list_files(name, revision=revision, token=config.hf_token)
     at_top = [file for file in files if "/" not in file and file != "training_args.bin"]
     pickles = [file for file in at_top if file.endswith(PICKLE_SUFFIXES)]
@@ -94,7 +97,11 @@ def _without_weights(name: str, revision: str | None, config: EngineConfig) -> C
 
 
 def _gguf(repository: str, patterns: Sequence[str], name: str, config: EngineConfig) -> Path:
-    """Downloads the files that the patterns fit: one, or all of a split model, whose first is returned."""
+    """Download the GGUF files of a repository that match `patterns`; return the file, of a model split into several the
+    first.
+
+    name: the model as the user named it. Raises ConfigError if not exactly one model matches.
+    """
     folder = from_hub("model", repository, patterns, config.revision, config)
     every = (path for path in folder.rglob("*.gguf") if path.is_file())
     fitting = (path for path in every if any(fnmatch(str(path.relative_to(folder)), one) for one in patterns))

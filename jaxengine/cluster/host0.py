@@ -378,7 +378,7 @@ def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> No
 
 
 def pump(source: socket.socket, sink: socket.socket) -> None:
-    """Copies bytes until either end is closed."""
+    """Copy bytes from one socket to another until either end is closed."""
     with contextlib.suppress(OSError):
         while part := source.recv(1 << 16):
             sink.sendall(part)

@@ -69,7 +69,9 @@ class Host0(Peers):
         self._channel.send("ready")
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Send host 0 a message; the loss of host 0 is noticed where its messages are received."""
+        """Send host 0 a message: operation `op` with its arrays and fields. The loss of host 0 is noticed where its
+        messages are received.
+        """
         with contextlib.suppress(OSError):
             self._channel.send(op, arrays, **fields)
 

@@ -123,7 +123,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def check_bytes(size: int, limit: int) -> None:
-    """Raises MediaError for a file that is too large."""
+    """Raise MediaError for a file of `size` bytes if that is more than `limit`."""
     if size > limit:
         raise MediaError(f"has {size} bytes or more; allowed are {limit} (max_media_bytes)")
 
@@ -208,7 +208,9 @@ def _decoding(name: str, step: Any) -> Any:
 
 
 def _check_scans(count: int, size: tuple[int, int], options: MediaOptions) -> None:
-    """Raises MediaError for a JPEG whose scans decode too many pixels altogether."""
+    """Raise MediaError for a JPEG whose scans decode too many pixels altogether. count: scans. size:
+    width and height.
+    """
     width, height = size
     most = _FULL_SCANS * options.max_image_pixels
     if count * width * height > most:

@@ -134,7 +134,10 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
 
 
 def _check_types(content: Sequence[Any], where: str) -> None:
-    """Raises RequestError for a part of a type that no model here takes, such as audio."""
+    """Raise RequestError for a part of a message's content of a type that no model here takes, such as audio.
+
+    where: path of the content in the request, for the message.
+    """
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind not in (*_TEXTS, *_READERS):
@@ -239,7 +242,10 @@ def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
 
 
 def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
-    """Raises RequestError for an invalid `detail`. Valid ones are ignored, as no model here uses them."""
+    """Raise RequestError for an invalid `detail` in `holder`. Valid ones are ignored, as no model here uses them.
+
+    where: path of `holder` in the request; param: the request's field; both for the error.
+    """
     if (detail := holder.get("detail")) is not None and detail not in _DETAILS:
         text = f"{where}.detail is {show_value(detail)}; allowed: {', '.join(_DETAILS)}"
         raise RequestError(text, param=param)

@@ -25,7 +25,10 @@ from jaxengine.models.config.model_config import ModelConfig
 def llava_or_pixtral(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:
-    """Return the processor by the tower: Pixtral's takes images of any aspect ratio."""
+    """Return the processor of a LLaVA checkpoint by its vision tower: Pixtral's takes images of any aspect ratio.
+
+    Arguments are those of the processors' classes.
+    """
     kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
     return kind(folder, config_json, model_config, tokenizer)
 

@@ -347,8 +347,8 @@ class InputProcessor:
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
-        """Return the seed of a request without one: it differs per request, and is equal in every run with the same
-        engine seed.
+        """Return the seed of output `index` of request `number`, which has none of its own: it differs per request, and
+        is equal in every run with the same engine seed.
         """
         origin = f"/{self._origin}" if self._origin else ""
         digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()

@@ -145,8 +145,10 @@ def _joined(values: Any) -> np.ndarray:
 def _trained(
     module: Any, params: Any, prompts: Sequence[Sequence[int]], completions: list[list[int]], exact: bool
 ) -> np.ndarray:
-    """Compute log-probabilities f32[N] of the tokens of the completions, one after the other, by the trainer's forward
+    """Compute log-probabilities f32[N] of the tokens of all completions, one after the other, by the trainer's forward
     pass.
+
+    module, params: model and weights. prompts: token ids before each completion. exact: as of `jaxengine.rl.forward`.
     """
     rows = [[*prompt, *own] for prompt, own in zip(prompts, completions, strict=True)]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)

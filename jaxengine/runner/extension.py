@@ -267,7 +267,9 @@ class DeviceExtension:
         return True
 
     def row_section(self, num_rows: int, width: int) -> Any:
-        """Return its abstract section of SampledRows; None for none."""
+        """Return its abstract section of SampledRows for steps of `num_rows` rows with `width` tokens to sample; None
+        for none.
+        """
         return None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:

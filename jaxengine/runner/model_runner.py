@@ -172,8 +172,9 @@ class ModelRunner:
         pending.forwarded = None
 
     def run_epilogue(self, name: str, pending: PendingStep) -> Any:
-        """Dispatch an epilogue on what the newest forward pass left; return its output, on the devices. The engine's
-        other processes do the same.
+        """Dispatch the epilogue `name` on what the newest forward pass left; return its output, on the devices.
+
+        pending: the step, which the output is stored in. The engine's other processes do the same.
         """
         return self._run_epilogue(name, self._size(name, pending.bucket), pending)
 

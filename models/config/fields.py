@@ -92,7 +92,7 @@ _MAXIMA = {
 
 
 def check_size(name: str, value: Any, maximum: int, minimum: int = 1) -> None:
-    """Raise ModelConfigError unless value is an integer within these bounds."""
+    """Raise ModelConfigError unless the field `name` has an integer from `minimum` to `maximum` as its value."""
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise ModelConfigError(f"{name} must be an integer >= {minimum} and <= {maximum}, got {value!r}")
 
@@ -161,7 +161,9 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read a finite number above zero, as a float. Raises ModelConfigError."""
+        """Return the field `name`, a finite number above zero, as a float; `default` if it is missing. Raises
+        ModelConfigError.
+        """
         value = self._get(name, default)
         if value is default:
             return value

@@ -82,7 +82,7 @@ class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
 
 
 def _of_all_layers(fields: ConfigFields, name: str) -> int:
-    """Read an integer, or a list of the same one for each layer. Raises ModelConfigError."""
+    """Return the field `name`: an integer, or a list of equal integers for all layers. Raises ModelConfigError."""
     listed = fields.value(name)
     if not isinstance(listed, list):
         return fields.integer(name)

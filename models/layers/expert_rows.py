@@ -61,7 +61,11 @@ def _mixed_at_once(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> jax.
 
 
 def _mixed_one_by_one(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> jax.Array:
-    """Mix one result of each token at a time, as XLA:TPU stores every array that it reorders."""
+    """Return the weighted sum of each token's results, f32 [T, D], adding one result of each token at a time, as
+    XLA:TPU stores every array that it reorders.
+
+    y: results [M, D]. weights: f32 [T, k]. indexes: i32 [T, k], rows of y.
+    """
     mixed = weights[:, :1] * y[indexes[:, 0]]
     for k in range(1, weights.shape[1]):
         mixed, index = lax.optimization_barrier((mixed, indexes[:, k]))

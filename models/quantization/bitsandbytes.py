@@ -83,7 +83,10 @@ class TableEntries(InOrder):
         return np.ones((last - first, 1), np.float32), None
 
     def _largest(self, module: StoredModule, state: Mapping[str, Any]) -> np.ndarray:
-        """Read absmax of all blocks, f32 [blocks]."""
+        """Return absmax of all blocks, f32 [blocks], decoded if it is quantised itself.
+
+        state: the module's quantisation state as stored.
+        """
         if not self.nested:
             return module.read("weight.absmax")
         entries, scales = module.read("weight.absmax", "uint8"), module.read("weight.nested_absmax")

@@ -161,7 +161,7 @@ def _expression(source: str) -> NamePattern:
 
 
 def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Read a list of names from a quantization_config, () where there is none. Raises ModelConfigError."""
+    """Return the list of names in a field of a quantization_config, () if it is missing. Raises ModelConfigError."""
     entries = settings.get(field) or []
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_NAMES:
         raise bad(field, entries, f"a list of at most {_MAX_NAMES} names")
@@ -187,7 +187,9 @@ def bad(field: str, value: Any, allowed: str) -> ModelConfigError:
 
 
 def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], default: Any = None) -> Any:
-    """Read a field that must have one of these values, of the same type too. Raises ModelConfigError."""
+    """Return a field of a quantization_config that must have one of the `allowed` values, of the same type too;
+    `default` if it is missing. Raises ModelConfigError.
+    """
     value = settings.get(field)
     value = default if value is None else value
     if not any(type(value) is type(each) and value == each for each in allowed):
@@ -196,7 +198,10 @@ def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], defa
 
 
 def group_size(settings: Mapping[str, Any], field: str = "group_size", default: int | None = None) -> int | None:
-    """Read the number of inputs per scale; None (stored as -1) for all. Raises ModelConfigError."""
+    """Return the number of inputs per scale from a field of a quantization_config; None (stored as -1) for all.
+
+    default: value if the field is missing. Raises ModelConfigError.
+    """
     value = settings.get(field)
     value = default if value is None else value
     if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 20):
@@ -205,7 +210,11 @@ def group_size(settings: Mapping[str, Any], field: str = "group_size", default: 
 
 
 def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | None:
-    """Read [rows, columns] of the blocks that share a scale; None where there are none. Raises ModelConfigError."""
+    """Return (rows, columns) of the blocks that share a scale from a field of a quantization_config; None if it is
+    missing.
+
+    Raises ModelConfigError.
+    """
     value = settings.get(field)
     if value is None:
         return None

@@ -117,8 +117,8 @@ def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
 
 
 def _side(vision: ConfigFields, name: str) -> int:
-    """Read the side of a square in pixels, which a file may give twice. Raises ModelConfigError for two different
-    values.
+    """Return the side of a square in pixels from the field `name`, which may have the side twice. Raises
+    ModelConfigError for two different values.
     """
     value = vision.value(name)
     sides = value if isinstance(value, (list, tuple)) else [value]

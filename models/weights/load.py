@@ -134,7 +134,7 @@ def load_group(
 
 
 def begin_assembly(param: DeclaredParam, mesh: Mesh | None, chunk_bytes: int) -> Assembly:
-    """Begin a weight to which tensors are added as they come."""
+    """Begin a weight to which tensors are added as they come. chunk_bytes: most bytes of a copy in host memory."""
     return Assembly(param, mesh, _memory(mesh), chunk_bytes)
 
 

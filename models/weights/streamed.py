@@ -111,7 +111,7 @@ class _Stream:
         self.faults: dict[str, str] = {}
 
     def add(self, name: str, array: Any) -> None:
-        """Take a tensor, and load the weights of which it is the last one. What is wrong is noted for `finish`."""
+        """Take a tensor, and load the weights of which it is the last one. Errors are recorded for `finish`."""
         if name in self._given:
             self.faults[name] = "is given twice"
         elif (fault := fault_of(array)) is not None:

@@ -150,7 +150,12 @@ def _write_runs(
     window: int,
     first_lane: int,
 ):
-    """Write the runs that start in this grid step's window of new tokens. Run r uses buffer r % in_flight."""
+    """Kernel body: write the runs that start in this grid step's window of new tokens. Run r uses buffer r % in_flight.
+
+    first, length: first token and number of tokens of each run; slots: i32 slot of each token; words: the new tokens'
+    keys and values, as words. pool: the pool in HBM; groups: buffers in VMEM. next_run: the first run not written yet.
+    first_lane: where the words begin in a row of the pool.
+    """
     step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
     overlapped = reads_ahead > 0
     in_flight, lanes = groups.shape[0], pl.ds(first_lane, groups.shape[2])

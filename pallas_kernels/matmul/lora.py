@@ -59,7 +59,7 @@ def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dty
 
 
 def slots_of_tile(rank: int, sizes: LoraTiles) -> int:
-    """Return the number of slots whose matrices are multiplied together."""
+    """Return the number of slots whose matrices, of `rank` columns each, are multiplied together in a tile."""
     return max(sizes.columns // rank, 1)
 
 

@@ -130,8 +130,8 @@ class Structured(LoopExtension):
             self.loop.runner.extension("structured").set_masks(masks, of_drafts)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Start the next masks of requests that got a token, and set the stop_reason of those whose
-        mask left no token.
+        """Start the next masks of the requests to which the step's results give a token, and set the stop_reason of
+        those whose mask left no token.
         """
         for request, token_id in result.followed:
             if request.params.grammar is None:

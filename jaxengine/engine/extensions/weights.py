@@ -110,7 +110,7 @@ class Weights(Pauses):
         return super().poll()
 
     def check(self, version: Version | None, mode: PauseMode, kv: KVMode) -> None:
-        """Check the arguments of a weight update. Raises RequestError for one that is not allowed."""
+        """Raise RequestError for an argument of a weight update that is not allowed."""
         _among("mode", mode, get_args(PauseMode))
         _among("kv", kv, get_args(KVMode))
         check_version(version)

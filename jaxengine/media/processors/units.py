@@ -44,7 +44,10 @@ def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dic
 
 
 def check_placeholders(modality: str, shown: str | int, found: int, given: int) -> None:
-    """Raises RequestError if the prompt does not have one placeholder per item. shown: the placeholder."""
+    """Raise RequestError if the prompt does not have one placeholder per item.
+
+    shown: the placeholder. found: placeholders in the prompt; given: items of the modality.
+    """
     if found != given:
         problem = f"the prompt has {found} of the placeholder {shown!r}, and {given} {modality}s are given"
         raise RequestError(f"{problem}: there must be one for each", param="prompt")
@@ -210,7 +213,10 @@ class UnitProcessor:
         return self.pixels.normalized(units)
 
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
-        """Return the result for units all of whose embeddings are in the prompt, in the tower's order."""
+        """Return the Processed item of units all of whose embeddings are in the prompt, in the tower's order.
+
+        patches: f32 [number of patches, features]. rows, columns: units of the item.
+        """
         count = len(patches) // self.tower.merge
         side = self.side // self.patch
         no_columns = np.zeros((0, len(patches)), np.int32)
@@ -225,7 +231,10 @@ class UnitProcessor:
 
 
 def integer_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
-    """Reads an integer from 1 to `most` from mm_processor_kwargs. Raises RequestError."""
+    """Return the option `name` of mm_processor_kwargs, an integer from 1 to `most`; `default` if it is not given.
+
+    Raises RequestError.
+    """
     value = options.get(name, default)
     if type(value) is not int or not 1 <= value <= most:
         raise bad_option(name, value, f"an integer from 1 to {most}")
@@ -233,7 +242,7 @@ def integer_option(options: Mapping[str, Any], name: str, default: int, most: in
 
 
 def boolean_option(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Reads a boolean from mm_processor_kwargs. Raises RequestError."""
+    """Return the option `name` of mm_processor_kwargs, a boolean; `default` if it is not given. Raises RequestError."""
     value = options.get(name, default)
     if not isinstance(value, bool):
         raise bad_option(name, value, "true or false")

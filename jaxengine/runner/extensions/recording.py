@@ -184,7 +184,10 @@ class StepTaker(StageExtension):
             self._states.append([row for row in found if 0 <= row < most])
 
     def _tables(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Return the page tables of each replica as the forward pass reads them."""
+        """Return the page tables of each replica as the forward pass reads them.
+
+        arrays: recorded arrays of the step; the message's changes are applied to the tables of the state.
+        """
         layout, message = self._programs.packer.layouts[bucket], arrays["message"]
         tables = arrays["state/page_table"].reshape(len(message), -1, arrays["state/page_table"].shape[-1])
         return [page_tables(layout, *own) for own in zip(message, tables, strict=True)]
@@ -235,8 +238,8 @@ class StepTaker(StageExtension):
     def _take_pages(
         self, places: Sequence[Sequence[tuple[int, int]]], wanted: Sequence[Sequence[int]]
     ) -> dict[str, np.ndarray]:
-        """Return columns "pages/rank", "pages/layer" and "pages/page" for the pages of `_find_pages`, and "pages/data",
-        their content in the pool now.
+        """Return columns "pages/rank", "pages/layer" and "pages/page" for the pages that `_find_pages` returned, and
+        "pages/data", their content in the pool now.
         """
         found = self._rows("pages", [self._stage.pages.data], wanted, PAGE_ROWS)
         return {**_places("pages", places, ("layer", "page")), "pages/data": found[0]}

@@ -60,7 +60,11 @@ class DeviceState(NamedTuple):
 
 
 def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapping[str, Any]) -> SlotState:
-    """Return the initial state of unused slots. sections: initial arrays of extensions."""
+    """Return the initial state of unused slots.
+
+    num_slots: R. num_tables, num_columns: page tables of a slot, and columns of each. sections: initial arrays of
+    extensions.
+    """
     return SlotState(
         page_table=jnp.zeros((num_tables * num_slots, num_columns), jnp.int32),
         num_computed=jnp.zeros(num_slots, jnp.int32),

@@ -102,7 +102,11 @@ def _fields(source: bytes, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(source: bytes, at: int, path: Path) -> tuple[int, int]:
-    """Read seven bits of each byte, the lowest first, while the eighth is set; returns the number and its end."""
+    """Read the varint at byte `at`: seven bits of each byte, the lowest first, while the eighth is set; return (number,
+    where it ends).
+
+    path: of the file, for errors.
+    """
     value = 0
     for shift, byte in enumerate(source[at : at + MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * shift)

@@ -247,7 +247,9 @@ def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array
 
 
 def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
-    """Return the queries [rows, width] of a part, padded with zeros where a key's window is wider than the key."""
+    """Return the queries [rows, width] of a part of tile `sub`, padded with zeros if a key's window is wider than the
+    key.
+    """
 
     def rows_of(ref):
         if plan.block_q == 1:
@@ -265,7 +267,7 @@ def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
 
 
 def _operand(refs: Refs, plan: Plan, slot, window: Window, part: Part) -> jax.Array:
-    """Return the keys or values [keys, size] of a part."""
+    """Return the keys or values [keys, size] of a part: the columns of `window` of its pages in buffer `slot`."""
     tile = refs.buffer[slot, part.first_page : part.end_page, :, window.start : window.start + window.size]
     return tile.reshape(-1, window.size).astype(plan.operand_dtype)
 
@@ -340,7 +342,9 @@ def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
 
 
 def _store_lse(refs: Refs, sub, head: int, lse: jax.Array) -> None:
-    """Write lane-replicated [rows, LANES] as one row: a column per row would take a whole lane tile of HBM each."""
+    """Write the log-sum-exp of a head's rows in tile `sub`, from lane-replicated `lse` [rows, LANES], as one row: a
+    column per row would take a whole lane tile of HBM each.
+    """
     for first in range(0, lse.shape[0], LANES):
         part = lse[first : first + LANES]
         row, lane = (lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (0, 1))

@@ -205,7 +205,10 @@ def _fold_block(softmax, q, keys: _Keys, visible, step: _Step):
 
 
 def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
-    """Return output and log-sum-exp of an online softmax; a row that has seen nothing gives 0 and -inf."""
+    """Return output and log-sum-exp of an online softmax; a row that has seen nothing gives 0 and -inf.
+
+    largest, total: [...], largest logit and sum of weights of each row. acc: [..., Hv], sum of weighted values.
+    """
     return acc / jnp.where(total > 0, total, 1.0)[..., None], largest + jnp.log(total)
 
 

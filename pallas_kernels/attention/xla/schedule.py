@@ -122,7 +122,10 @@ def _single_tiles(
 
 
 def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
-    """Cut every sequence of several tokens into tiles [n, 1, Q], in token order."""
+    """Cut every sequence of several tokens into tiles [n, 1, Q], in token order.
+
+    num_tokens: of the batch. block_q, block_kv: tokens of a tile, and keys of a block.
+    """
     q_lens = keys.q_lens
     num_seqs, block_q = q_lens.shape[0], min(block_q, num_tokens)
     tiles = jnp.where(q_lens > 1, _ceil_div(q_lens, block_q), 0)
@@ -155,7 +158,10 @@ def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array
 
 
 def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
-    """Build Tiles, deriving their block ranges from the keys that their rows see."""
+    """Build Tiles, deriving their block ranges from the keys that their rows see.
+
+    num_tiles, seqs, tokens, start, end: fields of Tiles. block_kv: keys of a block.
+    """
     never = jnp.iinfo(jnp.int32).max
     low = jnp.min(jnp.where(end > 0, start, never), axis=-1)
     high = jnp.max(end, axis=-1)

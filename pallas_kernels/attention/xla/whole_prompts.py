@@ -80,7 +80,11 @@ def whole_prompt_attention(
 
 
 def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
-    """Attend a prompt of more than BLOCK tokens, number `place` of the schedule's order, and write its rows of o."""
+    """Attend a prompt of more than BLOCK tokens, number `place` in the schedule's order; return o with its rows
+    written.
+
+    q, k, v: [T, heads, head dim] of all prompts. o: [T, N, Hv].
+    """
     prompt = schedule.order[place]
     first, length = schedule.first[prompt], schedule.length[prompt]
     num_blocks = (length + BLOCK - 1) // BLOCK

@@ -50,7 +50,10 @@ def _num_parts(inputs: int) -> int:
 
 
 def _num_terms(shape: tuple[int, ...], contract: int) -> int:
-    """Return the number of terms into which one row's product is cut along the inputs, 0 for none."""
+    """Return the number of terms into which one row's product is cut along the inputs, 0 for none.
+
+    shape: of the matrix. contract: its axis of inputs.
+    """
     inputs = shape[contract]
     fits = [count for count in _TERMS[contract] if inputs % (count * _LANES[contract]) == 0]
     count = max(fits, default=0)

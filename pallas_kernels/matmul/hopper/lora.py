@@ -77,8 +77,10 @@ class _Visits(NamedTuple):
 
 
 def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, interpret: Any) -> jax.Array:
-    """Run the first kernel: f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; parts without a visit
-    may hold anything.
+    """Run the first kernel, rows times A: f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; parts
+    without a visit may hold anything.
+
+    x: rows [T, in]. a: A of all modules and slots, [modules * slots * rank, in].
     """
     rows, stages = shape.row_tiles * shape.tile_rows, shape.stages_of_a
     outer = shape.splits * shape.num_modules * shape.slot_tiles
@@ -190,7 +192,10 @@ def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Ar
 
 
 def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: LoraVisits, interpret: Any) -> jax.Array:
-    """Run the second kernel; return the additions of all visits, f32 [T, out]."""
+    """Run the second kernel, results of the first times B; return the additions of all visits, f32 [T, out].
+
+    inner: result of `_own_columns`. bs: B of each source.
+    """
     rows, stages = shape.parts * WARPGROUP_ROWS, shape.stages_of_b
     # Where the visits of each tile of rows begin, and the last ones end.
     index, tile = jnp.arange(len(visits.row_tile)), jnp.arange(shape.row_tiles + 1)[:, None]

@@ -18,8 +18,10 @@ _CTAS = 2  # CTAs per multiprocessor that inputs are split over
 
 
 def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
-    """Return the reason why XLA multiplies adapters of `size` inputs and sources of these outputs; "" if the kernels
-    do.
+    """Return the reason why XLA multiplies adapters with `size` inputs and sources of `widths` outputs; "" if the
+    kernels do.
+
+    rank: of the pool. dtype: of rows and adapters.
     """
     if dtype != BFLOAT16:
         return "kernels multiply bfloat16"

@@ -56,8 +56,10 @@ def lora_product(
 
 
 def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
-    """Return the reason why XLA multiplies adapters of `size` inputs and sources of these outputs; "" if the kernels
-    do.
+    """Return the reason why XLA multiplies adapters with `size` inputs and sources of `widths` outputs; "" if the
+    kernels do.
+
+    rank: of the pool. dtype: of rows and adapters.
     """
     if dtype != jnp.bfloat16:
         return "kernels multiply bfloat16"
@@ -91,8 +93,10 @@ def _of_slots(
 def _times_a(
     x: jax.Array, a: jax.Array, visits: LoraVisits, num_modules: int, rank: int, sizes: LoraTiles, interpret
 ) -> jax.Array:
-    """Multiply rows by A of their visits: bfloat16 [T, modules * columns of all tiles of slots]; parts without a visit
-    are never read.
+    """Multiply rows x [T, in] by A of their visits: bfloat16 [T, modules * columns of all tiles of slots]; parts
+    without a visit are never read.
+
+    a: A of all modules and slots, [modules * slots * rank, in].
     """
     (num_rows, size), each = x.shape, slots_of_tile(rank, sizes)
     num_slots, num_tiles, columns = len(a) // (num_modules * rank), len(visits.slots) // each, each * rank
@@ -150,7 +154,10 @@ def _add_times_b(
     sizes: LoraTiles,
     interpret,
 ) -> jax.Array:
-    """Add a source's adapters to its columns of y, from column `first` on."""
+    """Add a source's adapters to its columns of y [T, out], from column `first` on; return y.
+
+    inner: result of `_times_a`, of which the part of `module` is used. b: B of the source, [slots * rank, columns].
+    """
     each = slots_of_tile(rank, sizes)
     columns, num_tiles, tile_rows = each * rank, len(visits.slots) // each, tile_rows_of(len(y), sizes)
     # Blocks divide the source's columns and their offset in y.

@@ -239,7 +239,10 @@ def tiles(
 
 
 def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: Any, codes_dtype: Any) -> tuple[int, int]:
-    """Return the bytes in VMEM of two tiles: of rows with their results, and of a matrix's columns."""
+    """Return the bytes in VMEM of two tiles: of `rows` rows with their results, and of `columns` columns of a matrix.
+
+    size: inputs. num_scales: along the inputs, 0 for a plain matrix.
+    """
     of_rows = rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
     return 2 * of_rows, 2 * columns * column_bytes(size, num_scales, codes_dtype)
 
