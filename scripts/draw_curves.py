@@ -1,4 +1,4 @@
-"""Draw the rewards that training scripts print, as a picture in SVG.
+"""Draws the rewards that training scripts print as an image in SVG.
 
     python examples/grpo.py > own.log
     python -m scripts.draw_curves docs/grpo.svg "own loop=own.log" ...
@@ -20,7 +20,7 @@ _LINE = re.compile(r"^step (\d+): reward (\d+\.\d+)", re.MULTILINE)
 
 
 def rewards(log: str) -> list[float]:
-    """The rewards of a log, by step. Raises ValueError for a log without any, or with steps left out."""
+    """Return the rewards of a log, by step. Raises ValueError for a log without rewards, or with steps left out."""
     found = [(int(step), float(reward)) for step, reward in _LINE.findall(log)]
     if not found or [step for step, _ in found] != [*range(len(found))]:
         raise ValueError(f"the log must have a reward for each step from 0, got {len(found)} lines")
@@ -28,7 +28,7 @@ def rewards(log: str) -> list[float]:
 
 
 def svg(curves: Mapping[str, Sequence[float]]) -> str:
-    """A picture of rewards from 0 to 1 by step; a curve has a name."""
+    """Return an SVG image of rewards from 0 to 1 by step. curves: by the name in the legend."""
     steps = max(2, *map(len, curves.values()))
     most = max(0.1, *(max(each) for each in curves.values()))
 
@@ -57,7 +57,7 @@ def svg(curves: Mapping[str, Sequence[float]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the picture. arguments: its path, then NAME=LOG for each curve."""
+    """Write the image. arguments: its path, then NAME=LOG for each curve."""
     path, *pairs = arguments
     logs = [pair.partition("=")[::2] for pair in pairs]
     Path(path).write_text(svg({name: rewards(Path(log).read_text(errors="replace")) for name, log in logs}))

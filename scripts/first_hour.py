@@ -118,7 +118,9 @@ jaxengine bench latency --model model --batch-size 4
 
 
 def table(llm: LLM, folder: Path) -> str:
-    """The table in Markdown. llm: an engine of the small model; folder: an empty one, where the rows' files go."""
+    """Return the table in Markdown. llm: an engine of the small model; folder: an empty one, for files
+    that rows write.
+    """
     lines = ["| what you type | what happens |", "|---|---|"]
     _write_files(folder)
     with contextlib.chdir(folder):
@@ -128,7 +130,7 @@ def table(llm: LLM, folder: Path) -> str:
 
 
 def placed(text: str, rows: str) -> str:
-    """A document with the table between its marks."""
+    """Return the document `text` with the table `rows` between its marks."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{rows}\n{END}{rest.partition(END)[2]}"
 
@@ -155,7 +157,7 @@ def _happens(row: str, llm: LLM) -> str:
 
 
 class _Quiet:
-    """The engine, without its progress bars."""
+    """Wraps the engine and hides its progress bars."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
@@ -165,7 +167,7 @@ class _Quiet:
 
 
 def _python(row: str, llm: LLM) -> str:
-    """Runs statements and tells what the last one, an expression or an assignment, gave."""
+    """Run the statements of a row; return a text that says what the last one, an expression or an assignment, gave."""
     params = SamplingParams(temperature=0, max_tokens=2)
     names: dict[str, Any] = {"Path": Path, "np": np, "jnp": jnp, "LLM": _settled, "llm": _Quiet(llm)}
     names |= {"SamplingParams": SamplingParams, "StructuredOutputsParams": StructuredOutputsParams, "params": params}

@@ -27,7 +27,7 @@ STAMPS = (
 
 
 def generate() -> dict[Path, str]:
-    """Path in the repository -> contents, of every stub."""
+    """Return the contents of every stub, by its path in the repository."""
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.proto"))
     includes = Path(grpc_tools.__file__).parent / "_proto"
     with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +41,7 @@ def generate() -> dict[Path, str]:
 
 
 def without_stamps(source: str) -> str:
-    """The stub without what the tools say of their own version."""
+    """Return a stub without the lines in which the tools state their own versions."""
     for stamp in STAMPS:
         source = re.sub(stamp, "", source)
     return source

@@ -33,7 +33,10 @@ class Paths(NamedTuple):
 
 
 def trace(**options: Any) -> Paths:
-    """Traces a request of twelve tokens that runs alone. options: of the engine, beside a small plan of its steps."""
+    """Run a request of twelve tokens alone, and return the files and calls that it went through.
+
+    options: of the engine, in addition to options for a few small step shapes.
+    """
     from jaxengine import LLM, SamplingParams
 
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128, "disable_log_stats": True}

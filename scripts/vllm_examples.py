@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report_of(folder: Path) -> dict[str, Any]:
-    """What each script below a folder finds of the names that it imports from vllm."""
+    """Return a report on the scripts below a folder, plain JSON values: for each whether the names that it imports from
+    vllm were found, and which were not.
+    """
     rows: dict[str, dict[str, Any]] = {}
     paths = sorted(folder.rglob("*.py"))
     for path in paths:
@@ -71,7 +73,7 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
-    """(module, name or None) of each import from vllm, wherever it stands."""
+    """Yield (module, name or None) of each import from vllm, wherever it stands in the script."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and _is_vllm(node.module or ""):
             yield from ((str(node.module), alias.name) for alias in node.names)
@@ -80,7 +82,9 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
 
 
 def resolve(module: str, name: str | None) -> str:
-    """Whether jaxengine has a name of a module of vLLM's, or the module itself."""
+    """Return FOUND, REFUSED or MISSING: whether jaxengine has a name of a module of vLLM's, or the module itself if
+    name is None.
+    """
     from jaxengine.vllm_names import NotBuiltImportError
 
     try:
@@ -95,7 +99,9 @@ def resolve(module: str, name: str | None) -> str:
 
 
 def run_apart(path: Path, model: str, timeout: float) -> str:
-    """Runs a script in a process of its own; returns "ran", or the last line of its error."""
+    """Run a script in a process of its own, for at most `timeout` seconds; return "ran", or the last
+    line of its error.
+    """
     command = [sys.executable, "-c", f"from {__name__} import run_here; run_here()", str(path), model]
     if __name__ == "__main__":
         command[2] = "from scripts.vllm_examples import run_here; run_here()"
@@ -108,7 +114,7 @@ def run_apart(path: Path, model: str, timeout: float) -> str:
 
 
 def run_here() -> None:
-    """Runs the script that sys.argv names first, as the main program, with the model that it names second."""
+    """Run the script that sys.argv names first, as the main program, with the model that it names second."""
     _, path, model = sys.argv
     sys.meta_path.insert(0, _AsVllm())
     _use_model(model)
@@ -118,7 +124,7 @@ def run_here() -> None:
 
 
 def _use_model(model: str) -> None:
-    """Makes every engine of this process take this model."""
+    """Make every engine of this process load this model, whatever the script names."""
     from jaxengine.config.engine_config import EngineConfig
 
     from_options = EngineConfig.from_options.__func__
@@ -130,7 +136,7 @@ def _use_model(model: str) -> None:
 
 
 class _AsVllm(MetaPathFinder, Loader):
-    """Imports jaxengine's modules under vllm's names."""
+    """Import finder and loader that gives jaxengine's modules under vllm's names."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if _is_vllm(fullname) else None
@@ -139,7 +145,7 @@ class _AsVllm(MetaPathFinder, Loader):
         return import_module(_ours(spec.name))
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module has run already."""
+        """Do nothing: the module has been executed already."""
 
 
 def _is_vllm(module: str) -> bool:

@@ -267,7 +267,7 @@ Every package with the first sentence of its docstring. `tests/test_rooms.py` sa
 
 
 def documents() -> dict[str, str]:
-    """File name in docs/ -> its content."""
+    """Return the content of each generated file, by its name in docs/."""
     return {
         "options.md": _OPTIONS.format(
             engine=_table(EngineConfig),
@@ -332,7 +332,10 @@ def _models() -> Iterator[str]:
 
 
 def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str:
-    """A row for each field of a dataclass but those that users do not give."""
+    """Return a Markdown table with a row for each field of a dataclass, except those named in `without`.
+
+    flags: also give each field's command-line flag.
+    """
     texts, rows = class_texts(cls), ["| option | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(cls):
         if field.name in without:
@@ -369,7 +372,7 @@ def _cell(text: str) -> str:
 
 
 def write_first_hour() -> None:
-    """Runs the rows of scripts.first_hour and puts their table into its document."""
+    """Run the rows of scripts.first_hour and put their table into its document."""
     llm = LLM(first_hour.CHECKPOINT, skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=True)
     with tempfile.TemporaryDirectory() as folder:
         rows = first_hour.table(llm, Path(folder).resolve())

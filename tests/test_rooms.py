@@ -329,13 +329,16 @@ ROOMS = {
         "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.observe jaxengine.server.http:app jaxengine.server.processes"
     ),
+    "jaxengine.server.batch": (
+        "jaxengine.scheduler jaxengine.config jaxengine.api jaxengine.server jaxengine.server.http:app"
+    ),
     "jaxengine.commands": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
         "jaxengine.models jaxengine.models:registry jaxengine.models.weights.formats "
         "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
         "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner.extensions:build jaxengine.runner "
         "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.replay jaxengine.server:entries"
+        "jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

@@ -25,13 +25,12 @@ class EngineDrainingError(EngineDeadError):
 
 
 class EngineClient(Protocol):
-    """Interface of an engine that serves many requests at once. All methods are called on one event loop.
+    """Interface of an engine that serves many requests at once. All methods are called on one event loop."""
 
-    Attributes:
-      inputs: limits, tokenizer, chat template and default sampling parameters.
-    """
-
-    inputs: InputProcessor
+    @property
+    def inputs(self) -> InputProcessor:
+        """Limits, tokenizer, chat template and default sampling parameters."""
+        ...
 
     @property
     def errored(self) -> bool:

@@ -41,6 +41,7 @@ from jaxengine.replay import command as replay
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server import command as server
+from jaxengine.server.batch import command as batch
 from jaxengine.server.observe import trace_command
 from jaxengine.version import __version__
 
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "calibrate", "Measure keys and values over texts, for a quantised KV cache.", _add_calibrate)
     command(commands, "worker", "Run a worker process of an engine that host 0 runs.", _add_worker)
     command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
+    command(commands, "run-batch", "Answer a file of requests, OpenAI's batch form.", batch.add_arguments)
     command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
     command(commands, "replay", "Run a step that record_steps wrote again, here.", replay.add_arguments)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.api.adapters import load_adapter
+from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.errors import ConfigError
 from jaxengine.scheduler.adapter_names import alike
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.server.names import names_of
 from jaxengine.server.options import ServerConfig
 
 
@@ -39,6 +41,21 @@ def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
             raise ConfigError("lora_modules", text[:200], "each name once, whatever its case and white space")
         found.append((name, path))
     return found
+
+
+def load_adapters(core: EngineCore, config: ServerConfig) -> None:
+    """Load the adapters of the option lora_modules into an engine.
+
+    Raises ConfigError for an adapter that the engine refuses, ModelFileError for a folder that holds no adapter.
+    """
+    names = names_of(core.config.model, config)
+    for name, path in read_modules(config.lora_modules):
+        try:
+            refuse_models_name(name, names)
+            store = core.engine.extensions.adapter_store()
+            store.add(name, path, store.free_number(), store.read(path))
+        except RequestError as error:
+            raise ConfigError.because("lora_modules", str(error), "see docs/lora.md") from None
 
 
 def refuse_models_name(name: str, names: Iterable[str]) -> None:

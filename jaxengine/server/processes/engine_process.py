@@ -40,8 +40,7 @@ from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.messages import Call, EndsDelivered, Failure, Finish, Hello, Load, Reply, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
 from jaxengine.server.link.submit_messages import Submit
-from jaxengine.server.lora import read_modules, refuse_models_name
-from jaxengine.server.names import names_of
+from jaxengine.server.lora import load_adapters
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
 
@@ -343,18 +342,6 @@ def _failure(error: RequestError) -> Failure:
     return Failure(kind, str(error), error.param)
 
 
-def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
-    """Loads the adapters of lora_modules. Raises ConfigError, ModelFileError."""
-    names = names_of(core.config.model, config)
-    for name, path in read_modules(config.lora_modules):
-        try:
-            refuse_models_name(name, names)
-            store = core.engine.extensions.adapter_store()
-            store.add(name, path, store.free_number(), store.read(path))
-        except RequestError as error:
-            raise ConfigError.because("lora_modules", str(error), "see docs/lora.md") from None
-
-
 def main(child: Child) -> None:
     """Run the process to its end. Its exit status is 2 for an unusable option or model, as the command's; 1 if the
     engine fails later; 0 after the order to stop.
@@ -362,7 +349,7 @@ def main(child: Child) -> None:
     child.end_with_parent()
     try:
         core = EngineCore(EngineConfig(**child.job["engine"]))
-        _load_adapters(core, ServerConfig(**child.job["server"]))
+        load_adapters(core, ServerConfig(**child.job["server"]))
     except (ConfigError, ModelConfigError, ModelFileError, ClusterError, OSError) as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
         child.leave(2)

@@ -1,0 +1,121 @@
+"""`jaxengine run-batch`: its arguments, and its order of work: read all lines, start the engine, answer, write."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.command_line import add_options, given_options
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_flags import add_engine_options, add_model
+from jaxengine.server.options import ServerConfig
+
+if TYPE_CHECKING:
+    from jaxengine.server.batch.lines import BatchLine
+    from jaxengine.server.batch.results import Results
+
+# Options of the server that change answers; the others are about sockets and processes.
+SERVER_OPTIONS = (
+    "served_model_name",
+    "lora_modules",
+    "max_n",
+    "max_prompts",
+    "max_captured_bytes",
+    "max_request_bytes",
+    "chat_template_kwargs_allowed",
+    "trust_request_chat_template",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "reasoning_parser",
+    "response_role",
+    "return_tokens_as_token_ids",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help="requests: one JSON object a line, OpenAI's batch form",
+    )
+    parser.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="results, in the order of the requests; FILE.partial lies beside it until all are there, and a batch that "
+        "was ended goes on from it",
+    )
+    add_options(parser, "server options", ServerConfig, SERVER_OPTIONS)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer a batch. Returns 0, even if some requests were refused: their results say why.
+
+    Raises ConfigError for options, a line that is not a request, or results of another batch; OSError for files that
+    cannot be written; the engine's errors.
+    """
+    from jaxengine.server.batch.lines import read_lines
+    from jaxengine.server.batch.results import Results
+
+    server, options = ServerConfig(**given_options(args, ServerConfig)), given_options(args, EngineConfig)
+    config = EngineConfig.from_options(**options)
+    lines, digest = read_lines(args.input_file)
+    batch = json.dumps([digest, config.model, sorted(map(str, given_options(args, ServerConfig).items()))])
+    with Results(args.output_file, batch) as results:
+        left = [line for line in lines if line.custom_id not in results.known]
+        if len(left) < len(lines):
+            print(f"{len(lines) - len(left)} of {len(lines)} results are there already", file=sys.stderr)
+        try:
+            num_failed = asyncio.run(_answer(left, results, server, options)) if left else 0
+        except BaseException:
+            print(f"{len(results.known)} of {len(lines)} results are kept; the same command goes on", file=sys.stderr)
+            raise
+        results.finish(lines)
+    print(f"{len(lines)} results in {args.output_file}, {num_failed} of {len(left)} requests failed", file=sys.stderr)
+    return 0
+
+
+async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig, options: dict[str, Any]) -> int:
+    """Answer `lines` with a new engine, adding each answer to `results`; return how many requests failed.
+
+    options: of the engine.
+    """
+    from tqdm import tqdm
+
+    from jaxengine.api.async_llm import AsyncLLM
+    from jaxengine.server.batch.run import run_lines
+    from jaxengine.server.http.app import create_app
+    from jaxengine.server.lora import load_adapters
+
+    engine = AsyncLLM(**options)
+    num_failed = num_tokens = 0
+    try:
+        load_adapters(engine.core, server)
+        app = create_app(engine, server)
+        runner = engine.core.runner
+        assert runner.config.max_num_seqs is not None
+        # Twice as many as run at once: one is waiting whenever another ends.
+        concurrency = 2 * runner.config.max_num_seqs * runner.config.data_parallel_size
+        with tqdm(total=len(lines), desc="Requests", unit="request", disable=None) as bar:
+
+            def done(line: BatchLine, status: int, answer: Any) -> None:
+                nonlocal num_failed, num_tokens
+                num_failed += status >= 400
+                usage = answer.get("usage") if isinstance(answer, dict) else None
+                num_tokens += (usage or {}).get("completion_tokens") or 0
+                bar.set_postfix(failed=num_failed, tokens=num_tokens, refresh=False)
+                bar.update()
+
+            await run_lines(app, lines, results, concurrency, engine.check_health, done)
+    finally:
+        engine.shutdown()
+    return num_failed

@@ -1,0 +1,125 @@
+"""Lines of a batch: OpenAI's and vLLM's form of a request and of its result, one JSON object per line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.scheduler.errors import show_value
+
+# Routes that a line may name: those whose answer is one JSON object that depends on the line alone.
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/score",
+    "/classify",
+    "/pooling",
+)
+# A key is repeated in the result.
+MAX_ID_CHARS = 512
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """A request of a batch.
+
+    Attributes:
+      number: of its line in the file, from 1.
+      custom_id: the caller's name for it, unique in the file.
+      url: the route that answers it.
+      body: JSON of its body.
+    """
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+    @property
+    def order(self) -> tuple[str, bytes]:
+        """Sort key that puts lines whose prompts begin alike after each other, so that they find each other's prefix in
+        the cache.
+        """
+        fields = json.loads(self.body)
+        start = next(
+            (fields[name] for name in ("messages", "prompt", "input", "query", "text_1") if name in fields), None
+        )
+        return self.url, json.dumps([fields.get("tools"), start], sort_keys=True).encode()
+
+
+def read_lines(path: str) -> tuple[list[BatchLine], str]:
+    """Return the requests of a file, and the SHA-256 of its bytes in hexadecimal. Empty lines are skipped.
+
+    Raises:
+      ConfigError: the file is missing or unreadable, or a line is not a request; the message has the line's number.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError("input_file", path, "a file on this machine, with one JSON object a line")
+    data = file.read_bytes()
+    found: list[BatchLine] = []
+    numbers: dict[str, int] = {}
+    for number, text in enumerate(data.split(b"\n"), 1):
+        if not text.strip():
+            continue
+        line = _read_line(path, number, text)
+        if (first := numbers.setdefault(line.custom_id, number)) != number:
+            raise _wrong(path, number, f"custom_id {show_value(line.custom_id)} is that of line {first} too")
+        found.append(line)
+    if not found:
+        raise ConfigError.because("input_file", f"{path} has no requests", "give a file with one JSON object a line")
+    return found, hashlib.sha256(data).hexdigest()
+
+
+def _read_line(path: str, number: int, text: bytes) -> BatchLine:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, number, f"it is not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise _wrong(path, number, "it is not a JSON object")
+    custom_id, method, url, body = (fields.get(name) for name in ("custom_id", "method", "url", "body"))
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        allowed = f"a string of 1 to {MAX_ID_CHARS} characters"
+        raise _wrong(path, number, f"custom_id must be {allowed}, got {show_value(custom_id)}")
+    if method != "POST":
+        raise _wrong(path, number, f"method must be 'POST', got {show_value(method)}")
+    if url not in URLS:
+        raise _wrong(path, number, f"url must be one of {', '.join(URLS)}, got {show_value(url)}")
+    if not isinstance(body, dict):
+        raise _wrong(path, number, f"body must be a JSON object, got {show_value(body)}")
+    if body.get("stream"):
+        raise _wrong(path, number, "body.stream must be false: a batch has whole answers")
+    return BatchLine(number, custom_id, url, json.dumps(body).encode())
+
+
+def _wrong(path: str, number: int, problem: str) -> ConfigError:
+    return ConfigError.because("input_file", f"{path}, line {number}: {problem}", "mend that line")
+
+
+def result_line(line: BatchLine, status: int, answer: Any) -> bytes:
+    """Return the result of a request as a line of the output file, line break included.
+
+    status: of HTTP. answer: JSON value of its body; for a status of 400 and above, OpenAI's object with `error`.
+    """
+    failed = status >= 400
+    error = answer.get("error", answer) if failed and isinstance(answer, dict) else None
+    response = {"status_code": status, "request_id": f"batch-{uuid.uuid4().hex}", "body": answer}
+    result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
+    return json.dumps(result, ensure_ascii=False).encode() + b"\n"
+
+
+def in_order(lines: Iterable[BatchLine], results: dict[str, bytes]) -> Iterable[bytes]:
+    """Return the results, given by custom_id, in the order of the lines that they belong to."""
+    return (results[line.custom_id] for line in lines)

@@ -1,0 +1,91 @@
+"""Runs the requests of a batch through the HTTP application, without a socket: each is checked, rendered and answered
+as a server would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from jaxengine.server.batch.lines import BatchLine, result_line
+from jaxengine.server.batch.results import Results
+
+
+async def run_lines(
+    app: ASGIApp,
+    lines: Sequence[BatchLine],
+    results: Results,
+    concurrency: int,
+    check: Callable[[], Awaitable[None]],
+    done: Callable[[BatchLine, int, Any], None],
+) -> None:
+    """Answer `lines`, `concurrency` of them at a time, those whose prompts begin alike one after the other.
+
+    app: the HTTP application. results: receives each result. check: raises an error if the engine has failed, so that
+    its failure does not become a request's result. done: called after each result was stored, with its line, status and
+    answer.
+
+    Raises the error of `check`, or OSError if results cannot be written; requests in progress are cancelled then.
+    """
+    waiting = sorted(lines, key=lambda line: line.order, reverse=True)
+
+    async def work() -> None:
+        while waiting:
+            line = waiting.pop()
+            status, answer = await call(app, line.url, line.body)
+            await check()
+            results.add(line, result_line(line, status, answer))
+            done(line, status, answer)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(waiting))):
+                group.create_task(work())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def call(app: ASGIApp, url: str, body: bytes) -> tuple[int, Any]:
+    """POST a JSON body to a route of the application; return (HTTP status, the answer's JSON value).
+
+    An answer that is not JSON, such as embeddings as plain bytes, becomes an error with status 400.
+    """
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "raw_path": url.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 0),
+        "state": {},
+    }
+    sent, status, chunks = False, 500, []
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:  # the caller never leaves: whoever asks waits until the answer is there
+            await asyncio.Event().wait()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            chunks.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    try:
+        return status, json.loads(b"".join(chunks))
+    except ValueError:
+        return 400, {"error": {"message": "the answer is not JSON, and a batch has JSON alone", "code": 400}}

@@ -1,0 +1,174 @@
+"""`jaxengine run-batch`: lines are checked before anything starts, results are kept one by one, and a batch goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxengine.api import async_llm
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.commands.cli import main
+from jaxengine.config.errors import ConfigError
+from jaxengine.server.batch.lines import read_lines
+from jaxengine.server.batch.results import Results
+from jaxengine.server.batch.run import run_lines
+from tests.tables import each_row
+
+CHAT = "/v1/chat/completions"
+
+
+def request(custom_id: Any = "a", url: str = CHAT, method: str = "POST", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
+
+
+def written(folder: Path, *lines: str) -> str:
+    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    return str(folder / "in.jsonl")
+
+
+@each_row(
+    ("second", "problem"),
+    [
+        ("{", "line 2: it is not JSON"),
+        ("[" * 100_000, "line 2: it is not JSON"),
+        ("[]", "line 2: it is not a JSON object"),
+        (request(""), "line 2: custom_id must be a string of 1 to 512 characters, got ''"),
+        (request(7), "line 2: custom_id must be a string of 1 to 512 characters, got 7"),
+        (request("a"), "line 2: custom_id 'a' is that of line 1 too"),
+        (request("b", method="GET"), "line 2: method must be 'POST', got 'GET'"),
+        (request("b", "/v1/files"), "line 2: url must be one of /v1/chat/completions"),
+        (request("b", stream=True), "line 2: body.stream must be false"),
+        ('{"custom_id": "b", "method": "POST", "url": "/v1/completions"}', "line 2: body must be a JSON object"),
+    ],
+)
+def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path, second, problem):
+    with pytest.raises(ConfigError) as error:
+        read_lines(written(tmp_path, request("a"), second))
+    assert problem in str(error.value)
+
+
+def test_a_file_without_requests_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no requests"):
+        read_lines(written(tmp_path, "", " "))
+    with pytest.raises(ConfigError, match="input_file is .* a file on this machine"):
+        read_lines(str(tmp_path / "none"))
+
+
+class FakeApp:
+    """Answers with the request's own prompt; a prompt "wrong" is refused."""
+
+    def __init__(self):
+        self.seen: list[str] = []
+        self.most = self.now = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = json.loads((await receive())["body"])
+        self.seen.append(body["prompt"])
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0)
+        self.now -= 1
+        failed = body["prompt"] == "wrong"
+        answer = {"error": {"message": "no", "code": 400}} if failed else {"said": body["prompt"], "usage": {}}
+        await send({"type": "http.response.start", "status": 400 if failed else 200, "headers": []})
+        text = json.dumps(answer).encode()
+        await send({"type": "http.response.body", "body": text[:3], "more_body": True})
+        await send({"type": "http.response.body", "body": text[3:]})
+
+
+PROMPTS = ["one more", "wrong", "one", "two more", "two", "one and one"]
+
+
+def batch(tmp_path: Path) -> Any:
+    ids = enumerate(PROMPTS)
+    return read_lines(written(tmp_path, *(request(f"id {at}", "/v1/completions", prompt=each) for at, each in ids)))[0]
+
+
+async def healthy() -> None: ...
+
+
+def run_some(app: FakeApp, lines: Any, results: Results, limit: int = 99) -> None:
+    """Answers lines until `limit` results are there, and then fails as a killed process would end."""
+
+    def done(*_: Any) -> None:
+        if len(results.known) == limit:
+            raise OSError("the disk is full")
+
+    left = [line for line in lines if line.custom_id not in results.known]
+    asyncio.run(run_lines(app, left, results, 2, healthy, done))
+
+
+def test_results_are_in_order_and_say_what_failed(tmp_path):
+    app, lines, output = FakeApp(), batch(tmp_path), tmp_path / "out.jsonl"
+    with Results(str(output), "a batch") as results:
+        run_some(app, lines, results)
+        assert not output.exists()
+        results.finish(lines)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["custom_id"] for row in rows] == [f"id {at}" for at in range(6)]
+    assert len({row["id"] for row in rows}) == len({row["response"]["request_id"] for row in rows}) == 6
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        failed = prompt == "wrong"
+        assert row["response"]["status_code"] == (400 if failed else 200)
+        assert row["error"] == ({"message": "no", "code": 400} if failed else None)
+        assert failed or row["response"]["body"]["said"] == prompt
+    # Those that begin alike follow each other.
+    assert app.seen == ["one and one", "one more", "one", "two more", "two", "wrong"] and app.most == 2
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"custom_id": "id 0", "resp', b"garbage\n", b"[]\n", b'{"custom_id": 3}\n'])
+def test_a_batch_that_was_ended_goes_on(tmp_path, torn):
+    lines, output = batch(tmp_path), str(tmp_path / "out.jsonl")
+    first, second = FakeApp(), FakeApp()
+    with Results(output, "a batch") as results, pytest.raises(OSError, match="disk is full"):
+        run_some(first, lines, results, limit=3)
+    partial = Path(f"{output}.partial")
+    partial.write_bytes(partial.read_bytes() + torn)
+    with pytest.raises(ConfigError, match="results of another batch; name another output file"):
+        Results(output, "another batch")
+    with Results(output, "a batch") as results:
+        num_known = len(results.known)
+        assert num_known >= 3
+        run_some(second, lines, results)
+        results.finish(lines)
+    assert len(second.seen) == 6 - num_known
+    rows = [json.loads(line) for line in Path(output).read_text().splitlines()]
+    assert [row["custom_id"] for row in rows] == [f"id {at}" for at in range(6)]
+
+
+def test_an_engine_that_fails_is_no_result(tmp_path):
+    async def dead() -> None:
+        raise EngineDeadError("the engine has failed")
+
+    lines = batch(tmp_path)
+    with Results(str(tmp_path / "out.jsonl"), "a batch") as results, pytest.raises(EngineDeadError):
+        asyncio.run(run_lines(FakeApp(), lines, results, 2, dead, lambda *_: None))
+    assert not results.known
+
+
+def test_the_command_answers_as_a_server_does(chat_engine, monkeypatch, tmp_path, capsys):
+    """With the engine of other tests in place of one of its own."""
+    monkeypatch.setattr(async_llm, "AsyncLLM", lambda **options: chat_engine)
+    monkeypatch.setattr(chat_engine, "shutdown", lambda: None, raising=False)
+    message = {"role": "user", "content": "hi"}
+    path = written(
+        tmp_path,
+        request("chat", messages=[message], max_tokens=3, temperature=0),
+        request("none", messages=[]),
+        request("text", "/v1/completions", prompt="hi", max_tokens=2, temperature=0, stop="zzz"),
+        request("embed", "/v1/embeddings", input="hi"),
+    )
+    output = str(tmp_path / "out.jsonl")
+    assert main(["run-batch", "model", "-i", path, "-o", output]) == 0
+    rows = {row["custom_id"]: row["response"] for row in map(json.loads, Path(output).read_text().splitlines())}
+    assert list(rows) == ["chat", "none", "text", "embed"]
+    assert rows["chat"]["status_code"] == 200 and rows["chat"]["body"]["usage"]["completion_tokens"] == 3
+    assert rows["none"]["status_code"] == 400 and "messages" in rows["none"]["body"]["error"]["message"]
+    assert rows["text"]["body"]["object"] == "text_completion"
+    assert rows["embed"]["status_code"] in (400, 404)
+    assert "4 results in" in capsys.readouterr().err
