@@ -1,6 +1,7 @@
 """Writes a draft model for the default model: its own first layers with its head behind them, not trained.
 
-    python -m benchmarks first_layers FOLDER python -m benchmarks drafts --draft FOLDER --drafts 3
+    python -m benchmarks first_layers FOLDER
+    python -m benchmarks drafts --draft FOLDER --drafts 3
 
 It shows what a draft model costs and that it changes no token, not what a good one gains: a draft costs as many of the
 model's layers as it has, and layers that were not trained to be the last seldom predict what the model does.

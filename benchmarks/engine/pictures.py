@@ -3,12 +3,12 @@
 A model of Qwen3-VL's shape with random weights, large enough that a step takes some ten milliseconds on a processor, is
 served as a user starts it.
 
-sizes: 200 prompts of images and videos of odd sizes, alone and several at once, mixed with prompts of text. hostile:
-files that are damaged, too large, bombs or not images, and addresses that must not be fetched or never answer,
+sizes: 200 prompts of images and videos of odd sizes, alone and several at once, mixed with prompts of text.
+hostile: files that are damaged, too large, bombs or not images, and addresses that must not be fetched or never answer,
     one after the other while four streams of text run. The times between tokens are compared with those of the same
-      streams alone, alternately, because a shared processor is not equally fast all the time; and with those beside as
-      many requests without an image that are refused for one number, which any request costs if client and server share
-      the processor.
+    streams alone, alternately, because a shared processor is not equally fast all the time; and with those beside as
+    many requests without an image that are refused for one number, which any request costs if client and server share
+    the processor.
 again: images that are asked about twice; how much the second request computed, and tokens per second with images and
     without.
 gaps: the longest time between two tokens of four streams of text, alone and while one new image arrives, of half of

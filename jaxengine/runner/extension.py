@@ -2,11 +2,12 @@
 
 - `DeviceExtension`, one for each pipeline stage, declares what is compiled: sections of the device state, fields of the
   message, inputs and outputs of forward passes, epilogues, state changes and further programs. It allocates nothing.
-- `StageExtension`, of a running stage, holds its arrays and runs its programs before and after forward passes. -
-`HostExtension` has the functions that the engine's loop calls, and is found by `ModelRunner.extension(name)`.
+- `StageExtension`, of a running stage, holds its arrays and runs its programs before and after forward passes.
+- `HostExtension` has the functions that the engine's loop calls, and is found by `ModelRunner.extension(name)`.
 
-A capability has one name on each floor. One that the engine was not started with is neither imported nor built nor
-called: jaxengine.runner.extensions.build has a row for each. Extensions handle rows and messages, never requests.
+A capability has the same name in every package that has a part of it. One that the engine was not started with is
+neither imported nor built nor called: jaxengine.runner.extensions.build has a row for each. Extensions handle rows and
+messages, never requests.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class DeviceExtension:
     nothing.
 
     Attributes:
-      name: of the capability, the same on each floor.
+      name: of the capability, the same in every package.
       num_tables: number of page tables that it adds after those of the cache groups.
       least_columns: least number of columns that it needs in a page table.
       num_position_rows: sampler rows of a replica that it adds, after those of the slots, for positions of a step.
