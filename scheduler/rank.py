@@ -245,7 +245,7 @@ class Rank:
     def release(self, slot: int) -> None:
         """Free a running request's slot and pages; the request keeps its output.
 
-        With prefix caching all its computed full pages, of generated tokens, too, become findable.
+        With prefix caching all its full pages of computed tokens, generated ones included, are registered in the cache.
         """
         s = self.slots
         request = s.requests[slot]
@@ -386,9 +386,9 @@ class Rank:
         return self.pages.lookup(hashes[: most // self.config.page_size])
 
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
-        """Make the slot's pages findable whose tokens are among its first `num_computed`.
+        """Register in the prefix cache those pages of the slot whose tokens are all among its first `num_computed`.
 
-        count: how many of these tokens the step being scheduled computes, which extensions are told; 0 for none.
+        count: how many of these tokens the step being scheduled computes; passed on to extensions; 0 for none.
         """
         request = self.slots.requests[slot]
         assert request is not None

@@ -45,4 +45,4 @@ class SchedulerExtension:
         """Add this capability's data to the step of all replicas."""
 
     def reset_cache(self) -> None:
-        """Forget what is cached for later requests only."""
+        """Drop cached state that only later requests could use."""

@@ -50,38 +50,40 @@ class WeightMethods(ABC):
         target: Target = "model",
         chunk_bytes: int | None = None,
     ) -> WeightUpdate:
-        """Replaces the model's weights between two steps, all of them or none; compiles nothing.
+        """Replace the model's weights between two steps, all of them or none; compiles nothing.
 
-        Reading and placing happen beside the old weights, while other threads' requests go on. Matrices that were
-        rounded when the engine loaded them are rounded again; weights of drafts and adapters stay.
+        New weights are read and placed in addition to the old ones, while other threads' requests continue. Matrices
+        that were rounded when the engine loaded them are rounded again; weights of drafts and adapters are not
+        replaced.
 
         Args:
           params: tensors by Hugging Face name, as a mapping or as pairs; a folder with safetensors or in device layout;
-            or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied where they lie as the
-            engine's do.
-          version: of the new weights, as `weight_version` and outputs tell it; None counts on.
-          mode: whether running requests go on ("keep"), are waited for ("wait") or end ("abort"). What arrives
-            meanwhile waits in each case.
-          kv: what becomes of keys and values that the old weights made: running requests are computed again
-            ("recompute"), or go on with them ("keep"); "drop" is "recompute", and blanks cached prefixes at once.
-            No request finds pages that other weights have made.
+            or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied if they are on the engine's
+            devices in its layout.
+          version: of the new weights, as reported by `weight_version` and in outputs; None for the last number plus
+            one.
+          mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort"). Requests
+            that arrive meanwhile wait in each case.
+          kv: what happens to keys and values that the old weights computed: running requests are computed again
+            ("recompute"), or continue with them ("keep"); "drop" is "recompute", and clears cached prefixes at once. No
+            request uses cached pages that other weights have computed.
           mapping: from names in params to Hugging Face names, or (name, order of the array's axes or None, function of
-            the array or None), or to ScannedLayers, for an array with a tensor of each layer. Names that it lacks stay
-            as they are.
-          strict: False leaves weights as they are for which params has no tensor.
-          donate: jax arrays in params are deleted as soon as they have been copied, also where a later one is at fault.
-            Those of the engine's own tree that are taken over without a copy are not.
-          target: "draft" replaces the weights of what drafts instead: a draft model, an MTP layer (by the names that
+            the array or None), or to ScannedLayers, for an array with a tensor of each layer. Names that it lacks are
+            not changed.
+          strict: False leaves weights unchanged for which params has no tensor.
+          donate: jax arrays in params are deleted as soon as they have been copied, even if a later one is faulty.
+            Arrays of the engine's own tree that are used without a copy are not deleted.
+          target: "draft" replaces the weights of the drafter instead: a draft model, an MTP layer (by the names that
             the model's checkpoint has for it; other tensors are left out) or an EAGLE-3 head. No token depends on them,
             and version must be None.
-          chunk_bytes: most bytes of copies of tensors in host memory, beside old and new weights, or of one row;
-            None keeps tensors until the weight that they make is whole. An iterator's tensor is let go before the next
-            is asked for. Not counted: a device's part of a weight while it is sent to a device with memory of its own,
-            what lies on one such device of a jax array that is read, and matrices that are rounded or have a format
-            of their own, which are held until they are whole. Must be None for a folder in device layout.
+          chunk_bytes: most bytes of copies of tensors in host memory, in addition to old and new weights, or of one
+            row; None keeps tensors until the weight that they form is complete. An iterator's tensor is released before
+            the next is requested. Not counted: a device's part of a weight while it is sent to a device with memory of
+            its own, parts on one such device of a jax array that is read, and matrices that are rounded or have a
+            format of their own, which are held until they are complete. Must be None for a folder in device layout.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown or of a wrong shape, or
         those given twice, or the first whose numbers are not finite; RequestError for another argument;
-        EngineDeadError. The old weights stay then.
+        EngineDeadError. The old weights are then kept.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -99,17 +101,17 @@ class WeightMethods(ABC):
         mode: PauseMode = "keep",
         kv: KVMode = "recompute",
     ) -> None:
-        """Replaces an adapter's matrices between two steps, or adds an adapter, from memory; compiles nothing.
+        """Replace an adapter's matrices between two steps, or add an adapter, from memory; compiles nothing.
 
         Args:
-          name: as requests name it, in `LoRARequest.lora_name`.
+          name: the adapter's name in requests (`LoRARequest.lora_name`).
           params: tensors by PEFT's names ("base_model.model.NAME.lora_A.weight"), as a mapping or as pairs.
           config: as in PEFT's adapter_config.json; None for that of the adapter which has the name.
           lora_int_id: of a new adapter; None for one that is free. A `LoRARequest` for it may have any path.
           mode: as of `update_weights`, for all requests.
-          kv: as of `update_weights`, for running requests with this adapter. Those of others go on with what they have.
+          kv: as of `update_weights`, for running requests with this adapter. Other requests keep their keys and values.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice or of a wrong
-        shape, or whose numbers are not finite; RequestError; EngineDeadError. The old adapter stays then.
+        shape, or whose numbers are not finite; RequestError; EngineDeadError. The old adapter is then kept.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -166,12 +168,12 @@ class WeightMethods(ABC):
             return _weights_of(self.core).is_paused
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Gives up device memory until `wake_up`; compiled programs stay. Requests of other threads wait.
+        """Free device memory until `wake_up`; compiled programs are kept. Requests of other threads wait.
 
-        level: 1 gives up weights, which host memory keeps, and pages; 2 gives up pages, and weights without a copy, so
-          that `update_weights` must bring new ones; 0 pauses alone.
-        mode: as of `pause_generation`; requests that "keep" keeps are computed again.
-        Raises RequestError for another level or mode.
+        level: 1 frees weights, which are kept in host memory, and pages; 2 frees pages, and weights without a copy, so
+          that `update_weights` must provide new ones; 0 only pauses.
+        mode: as of `pause_generation`; requests kept by "keep" are computed again. Raises RequestError for another
+        level or mode.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -180,11 +182,11 @@ class WeightMethods(ABC):
         self._once_paused(None, lambda: weights.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Puts back what `sleep` gave up, and ends the pause once all is there; ends the pause of an engine that does
-        not sleep.
+        """Restore what `sleep` freed, and end the pause once everything is restored; end the pause of an engine that
+        does not sleep.
 
-        tags: "weights", "kv_cache" or both, the latter by default. Raises RequestError for another tag, and for
-        weights that were given up at level 2 and not replaced.
+        tags: "weights", "kv_cache" or both; None for both. Raises RequestError for another tag, and for weights that
+        were freed at level 2 and not replaced.
         """
         with self._lock:
             _weights_of(self.core).wake(tags)

@@ -37,10 +37,10 @@ def picture_end(data: bytes) -> int:
 
 
 def trimmed_url(url: str) -> str:
-    """Returns a data URL of the same image without white space and without bytes behind its end; `url` itself if it
-    has none.
+    """Return a data URL of the same image without white space and without bytes after the image's end; `url` itself if
+    it has neither.
 
-    Another address, and data that is no image, is returned as it is.
+    Another address, and data that is no image, is returned unchanged.
     """
     if url[:5].lower() != "data:":
         return url

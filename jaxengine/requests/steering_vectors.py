@@ -84,9 +84,12 @@ def _vectors(
     named: Mapping[str, ControlVector],
     every: Mapping[str, Sequence[int]],
 ) -> ControlVector:
-    """Return the vectors f32[D] of an entry by the names of their taps, before its scale.
+    """Return the vectors f32[D] of one entry of `steer`, before its scale, by the names of the taps to which they are
+    added.
 
-    Raises RequestError for another size, and for a name or a tap that the engine does not have.
+    at, vector: fields of the entry; a control vector given by name has its own taps. named: control vectors by name.
+    every: numbers of the layers, by kind of tap, at which the engine can add vectors. Raises RequestError for another
+    size, and for a name or a tap that the engine does not have.
     """
     if isinstance(vector, bytes):
         assert at is not None

@@ -103,7 +103,11 @@ def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tu
 
 
 def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of one mapping with changes, rope in the spelling that the mapping has. Raises ModelConfigError."""
+    """Return the fields of one mapping of a config.json with `changes` applied; rope fields keep the mapping's
+    spelling.
+
+    Raises ModelConfigError.
+    """
     merged = {**_shortened(fields, changes), **{name: value for name, value in changes.items() if name not in _ROPE}}
     if not changes.keys() & {*_ROPE}:
         return merged

@@ -149,9 +149,10 @@ class DecoderStep:
         return kv, self._pages[source]
 
     def _keep(self, number: int, attention: LayerAttention, kv: KVPages) -> None:
-        """Store the pool that a layer returned.
+        """Store the pool that layer `number` returned, as the pool of the next layer.
 
-        A layer with a kv_source writes nothing. Without pages each layer's keys and values are an array of their own.
+        A layer with a kv_source (which reads another layer's keys) wrote nothing. Without pages each layer's keys and
+        values are an array of their own.
         """
         if attention.kv_source is not None:
             return

@@ -129,9 +129,10 @@ def _heads_at_once(num_heads: int) -> int:
 def made_rows(
     attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
 ) -> MadeRows | None:
-    """Compute MadeRows of a step of T = num_tokens tokens; None where it can have none, or where it would not pay.
+    """Compute MadeRows of a step of T = num_tokens tokens; None if the step can have no expanded row, or if expanding
+    would not pay.
 
-    spec: that of attention over latents. batch: with `num_decode`; of its rows the long ones behind the last short one
+    spec: that of attention over latents. batch: with `num_decode`; of its rows the long ones after the last short one
     are expanded. kv: the pool.
     """
     if not makes_rows(attention, kv, num_tokens):

@@ -212,8 +212,8 @@ class PageTables:
                 self._held[index, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Make the pages findable that the slot's first `num_tokens` tokens fill. They count at once, because a step
-        writes all its keys before it reads any.
+        """Register in the prefix cache the pages that the slot's first `num_tokens` tokens fill. They may be used at
+        once, because a step writes all its keys before it reads any.
 
         digests: of the slot's pages from the first one on, as far as they are known.
         """
@@ -230,7 +230,7 @@ class PageTables:
         return num_tokens // self.page_size <= int(self._num_registered[slot])
 
     def release(self, slot: int) -> None:
-        """Free all pages of a slot in all groups; findable ones stay cached. No deltas are written."""
+        """Free all pages of a slot in all groups; registered ones stay in the prefix cache. No deltas are written."""
         end = int(self.num_columns[slot])
         for group in range(self.num_groups):
             pages = self.table[group, slot, :end]

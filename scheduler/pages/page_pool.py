@@ -1,7 +1,7 @@
 """Pages of one KV pool: reference counts, pages that hold a known prefix, and free pages.
 
 A page is in exactly one state: referenced (ref_count > 0), blank (free, content worthless) or cached (free, but its
-content is findable by its digest until the page is allocated again).
+content can be looked up by its digest until the page is allocated again).
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class PagePool:
         return not self._named[pages].any()
 
     def register(self, page: int, digest: bytes) -> None:
-        """Make a referenced page findable by a digest. The first page with a digest keeps it."""
+        """Register a referenced page under the digest of its tokens, by which later requests find it. Does nothing if
+        another page has the digest.
+        """
         if self.enable_caching and digest not in self._page_of and self._digest_of[page] is None:
             self._page_of[digest] = page
             self._digest_of[page] = digest

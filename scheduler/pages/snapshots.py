@@ -50,7 +50,7 @@ class Snapshots:
         self._entries: dict[tuple[int, int], int] = {}
 
     def begin_step(self) -> None:
-        """Start a step: snapshots saved by the step before become findable."""
+        """Start a step: snapshots saved by the previous step may be looked up from now on."""
         self._of |= self._made
         self._made.clear()
         self._busy.clear()

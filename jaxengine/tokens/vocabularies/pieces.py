@@ -109,7 +109,8 @@ def _splits_written_bytes() -> Any:
 
 
 def _longest_of(texts: Sequence[str]) -> str:
-    """Return an expression for the longest of these texts, which are not empty, that begins at a position.
+    """Return a regular expression that matches the longest of these texts (none of them empty) that begins at a
+    position.
 
     It branches by characters: with thousands of texts one after the other, each position would take as many steps.
     """

@@ -188,7 +188,10 @@ class AdapterConfig:
             raise ModelFileError(self.path, f"{field} must hold {error}", field) from None
 
     def _names(self, raw: Mapping[str, Any], field: str) -> str | NamePattern | frozenset[str]:
-        """Read names, a regular expression, or "all-linear"."""
+        """Read a field that names modules: a list of names, a regular expression, or "all-linear".
+
+        raw: the adapter_config.json. Raises ModelFileError.
+        """
         value = raw.get(field)
         if not isinstance(value, str) or not value:
             return self._list(raw, field)
