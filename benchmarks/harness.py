@@ -69,6 +69,7 @@ class Option:
     Attributes:
       default: the value if the option is not given; its type determines how a value is read: False makes the option a
         flag, a tuple lets it take several values.
+      help, choices, metavar: as argparse's.
       kind: function that reads one value, if the default does not determine how.
       positional: the option is a positional argument, which must be given.
     """

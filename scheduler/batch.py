@@ -147,7 +147,10 @@ class StepResult:
     """Results of a step for the engine: ended requests, tokens of requests that stream every step, and first tokens.
 
     Attributes:
+      finished: requests that ended. emitted: tokens of requests that stream every step.
       followed: (request, token) of requests whose next choice depends on this token (LAST_TOKEN).
+      first_tokens: requests that got their first token.
+      num_new_tokens: tokens of all requests.
       intervals: for every token that was not a request's first, the seconds since the one before it; f64[n] each.
     """
 

@@ -73,8 +73,10 @@ class Instruction:
     """One line of HLO.
 
     Attributes:
+      type_text: HLO type of the result.
       elements: of the result; of a tuple its first array.
       fast: the result is in on-chip memory (TPU: VMEM), so it is a prefetch and not a copy in HBM.
+      root: it is the result of its computation.
       rest: operands and attributes as text.
     """
 

@@ -42,7 +42,12 @@ NO_EVENTS = Events()
 
 
 class Loop(NamedTuple):
-    """The parts of an engine that its extensions use. in_flight: dispatched steps without results, oldest first."""
+    """The parts of an engine that its extensions use.
+
+    Attributes:
+      rows: writes the slots' sampling parameters to the devices.
+      in_flight: dispatched steps without results, oldest first.
+    """
 
     runner: ModelRunner
     scheduler: Scheduler

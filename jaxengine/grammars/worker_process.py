@@ -102,7 +102,10 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """Answer: the grammar cannot be used, or not any longer; the sequence is forgotten."""
+    """Answer: the grammar of sequence `key` cannot be used, or no longer, for this `reason`; the sequence is closed.
+
+    opened: whether this answers an Open.
+    """
 
     key: int
     opened: bool

@@ -44,7 +44,15 @@ TAGS = 1 << 31
 
 @dataclass(eq=False)
 class _Sequence:
-    """One of a request's n outputs, while it grows."""
+    """One of a request's n outputs, while it grows.
+
+    Attributes:
+      group: the caller's request. index: number of the output in it. request: the engine's request that generates it.
+      detokenizer: None without texts. repetition: None if repetitions do not end the output.
+      logprobs, masses: of each token, as far as requested: log-probabilities, and the numbers of return_sampling_mass.
+      num_sent: tokens that earlier outputs of a stream had.
+      found: rows that capabilities returned, by field of CompletionOutput.
+    """
 
     group: _Group
     index: int
@@ -137,7 +145,12 @@ class _Sequence:
 
 @dataclass
 class _Group:
-    """A caller's request: its n sequences."""
+    """A caller's request: its n sequences.
+
+    Attributes:
+      prompt: the text, if known.
+      num_running: sequences that have not ended.
+    """
 
     request_id: str
     prompt: str | None

@@ -36,7 +36,9 @@ _MAXIMA = {
 
 
 class Multipliers(NamedTuple):
-    """Factors of the inputs and outputs of a layer's parts; `mlp_gate` is that of the activated half of a gated MLP."""
+    """Factors of the inputs (`_in`) and outputs (`_out`) of a layer's parts, attention, recurrent state and MLP; `keys`
+    is that of keys, `mlp_gate` that of the activated half of a gated MLP.
+    """
 
     attention_in: float
     attention_out: float

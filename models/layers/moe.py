@@ -50,7 +50,9 @@ from jaxengine.sharding.collectives import (
 
 
 class ExpertNames(NamedTuple):
-    """Names of the three matrices of an expert in a checkpoint, and of the modules next to the experts."""
+    """Checkpoint names of an expert's three matrices (`gate`, `up`, `down`), and of the modules next to the experts:
+    the router, its correction bias, the shared MLP and the shared MLP's gate.
+    """
 
     gate: str = "gate_proj"
     up: str = "up_proj"

@@ -32,7 +32,13 @@ class RaggedBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Static, hashable description of one attention layer; raises ValueError for an impossible one."""
+    """Static, hashable description of one attention layer on one device; raises ValueError for an impossible one.
+
+    Attributes:
+      num_q_heads, num_kv_heads: query heads N, and the KV heads K that they share.
+      head_dim, v_head_dim: elements of a key H, and of a value Hv.
+      sm_scale: factor of the products of queries and keys.
+    """
 
     num_q_heads: int
     num_kv_heads: int

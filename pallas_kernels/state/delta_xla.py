@@ -18,7 +18,9 @@ BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the rule: q and k [n, K, ...], the others [n, N, ...]."""
+    """Per-token inputs of the rule, arguments of state.delta.gated_delta_rule: q and k [n, K, ...], the others [n, N,
+    ...].
+    """
 
     q: jax.Array
     k: jax.Array

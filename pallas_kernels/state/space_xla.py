@@ -17,7 +17,9 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the recurrence: b and c [n, G, ...], the others [n, N, ...]."""
+    """Per-token inputs of the recurrence, arguments of state.space.state_space: b and c [n, G, ...], the others [n, N,
+    ...].
+    """
 
     x: jax.Array
     b: jax.Array

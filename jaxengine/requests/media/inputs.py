@@ -35,7 +35,14 @@ def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 class _Found(NamedTuple):
-    """Preprocessed item, whether it was cached (None without a cache), and a function that preprocesses it again."""
+    """A preprocessed item of a prompt.
+
+    Attributes:
+      digest: of the item. made: the result of preprocessing.
+      cached: whether it was cached; None without a cache.
+      make: preprocesses it again.
+      is_embedded: the request gave embeddings instead of an image.
+    """
 
     digest: bytes
     made: Processed

@@ -168,8 +168,11 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
       received: number of the last Submit that was read.
       handles, token_ids: i32[n], a token of each of these requests.
       tokens_scored: i32[m], indices into `handles` of the tokens with scores.
+      prompts, started, ended: prompts' logprobs, first tokens, and ends of requests.
+      unservable: requests that failed after their Submit was read. refused, replies: answers to Submits and to Calls.
       vectors: of pooling requests, in the order of handles.
       num_media_resets: counts resets of the engine's media cache; an API process follows with its own.
+      found: rows that capabilities returned to requests.
     """
 
     number: int

@@ -21,7 +21,14 @@ class Member(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """Message that submits a validated request. number: counts those of an API process, from 1."""
+    """Message that submits a validated request; fields named as those of scheduler.Request mean the same.
+
+    Attributes:
+      number: counts the Submits of an API process, from 1.
+      members: the request's n sequences.
+      prompt_token_ids: i32, as bytes.
+      lora: name of the adapter; None for none.
+    """
 
     number: int
     members: list[Member]

@@ -29,7 +29,10 @@ _Method = Literal["put", "find", "read", "stop", "delete"]
 
 
 class StoreCall(msgspec.Struct, array_like=True):
-    """Call of the store's method `name`. number: counts those of a connection."""
+    """Call of the store's method `name`; the other fields are its arguments.
+
+    number: counts the calls of a connection.
+    """
 
     number: int
     name: _Method

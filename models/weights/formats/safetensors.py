@@ -51,7 +51,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file; `start` is counted from the beginning of the file, in bytes."""
+    """Description of one tensor of a file. start: offset of its bytes from the beginning of the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]

@@ -168,7 +168,13 @@ def scratch(shape: Shape) -> list[Any]:
 
 
 class Tile(NamedTuple):
-    """One unit of work of a CTA, all i32 []."""
+    """One unit of work of a CTA, all i32 [].
+
+    Attributes:
+      item: number of the tile in `PrefillItems`. group: number of the group of query heads.
+      kv_head, seq: KV head of the group, and sequence of the tile's tokens.
+      num_blocks: blocks of keys that the tile reads.
+    """
 
     item: Any
     group: Any

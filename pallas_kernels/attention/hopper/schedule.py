@@ -179,7 +179,12 @@ def _rows_of_runs(q_lens, cu_q_lens, kv_lens, token_seqs, index, spec: Attention
 
 
 class _Pairs(NamedTuple):
-    """Rows times kv heads, one entry [R] per row: all kv heads of a row have the same values."""
+    """Rows times kv heads, one entry [R] per row: all kv heads of a row have the same values.
+
+    Attributes:
+      seqs: sequence of each row. position: position of its first token.
+      begin, end: the keys that its tokens see, [begin, end). first_block: number of the first block of these keys.
+    """
 
     seqs: jax.Array
     first_block: jax.Array

@@ -30,7 +30,11 @@ Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
 
 
 class Part(NamedTuple):
-    """Rows of a tile and pages of a block that are processed together for one kv head."""
+    """Rows of a tile and pages of a block that are processed together for one kv head.
+
+    Attributes:
+      head: the kv head. Rows are [first_row, end_row), pages [first_page, end_page).
+    """
 
     head: int
     first_row: int
@@ -135,7 +139,7 @@ class Refs(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Scalars of `Walk` for one segment."""
+    """Scalars of `Walk` for one segment; the fields' meanings are there."""
 
     tile: jax.Array
     seq: jax.Array

@@ -34,7 +34,13 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 
 @dataclass(frozen=True)
 class Shape:
-    """Static parameters that the kernels are compiled for."""
+    """Static parameters that the kernels are compiled for.
+
+    Attributes:
+      rows, size: rows of the product, and its inputs.
+      rank: columns of a slot. slot_tiles: tiles of slots in the pool.
+      tile, products: sizes of tiles.
+    """
 
     rows: int
     size: int

@@ -72,7 +72,15 @@ def step_of(tile_rows: int, *, tensor_memory: bool) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Static parameters that the kernel is compiled for."""
+    """Static parameters that the kernel is compiled for.
+
+    Attributes:
+      rows, size, out: rows of the product, and inputs and outputs of the matrix.
+      num_scales: scales along the inputs.
+      codes: dtype of the codes, or of a plain matrix.
+      has_scales, has_zeros, has_row_scales: whether the matrix has scales and zeros, and the rows scales.
+      sizes: sizes of tiles.
+    """
 
     rows: int
     size: int
