@@ -211,10 +211,10 @@ def _tuning(layout: str) -> Tuning:
 
 
 def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
-    """Return the batch of row `row` alone, of the L expanded ones, whose keys are a piece of `count` of those before
-    its new tokens.
+    """Return a batch with only row `row` of the expanded rows, which attends to `count` of its earlier keys: a piece
+    that has been expanded into a pool of its own.
 
-    row, count: i32[]; count is at most PIECE. The keys lie in the first pages of their pool, in order.
+    row, count: i32[]; count is at most PIECE. The keys are in the first pages of that pool, in order.
     """
     return rows._replace(
         cu_q_lens=lax.dynamic_slice_in_dim(rows.cu_q_lens, row, 2),

@@ -28,8 +28,8 @@ class MessageWriter:
         self._texts: list[str] = []
 
     def add(self, events: Sequence[Event]) -> list[Said]:
-        """Adds the parser's new events; returns Anthropic's events for them. The last block stays open for more of its
-        kind, until `close`.
+        """Add the parser's new events to the message; return Anthropic's events for them. The last block stays open for
+        more content of its kind, until `close`.
         """
         said: list[Said] = []
         for part in events:

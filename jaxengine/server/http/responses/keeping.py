@@ -165,7 +165,9 @@ class Asked:
 
 
 class _Pictures:
-    """Trimmer of the data URLs of images in items and messages, each string object once."""
+    """Replaces data URLs of images in items and messages by trimmed ones (`trimmed_url`), trimming each string object
+    once.
+    """
 
     def __init__(self):
         # The text itself is kept along, so that its id stays its own.
