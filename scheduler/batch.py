@@ -35,7 +35,7 @@ class ScheduledBatch:
       slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `jaxengine.models.forward_batch.StepLayout`.
       num_rows: n.
       num_tokens: sum of num_scheduled.
-      num_decode: number of leading rows whose first token is the one sampled last; their other tokens are drafts.
+      num_decode: number of leading rows whose first token is the one sampled last; the others are to be verified.
       decode_token_ids: i32, tokens of the decodes, -1 where the device knows the token or proposes it; None if all are
         -1.
       token_ids: for each row after the decodes, its i32 token ids.
@@ -130,7 +130,7 @@ class TokenRows(NamedTuple):
       scored: i64[m], indices of the requests that asked for logprobs; scores: their logprobs, None until they are known
         and if nobody asked.
       rank, rows: the replica, and i64[n], its rows in the step; meaningless once the scores are known.
-      vectors: f32[n, N], results of pooling requests; None for generated tokens.
+      vectors: f32[n, N], results of requests that generate no text; None for generated tokens.
     """
 
     tags: np.ndarray

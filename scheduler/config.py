@@ -33,7 +33,7 @@ class SchedulerConfig:
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.
       widths: numbers of tokens, besides 1, that a decode may have in a step without prefill
-        (jaxengine.scheduler.buckets): its last token and drafts.
+        (jaxengine.scheduler.buckets): its last token and those to be verified.
       extensions: options of the capabilities that the engine was started with.
     """
 

@@ -67,7 +67,7 @@ class Results:
         Args:
           batch: the step's, from the replica's `commit`.
           token_ids: i32[>= rows], or i32[>= rows, W] of which each row has as many as `counts` i32[>= rows] says, at
-            least one; fewer than were scheduled if some drafts were rejected.
+            least one; fewer than were scheduled if some were not accepted.
           counts: None if each row has one token.
           now: when they came, seconds of the engine's clock.
         """

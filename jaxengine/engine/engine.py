@@ -1,9 +1,8 @@
-"""Engine loop: schedule a step, execute it, update the scheduler with its tokens.
+"""Engine loop: schedule a step, execute it, update the scheduler; one step ahead of its results, or one for each stage.
 
-Steps are dispatched ahead of their results: one step ahead, or one for each pipeline stage. A step is dispatched in two
-parts: its forward pass, and its sampler, which waits where the permitted tokens depend on tokens that are still being
-computed. No forward pass is dispatched before the previous step's sampler, so every process of an engine dispatches in
-the same order. Optional capabilities take part as extensions. This module handles token ids, never text.
+A step is dispatched in two parts: its forward pass, and its sampler, which waits where the permitted tokens depend on
+tokens that are still being computed. No forward pass is dispatched before the previous step's sampler, so all processes
+of an engine dispatch in one order. Optional capabilities are extensions. This module handles token ids, never text.
 """
 
 from __future__ import annotations
@@ -31,18 +30,13 @@ class Engine:
     """Engine that runs requests to their end, step by step. Not thread-safe: one thread adds, aborts and steps.
 
     Attributes:
-      extensions: the engine's optional capabilities.
-      stats, request_stats, timeline: counts of steps, counts of requests, and records of the last steps.
+      extensions: optional capabilities. stats, request_stats, timeline: counts of steps and requests, last steps.
       uncounted: requests that have ended but are not yet in `request_stats`: `record_finish` enters them.
       busy_since: time.monotonic seconds at which the first request came after a time without any.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
-        """Build the scheduler, statistics and extensions for a started runner.
-
-        inputs: the tokenizer and media processor that prepare requests; None if the engine gets only plain token
-        requests.
-        """
+        """Build the loop of a started runner. inputs: what prepares its requests; None: they come as tokens."""
         self.runner = runner
         self.extensions = Extensions(runner, inputs)
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
@@ -60,19 +54,13 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work left: unfinished requests or steps in flight.
-
-        In a pause with no step in flight: whether the deadline of some request has passed.
-        """
+        """Whether `step` has work left: requests or steps in flight; in a pause, requests past their deadline."""
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < time.monotonic()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queue the requests made of one caller's request, one for each of its n outputs.
-
-        Raises RequestError if an extension or the scheduler refuses one; those queued before it are then aborted.
-        """
+        """Queue the requests of a caller's n outputs. Raises RequestError if one is refused: the others are aborted."""
         added = []
         try:
             for request in requests:
@@ -90,10 +78,7 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request at once, whether it waits or runs; do nothing if it has ended already.
-
-        stop_reason: the stop string or stop token id that ended it, if any.
-        """
+        """End a request at once unless it has ended. stop_reason: the stop string or token id that ended it, if any."""
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
@@ -101,21 +86,13 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Count the end of a request in the statistics, once; ignore a request that is not in `uncounted`.
-
-        reason, num_output: how it ended for its caller, and how many output tokens the caller got. None: the values of
-        the request itself.
-        """
+        """Count the end of a request of `uncounted`. reason, num_output: as its caller saw it; None: its own."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Run one iteration of the loop: schedule and dispatch a step, and collect the oldest step in flight if the
-        maximum number is in flight or nothing could be dispatched.
-
-        Returns the tokens, logprobs and ended requests of this iteration.
-        """
+        """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return its results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for each in self._active:
@@ -135,10 +112,7 @@ class Engine:
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Apply an extension's events: release ready requests to the scheduler, and end rejected and ended ones.
-
-        The ended and rejected requests are added to `output`.
-        """
+        """Apply an extension's events: release ready requests; end rejected and ended ones, which go to `output`."""
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -150,11 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule the next step, dispatch its forward pass, and return the step in flight.
-
-        Returns None in a pause, or if no request can run now. Requests past their deadline are added to
-        `output.finished`.
-        """
+        """Schedule a step and dispatch its forward pass; None in a pause, or if no request can run now."""
         start = time.monotonic()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -184,10 +154,7 @@ class Engine:
         return done
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch the sampler of the newest step, or the epilogue that replaces it.
-
-        First collects older steps whose tokens this sampler's masks and biases depend on; their results go to `output`.
-        """
+        """Dispatch the newest step's sampler, or what replaces it; first collect the steps whose tokens it needs."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, parts = newest.step, (self._rows, *self._active)

@@ -110,7 +110,7 @@ class StepPrograms:
     def windows(self) -> tuple[int | None, ...]:
         """Return, for each cache group with pages, how many keys must stay for a token; None for all.
 
-        These are the keys that the token sees, and those that a replacement sees if drafts before it are rejected.
+        These are the keys that the token sees, and those that a replacement sees if tokens before it are not accepted.
         """
         windows = (group.window for group in paged_groups(self.groups))
         return tuple(None if window is None else window + self._slack for window in windows)

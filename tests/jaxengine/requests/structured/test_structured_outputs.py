@@ -123,7 +123,7 @@ def test_values_are_normalised_and_kept_by_copies():
     params = SamplingParams(structured_outputs={"json": schema})
     kept = params.structured_outputs
     assert isinstance(kept, StructuredOutputsParams) and kept.kind == "json" and json.loads(str(kept.json)) == schema
-    assert params.clone_with(n=3).child(2).structured_outputs == kept
+    assert params.clone_with(n=3).structured_outputs == kept
     again = SamplingParams(structured_outputs=dataclasses.asdict(kept)).structured_outputs
     assert again == kept and hash(again) == hash(kept)
     assert StructuredOutputsParams(choice=["b", "a"]).choice == ("b", "a")
