@@ -106,17 +106,13 @@ def some_prompts(count=12):
     return [shared * (index % 2) + rng.integers(3, 120, int(rng.integers(1, 22))).tolist() for index in range(count)]
 
 
-def test_layers_are_counted_as_transformers_counts_them(recorded, executables_dir):
+def test_layers_are_counted_as_transformers_counts_them(llm, recorded):
     with np.load(TINY_CHECKPOINT / "eagle3.npz") as golden:
         tokens, wanted = golden["token_ids"], golden["streams"]
     layers = json.loads((TINY_CHECKPOINT / "eagle3.json").read_text())["config"]
     streams = (layers.get("eagle_config") or layers)["eagle_aux_hidden_state_layer_ids"]
-    options: dict[str, Any] = {
-        "model": str(checkpoint("llama")),
-        "capture_layers": streams,
-        "compile_cache_dir": executables_dir,
-    }
-    (output,) = generate(LLM(**OPTIONS | options), [tokens], params(1, return_hidden_states=True))
+    assert streams == [layer % (recorded.config.num_layers + 1) for layer in LAYERS]
+    (output,) = generate(llm, [tokens], params(1, return_hidden_states=True))
     wanted = wanted.reshape(len(tokens), len(streams), -1).copy()
     assert streams[-1] == recorded.config.num_layers
     wanted[:, -1] = recorded.model.norm(wanted[:, -1])  # the recorder leaves the final norm out, transformers does not

@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,11 +77,11 @@ def expected(llm) -> list[list[list[int]]]:
 def test_an_engine_started_with_them_says_the_same(llm, expected, tiny_options, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    for file in TINY_CHECKPOINT.glob("*.json"):
+    for file in Path(tiny_options["model"]).glob("*.json"):
         if "safetensors" not in file.name:
             (folder / file.name).write_bytes(file.read_bytes())
     save_file(changed(1), folder / "model.safetensors")
-    with LLM(**tiny_options | {"model": str(folder), "max_model_len": 32}) as fresh:
+    with LLM(**tiny_options | {"model": str(folder)}) as fresh:
         assert tokens_of(fresh) == expected[1] != expected[0]
     llm.update_weights(changed(0))
     update = llm.update_weights(folder, version="a folder")
@@ -215,13 +216,13 @@ def alive() -> int:
     return sum(each.nbytes for each in jax.live_arrays())
 
 
-def test_a_hundred_updates_under_running_requests(llm, expected):
+def test_many_updates_under_running_requests(llm, expected, thorough):
     """Nothing compiles, nothing is left behind, and each request's newest tokens are those of the newest weights."""
     llm.update_weights(changed(0))
     core, scheduler, seeds = llm.core, llm.core.engine.scheduler, [changed(seed) for seed in range(4)]
     third = [{name: each for name, each in own.items() if ".layers.1." in name} for own in seeds]
     bytes_alive, finished = [], 0
-    for number in range(1, 101):
+    for number in range(1, 101 if thorough else 51):
         if len(scheduler.requests) < 4:
             core.add(core.inputs.prepare(PROMPTS[number % 3], greedy(40), request_id=f"request {number}"))
         for _ in range(3):
@@ -264,23 +265,28 @@ def test_the_engines_own_tree_is_not_copied(llm, expected, tmp_path):
     assert tokens_of(llm) == expected[2]
 
 
-def test_matrices_that_were_rounded_are_rounded_again(tiny_options, tmp_path):
+@pytest.fixture(scope="module")
+def rounded(tiny_options):
+    """An engine of int8 matrices that takes adapters."""
+    with LLM(**tiny_options | {"quantization": "int8", "enable_lora": True, "max_model_len": 32}) as llm:
+        yield llm
+
+
+def test_matrices_that_were_rounded_are_rounded_again(rounded):
     """In the recipe of loading: int8 of the new weights, from bfloat16 too."""
-    options = tiny_options | {"quantization": "int8", "max_model_len": 32}
-    with LLM(**options) as llm:
-        before = llm.weight_info(checksum=True)["checksums"]
-        llm.update_weights({name: each.astype(ml_dtypes.bfloat16) for name, each in changed(1).items()})
-        changed_tokens = tokens_of(llm)
-        llm.update_weights(changed(0))
-        assert llm.weight_info(checksum=True)["checksums"] == before
-        assert tokens_of(llm) != changed_tokens
-        assert llm.core.runner.compiles.count == 0
+    before = rounded.weight_info(checksum=True)["checksums"]
+    rounded.update_weights({name: each.astype(ml_dtypes.bfloat16) for name, each in changed(1).items()})
+    changed_tokens = tokens_of(rounded)
+    rounded.update_weights(changed(0))
+    assert rounded.weight_info(checksum=True)["checksums"] == before
+    assert tokens_of(rounded) != changed_tokens
+    assert rounded.core.runner.compiles.count == 0
 
 
 async def crowd(engine: AsyncLLM, updates: list[dict[str, Any]]) -> list[Any]:
     """Requests that come one after the other while the weights change."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, 100, rng.integers(3, 20)).tolist() for _ in range(60)]
+    prompts = [rng.integers(1, 100, rng.integers(3, 20)).tolist() for _ in range(30)]
 
     async def one(index: int) -> tuple[list[int], Any]:
         await asyncio.sleep(0.01 * index)
@@ -359,14 +365,13 @@ def test_calls_of_other_threads_wait(llm, expected):
     assert found == [expected[2]]
 
 
-def test_an_update_does_not_wake_what_it_does_not_bring(tiny_options):
+def test_an_update_does_not_wake_what_it_does_not_bring(rounded):
     """Weights that it leaves out, and adapters, are still in host memory: no step runs before `wake_up`."""
-    with LLM(**tiny_options | {"enable_lora": True, "max_model_len": 32}) as llm:
-        before = tokens_of(llm)
-        llm.sleep(1)
-        for tensors, strict in (({NORM: stored()[NORM]}, False), (changed(0), True)):
-            llm.update_weights(tensors, strict=strict)
-            llm.wake_up(["kv_cache"])
-            assert llm.is_sleeping() and llm.is_paused()
-        llm.wake_up(["weights"])
-        assert not llm.is_paused() and tokens_of(llm) == before
+    before = tokens_of(rounded)
+    rounded.sleep(1)
+    for tensors, strict in (({NORM: stored()[NORM]}, False), (changed(0), True)):
+        rounded.update_weights(tensors, strict=strict)
+        rounded.wake_up(["kv_cache"])
+        assert rounded.is_sleeping() and rounded.is_paused()
+    rounded.wake_up(["weights"])
+    assert not rounded.is_paused() and tokens_of(rounded) == before
