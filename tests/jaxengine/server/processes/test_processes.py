@@ -260,7 +260,7 @@ def test_a_killed_engine_ends_streams_and_is_started_again(make_server):
             await until(lambda: len(server.api_pids) == 2 and victim not in server.api_pids)
             assert (await client.get("/health")).status_code == 200
             # However often: while the engine is well, nobody who can end API processes can end the server.
-            for _ in range(4):
+            for _ in range(3):
                 victim = server.api_pids[-1]
                 os.kill(victim, signal.SIGKILL)
                 await until(lambda gone=victim: len(server.api_pids) == 2 and gone not in server.api_pids, 60)
