@@ -153,7 +153,7 @@ def test_seeds_reproduce_and_penalties_follow(llm, plain_llm):
 
 
 def test_drafts_change_nothing(llm, options):
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     drafting = LLM(str(TINY), logits_processors=[Favour, MaxRepeats], speculative_config=drafts, **options)
     params = [greedy(case, max_tokens=24) for case in [{"favour": 10.0}, *CASES]]
     assert [each.token_ids for each in generate(drafting, params)] == [each.token_ids for each in generate(llm, params)]
