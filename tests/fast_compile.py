@@ -3,17 +3,26 @@
 Left out are XLA's optimisation passes, its fusion emitters, whose code LLVM is slow to compile, and the split of
 modules into parts for many cores. Nothing that JAX or this project decides changes. `time python -m pytest FILE`, with
 and without `--optimised`, shows the difference.
+
+Besides, a process that compiles one module twice gets the same executable again: engines of many tests have the same
+sampler and state changes, whose keys in the engine's own cache name their models.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+# Programs that a process keeps, each some dozen mappings of memory (see tests/conftest.py), and the shortest text of
+# one: what is shorter compiles in a few milliseconds.
+_MOST_KEPT, _LEAST_KEPT = 100, 4096
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
@@ -38,6 +47,34 @@ def fast_compile_environment() -> dict[str, str]:
     return {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
+class _Compiled:
+    """Executables of this process, by module, devices and options; those used least recently are forgotten."""
+
+    def __init__(self, compile_and_load: Callable[..., Any]):
+        self._compile_and_load = compile_and_load
+        self._found: OrderedDict[tuple[str, ...], Any] = OrderedDict()
+
+    def get(self, backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
+        """Return what jax._src.compiler.backend_compile_and_load does, the same again for the same module."""
+        text = "" if host_callbacks else module.operation.get_asm(enable_debug_info=False)
+        if len(text) < _LEAST_KEPT:
+            return self._compile_and_load(backend, module, devices, options, host_callbacks)
+        key = hashlib.sha256(text.encode()).hexdigest(), str(devices), str(options.SerializeAsString())
+        if key not in self._found:
+            self._found[key] = self._compile_and_load(backend, module, devices, options, host_callbacks)
+        self._found.move_to_end(key)
+        if len(self._found) > _MOST_KEPT:
+            self._found.popitem(last=False)
+        return self._found[key]
+
+
+@functools.cache
+def _compiled() -> _Compiled:
+    from jax._src import compiler
+
+    return _Compiled(compiler.backend_compile_and_load)
+
+
 @contextlib.contextmanager
 def fast_compile() -> Iterator[None]:
     """Compile fast, here and in processes that are started; with an accelerator, nothing changes."""
@@ -57,6 +94,7 @@ def fast_compile() -> Iterator[None]:
         for name, value in fast_compile_environment().items():
             patch.setenv(name, value)
         patch.setattr(compiler, "get_compile_options", in_one_part)
+        patch.setattr(compiler, "backend_compile_and_load", _compiled().get)
         jax.config.update("jax_disable_most_optimizations", True)
         try:
             yield

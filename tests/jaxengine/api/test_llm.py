@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.scheduler.errors import RequestError
+from tests.conftest import use_scheduler
 
 rng = np.random.default_rng(5)
 PROMPTS = [{"prompt_token_ids": rng.integers(3, 100, int(n)).tolist()} for n in rng.integers(1, 60, 12)]
@@ -28,33 +29,34 @@ def alone(make_llm):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "limits"),
     [
-        pytest.param({}, marks=pytest.mark.versions),
-        {"enable_prefix_caching": False},
-        {"num_gpu_blocks_override": 26},
-        {"async_scheduling": False, "num_gpu_blocks_override": 26},
-        {"long_prefill_token_threshold": 3},
-        {"block_size": 70},  # no divisor of a kernel block: two pages a request
+        pytest.param({}, {}, marks=pytest.mark.versions),
+        ({}, {"enable_prefix_caching": False}),
+        ({}, {"num_pages": 26}),
+        ({"async_scheduling": False}, {"num_pages": 26}),
+        ({}, {"long_prefill_token_threshold": 3}),
+        ({"block_size": 70}, {}),  # no divisor of a kernel block: two pages a request
     ],
     ids=str,
 )
-def test_greedy_tokens_do_not_depend_on_the_crowd(make_llm, alone, options):
+def test_greedy_tokens_do_not_depend_on_the_crowd(make_llm, alone, options, limits):
+    """limits: of the scheduler."""
     llm = make_llm(**options)
-    before = llm.core.engine.scheduler.num_preemptions
+    scheduler = use_scheduler(llm, **limits)
     assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
-    preempted = llm.core.engine.scheduler.num_preemptions - before
-    assert (preempted > 0) == ("num_gpu_blocks_override" in options)
+    assert (scheduler.num_preemptions > 0) == ("num_pages" in limits)
+    use_scheduler(llm)
 
 
 def test_seeded_tokens_do_not_depend_on_crowd_preemption_or_restart(make_llm, tiny_options):
     params = [SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(12)]
     crowd = tokens(make_llm().generate(PROMPTS, params, use_tqdm=False))
     alone = [tokens(make_llm().generate(p, s, use_tqdm=False))[0] for p, s in zip(PROMPTS, params, strict=True)]
-    tight = make_llm(num_gpu_blocks_override=26)
-    before = tight.core.engine.scheduler.num_preemptions
-    preempted = tokens(tight.generate(PROMPTS, params, use_tqdm=False))
-    assert tight.core.engine.scheduler.num_preemptions > before
+    tight = use_scheduler(make_llm(), num_pages=26)
+    preempted = tokens(make_llm().generate(PROMPTS, params, use_tqdm=False))
+    assert tight.num_preemptions > 0
+    use_scheduler(make_llm())
     restarted = tokens(LLM(**tiny_options).generate(PROMPTS, params, use_tqdm=False))
     assert crowd == alone == preempted == restarted
     assert len({str(each) for each in crowd}) == len(crowd)

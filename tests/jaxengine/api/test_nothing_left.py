@@ -15,7 +15,7 @@ import pytest
 from jaxengine import SamplingParams
 from jaxengine.engine.timeline import Timeline
 
-WARM, COUNTED = 300, 400
+WARM, COUNTED = 160, 200
 
 
 def count() -> Counter[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxengine import LLM, ConfigError, PoolingParams, RequestError, SamplingParams
 from jaxengine.models.params.errors import ModelFileError
+from tests.conftest import use_scheduler
 from tests.fixtures.pooling_models import NO, QUERY_PROMPT, SIZE, TEXTS, YES
 
 GOLDENS = np.load(Path(__file__).parents[2] / "fixtures" / "pooling.npz")
@@ -63,12 +64,13 @@ def test_a_prompt_of_the_model_goes_before_a_text(make_pooling_llm):
 @pytest.mark.parametrize("chunk", [1, 5, 16, 0])
 @pytest.mark.parametrize("name", ["last", "mean"])
 def test_chunks_of_any_length_in_a_crowd(make_pooling_llm, name, chunk):
-    """A limit of the scheduler's, so the programs are the same."""
-    llm = make_pooling_llm(name, ("long_prefill_token_threshold", chunk), ("enable_prefix_caching", False))
+    llm = make_pooling_llm(name)
+    use_scheduler(llm, long_prefill_token_threshold=chunk, enable_prefix_caching=False)
     crowd = [*TEXTS, *TEXTS[::-1], *(" ".join(f"w{9 + index}" for index in range(3, 3 + n)) for n in range(1, 20))]
     found = embeddings(llm, crowd)
     check_equal(found[: len(TEXTS)], GOLDENS[name])
     check_equal(found[len(TEXTS) : 2 * len(TEXTS)], GOLDENS[name][::-1])
+    use_scheduler(llm)
 
 
 def test_a_prefix_hit_serves_the_last_token_and_no_mean(make_pooling_llm):
@@ -84,8 +86,8 @@ def test_a_prefix_hit_serves_the_last_token_and_no_mean(make_pooling_llm):
 
 @pytest.mark.parametrize("name", ["last", "mean"])
 def test_preemption_between_two_chunks(make_pooling_llm, name):
-    llm = make_pooling_llm(name, ("long_prefill_token_threshold", 5), ("enable_prefix_caching", True))
-    core, scheduler = llm.core, llm.core.engine.scheduler
+    llm = make_pooling_llm(name)
+    core, scheduler = llm.core, use_scheduler(llm, long_prefill_token_threshold=5, enable_prefix_caching=True)
     for index, text in enumerate(TEXTS):
         core.add(core.inputs.prepare(text, PoolingParams(), request_id=f"{name}-{index}"))
     found = {}
@@ -101,6 +103,7 @@ def test_preemption_between_two_chunks(make_pooling_llm, name):
             break
     assert scheduler.num_preemptions >= 3
     check_equal(np.stack([found[f"{name}-{index}"].outputs.data for index in range(len(TEXTS))]), GOLDENS[name])
+    use_scheduler(llm)
 
 
 def test_token_ids_limits_and_cuts(make_pooling_llm):

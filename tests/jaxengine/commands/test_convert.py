@@ -155,12 +155,12 @@ def with_scales(tmp_path_factory) -> tuple[Path, Path, KVScales]:
     return model, converted, scales
 
 
-def test_scales_of_keys_and_values(with_scales, tmp_path):
+def test_scales_of_keys_and_values(with_scales, executables_dir, tmp_path):
     """A converted model's cache is the checkpoint's, bit for bit."""
     model, converted, scales = with_scales
     steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
     options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 48, "max_num_seqs": 2}
-    options |= {"compilation_config": steps, "disable_log_stats": True}
+    options |= {"compilation_config": steps, "disable_log_stats": True, "compile_cache_dir": executables_dir}
     ours, theirs = (LLM(str(folder), **options) for folder in (converted, model))
     for llm in (ours, theirs):
         assert llm.core.runner.config.kv_cache_dtype == "float8_e4m3fn"

@@ -13,11 +13,12 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import looks_like_model, with_config_file
 from jaxengine.server.options import ServerConfig
 
+PARSER = build_parser()
+
 
 def parse(line: str) -> dict:
     """What a command line gives of the engine's and the server's options."""
-    parser = build_parser()
-    args = parser.parse_args(with_config_file(shlex.split(line), parser))
+    args = PARSER.parse_args(with_config_file(shlex.split(line), PARSER))
     return given_options(args, EngineConfig) | given_options(args, ServerConfig)
 
 
@@ -28,8 +29,8 @@ def test_the_model_is_a_word_or_an_option(command):
 
 
 def test_check_and_convert_take_the_model_as_a_word():
-    assert build_parser().parse_args(["check", "llama-3.1-8b"]).model == "llama-3.1-8b"
-    args = build_parser().parse_args(["convert", "a/b", "out"])
+    assert PARSER.parse_args(["check", "llama-3.1-8b"]).model == "llama-3.1-8b"
+    args = PARSER.parse_args(["convert", "a/b", "out"])
     assert (given_options(args, EngineConfig), args.output) == ({"model": "a/b"}, "out")
 
 
@@ -89,7 +90,7 @@ def test_names_of_vllm_reach_the_engine_and_not_the_help():
         "swap_space": 4,
         "hf_overrides": {"a": 1},
     }
-    assert "--enable-sleep-mode" not in build_parser().format_help()
+    assert "--enable-sleep-mode" not in PARSER.format_help()
 
 
 @pytest.mark.parametrize("command", ["serve", "generate x", "chat", "convert m out", "calibrate m texts out"])

@@ -17,6 +17,8 @@ from tests.tables import each_row
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
+PARSER = build_parser()
+
 
 @each_row(
     "line,option,value",
@@ -89,7 +91,7 @@ def test_words_after_two_hyphens_stay():
 )
 def test_help_about_a_word(line, there, not_there, capsys):
     with pytest.raises(SystemExit) as end:
-        build_parser().parse_args(shlex.split(line))
+        PARSER.parse_args(shlex.split(line))
     text = capsys.readouterr().out
     assert end.value.code == 0 and there in text and not_there not in text
 

@@ -23,6 +23,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 NAMES = json.loads((FIXTURES / "vllm_engine_args.json").read_text())["names"]
 # And from those of vllm.entrypoints.openai.cli_args.FrontendArgs, with what `vllm serve` has besides.
 SERVER_NAMES = json.loads((FIXTURES / "vllm_server_args.json").read_text())["names"]
+PARSER = build_parser()
 OF_ITS_PROCESSES = {"_api_process_count", "_api_process_rank"}
 
 
@@ -40,7 +41,7 @@ def test_no_name_of_vllm_is_unknown(name):
 def test_no_flag_of_vllms_server_is_unknown(name, tmp_path, monkeypatch):
     """It is taken, or refused by its name."""
     flag = "--" + name.replace("_", "-")
-    parser, value = build_parser(), {"chat_template": "x", "config": str(tmp_path / "options.yaml")}.get(name, "7")
+    parser, value = PARSER, {"chat_template": "x", "config": str(tmp_path / "options.yaml")}.get(name, "7")
     (tmp_path / "options.yaml").write_text("port: 0")
     for words in ([flag, value], [flag]):
         try:
@@ -113,7 +114,7 @@ def test_what_is_refused_says_what_to_write(options, message):
 
 def test_hints_name_only_what_is_built():
     """Each name that is not, misspelt."""
-    parser = build_parser()
+    parser = PARSER
     for name in sorted(vllm_options.WITHOUT_EFFECT):
         with pytest.raises(ConfigError) as error:
             EngineConfig.from_options(**{f"{name}x": 3})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +35,7 @@ OPTIONS: dict[str, Any] = TINY_OPTIONS | {"max_model_len": 64}
 CPU = PLATFORMS["cpu"]
 TOLERANCE = 1e-4
 PAGE_SIZE = 4
+MOST_TOKENS = 64
 ENGINE = {"residual": [0, 1, 2], "attention_output": [0], "mlp_output": [0, 1], "final_norm": [0]}  # what TAPS name
 
 
@@ -49,22 +52,29 @@ def llm(executables_dir):
     )
 
 
+@partial(jax.jit, static_argnames=("graph", "taps"))
+def forward(graph, state, token_ids, count, taps):
+    """Final hidden states and arrays of taps of i32[MOST_TOKENS] tokens, of which `count` are a sequence."""
+    model, number = nnx.merge(graph, state), jnp.arange(MOST_TOKENS, dtype=jnp.int32)
+    ends, table = jnp.stack([0 * count, count]), jnp.arange(MOST_TOKENS // PAGE_SIZE, dtype=jnp.int32)[None]
+    places = jnp.where(number < count, number, -1)
+    ragged = RaggedBatch(ends, ends[1:], table, places, jnp.int32(1), jnp.int32(count == 1))
+    section = Taps(taps)
+    batch = ForwardBatch(token_ids, number, ends[1:] - 1, (ragged,), {"taps": section})
+    groups = model.cache_groups(PAGE_SIZE, "float32", hybrid=False)
+    hidden, _ = model(batch, alloc(pool_spec(groups, MOST_TOKENS // PAGE_SIZE)))
+    return hidden, [section[tap] for tap in taps]
+
+
 def expected(model, token_ids) -> dict[str, np.ndarray]:
     """Arrays of every tap for a sequence, from one forward pass without the engine."""
-    count = len(token_ids)
-    num_pages = -(-count // PAGE_SIZE)
-    number = jnp.arange(count, dtype=jnp.int32)
-    one = jnp.int32(1)
-    ends, table = jnp.array([0, count], jnp.int32), jnp.arange(num_pages, dtype=jnp.int32)[None]
-    ragged = RaggedBatch(ends, ends[1:], table, number, one, one * (count == 1))
-    known = all_taps(model.config)
-    taps = read_taps([f"{kind}:*" for kind in known if kind != "final_norm"], known)
-    section = Taps(taps)
-    batch = ForwardBatch(jnp.asarray(token_ids, jnp.int32), number, ends[1:] - 1, (ragged,), {"taps": section})
-    graph, state = nnx.split(model)
-    pool = alloc(pool_spec(model.cache_groups(PAGE_SIZE, "float32", hybrid=False), num_pages))
-    hidden, _ = nnx.merge(graph, state)(batch, pool)
-    return {"final_norm": np.asarray(hidden), **{tap.name: np.asarray(section[tap]) for tap in taps}}
+    known, count = all_taps(model.config), len(token_ids)
+    taps = tuple(read_taps([f"{kind}:*" for kind in known if kind != "final_norm"], known))
+    padded = np.zeros(MOST_TOKENS, np.int32)
+    padded[:count] = token_ids
+    hidden, values = forward(*nnx.split(model), padded, jnp.int32(count), taps)
+    arrays = {"final_norm": hidden, **{tap.name: value for tap, value in zip(taps, values, strict=True)}}
+    return {name: np.asarray(value)[:count] for name, value in arrays.items()}
 
 
 def layers_of(activations) -> np.ndarray:
@@ -106,17 +116,13 @@ def some_prompts(count=12):
     return [shared * (index % 2) + rng.integers(3, 120, int(rng.integers(1, 22))).tolist() for index in range(count)]
 
 
-def test_layers_are_counted_as_transformers_counts_them(recorded, executables_dir):
+def test_layers_are_counted_as_transformers_counts_them(llm, recorded):
     with np.load(TINY_CHECKPOINT / "eagle3.npz") as golden:
         tokens, wanted = golden["token_ids"], golden["streams"]
     layers = json.loads((TINY_CHECKPOINT / "eagle3.json").read_text())["config"]
     streams = (layers.get("eagle_config") or layers)["eagle_aux_hidden_state_layer_ids"]
-    options: dict[str, Any] = {
-        "model": str(checkpoint("llama")),
-        "capture_layers": streams,
-        "compile_cache_dir": executables_dir,
-    }
-    (output,) = generate(LLM(**OPTIONS | options), [tokens], params(1, return_hidden_states=True))
+    assert streams == [layer % (recorded.config.num_layers + 1) for layer in LAYERS]
+    (output,) = generate(llm, [tokens], params(1, return_hidden_states=True))
     wanted = wanted.reshape(len(tokens), len(streams), -1).copy()
     assert streams[-1] == recorded.config.num_layers
     wanted[:, -1] = recorded.model.norm(wanted[:, -1])  # the recorder leaves the final norm out, transformers does not

@@ -10,6 +10,7 @@ import pytest
 from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.requests.options import MAX_CLIENT_LENGTH
 from jaxengine.scheduler.errors import RequestError
+from tests.conftest import use_scheduler
 
 rng = np.random.default_rng(11)
 LENGTH, OUTPUTS = 6, 8
@@ -34,7 +35,7 @@ def tokens(outputs):
 
 @pytest.mark.parametrize("policy", ["fair", "fcfs"])
 def test_a_flood_gets_no_more_than_its_share(make_llm, policy):
-    llm = make_llm(scheduling_policy=policy)
+    llm = make_llm(scheduling_policy=policy) if policy == "fair" else make_llm()
     prompts = [*FLOOD, *OTHERS]
     clients = ["flood"] * len(FLOOD) + ["other"] * len(OTHERS)
     outputs = run(llm, prompts, **({"client": clients} if policy == "fair" else {}))
@@ -63,11 +64,12 @@ def test_tokens_do_not_depend_on_the_policy_nor_on_preemption(make_llm):
     options = {"sampling_params": params_for(prompts, 20), "use_tqdm": False}
     expected = tokens(make_llm().generate(prompts, **options))
     assert tokens(make_llm(scheduling_policy="fair").generate(prompts, client=clients, **options)) == expected
-    tight = make_llm(scheduling_policy="fair", num_gpu_blocks_override=26)
+    tight = make_llm(scheduling_policy="fair")
+    scheduler = use_scheduler(tight, num_pages=26)
     assert tokens(tight.generate(prompts, client=clients, **options)) == expected
-    scheduler = tight.core.engine.scheduler
     assert scheduler.num_preemptions > 5
     assert scheduler._fair.service == {} and scheduler.num_free_pages == scheduler.num_pages
+    use_scheduler(tight)
 
 
 @pytest.mark.parametrize("client", ["", "x" * (MAX_CLIENT_LENGTH + 1), "a\nb", "\ud800", 7, b"a"])

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, Column, ConfigError, LogitsProcessor, RequestError, SamplingParams
+from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.logits_processors import processors_digest, read_processors, source_file
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.registry import read_folder
 
 TINY = Path(__file__).resolve().parents[2] / "fixtures" / "models" / "llama"
 OPTIONS = {
@@ -83,13 +86,18 @@ def test_values_that_a_processor_reads_are_in_the_key_of_programs(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return LLM(str(TINY), logits_processors=[Favour, MaxRepeats], **OPTIONS)
+def options(executables_dir):
+    return OPTIONS | {"compile_cache_dir": executables_dir}
 
 
 @pytest.fixture(scope="module")
-def plain_llm():
-    return LLM(str(TINY), **OPTIONS)
+def llm(options):
+    return LLM(str(TINY), logits_processors=[Favour, MaxRepeats], **options)
+
+
+@pytest.fixture(scope="module")
+def plain_llm(options):
+    return LLM(str(TINY), **options)
 
 
 def greedy(extra_args=None, **more) -> SamplingParams:
@@ -144,9 +152,9 @@ def test_seeds_reproduce_and_penalties_follow(llm, plain_llm):
     assert ours[0].token_ids == theirs[0].token_ids
 
 
-def test_drafts_change_nothing(llm):
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    drafting = LLM(str(TINY), logits_processors=[Favour, MaxRepeats], speculative_config=drafts, **OPTIONS)
+def test_drafts_change_nothing(llm, options):
+    drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    drafting = LLM(str(TINY), logits_processors=[Favour, MaxRepeats], speculative_config=drafts, **options)
     params = [greedy(case, max_tokens=24) for case in [{"favour": 10.0}, *CASES]]
     assert [each.token_ids for each in generate(drafting, params)] == [each.token_ids for each in generate(llm, params)]
     accepted = [each for each in drafting.get_metrics() if each.name == ACCEPTED]
@@ -181,15 +189,16 @@ def test_programs_without_processors_are_the_same_and_the_key_tells_sources(llm,
 
     assert "logits_processors" not in {each.name for each in programs(plain_llm).extensions}
     assert programs(llm).description.startswith(programs(plain_llm).description[:-1])
+    assert str(processors_digest(llm.core.config.logits_processors)) in programs(llm).description
     monkeypatch.syspath_prepend(tmp_path)
-    descriptions = set()
+    digests = set()
     for added in ("1.0", "2.0", "2.0  # again"):
         (tmp_path / "own_processor.py").write_text(_SOURCE.format(added=added))
         sys.modules.pop("own_processor", None)
-        own = LLM(str(TINY), logits_processors=["own_processor:Own"], **OPTIONS)
-        descriptions.add(programs(own).description)
-        assert own.core.config.logits_processors == ("own_processor:Own",)
-    assert len(descriptions) == 2  # a comment is no change
+        own = EngineConfig.from_options(logits_processors=["own_processor:Own"]).logits_processors
+        assert own == ("own_processor:Own",)
+        digests.add(processors_digest(own))
+    assert len(digests) == 2 and None not in digests  # a comment is no change
 
 
 _SOURCE = textwrap.dedent("""
@@ -213,7 +222,10 @@ def test_a_class_without_a_file_is_not_kept_on_disk():
             return logits
 
     assert source_file(Local) is None and source_file(Favour) == Path(__file__)
-    assert LLM(str(TINY), logits_processors=[Local], **OPTIONS).core.config.compile_cache_dir == ""
+    config = EngineConfig.from_options(
+        model=str(TINY), logits_processors=[Local], **OPTIONS | {"compile_cache_dir": "x"}
+    )
+    assert config.resolved(read_folder(TINY), PLATFORMS["cpu"]).compile_cache_dir == ""
 
 
 class Twice(Favour):

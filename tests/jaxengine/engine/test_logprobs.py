@@ -103,7 +103,7 @@ RUNS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 def test_known_completions_have_the_logprobs_of_decoding(make_llm):
-    llm: LLM = make_llm(max_logprobs=-1)
+    llm: LLM = make_llm(**ENGINES["raw"])
     prompts, params = prompts_of(2), rollout_params(logprobs=0)
     prompts[0] = prompts[0][:13]
     params[0] = params[0].clone_with(max_tokens=96 - 13)  # to the end of the context
@@ -213,7 +213,7 @@ def test_a_prompts_logprobs_from_a_token_on(make_llm):
 
 
 def test_the_flat_form(make_llm):
-    llm: LLM = make_llm(max_logprobs=-1)
+    llm: LLM = make_llm(**ENGINES["raw"])
     use_scheduler(llm)
     completions = [[5, 6, 7], [], np.array([9], np.int64), (1, 2)]
     found = llm.get_logprobs([[3, 4], [5], [6, 7, 8], {"prompt_token_ids": [4], "cache_salt": "a"}], completions)
@@ -230,10 +230,10 @@ def test_the_flat_form(make_llm):
 
 
 async def test_the_online_api_has_the_same(tiny_options, make_llm):
-    llm: LLM = make_llm(max_logprobs=-1)
+    llm: LLM = make_llm(**ENGINES["raw"])
     prompts, completions = prompts_of(3, 3), [[5, 6, 7], [8], []]
     expected = llm.get_logprobs(prompts, completions)
-    engine = AsyncLLM(**tiny_options, max_logprobs=-1)
+    engine = AsyncLLM(**tiny_options, **ENGINES["raw"])
     try:
         found = await engine.get_logprobs(prompts, completions)
     finally:
@@ -257,5 +257,5 @@ async def test_the_online_api_has_the_same(tiny_options, make_llm):
 )
 def test_what_is_no_completion_is_refused(make_llm, prompts, completions, problem):
     with pytest.raises(RequestError, match=problem) as refused:
-        make_llm(max_logprobs=-1).get_logprobs(prompts, completions)
+        make_llm(**ENGINES["raw"]).get_logprobs(prompts, completions)
     assert refused.value.param == "completions"

@@ -13,20 +13,12 @@ from safetensors.numpy import load_file
 from jaxengine import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
 from jaxengine.requests.options import RequestOptions
 from jaxengine.runner.weight_update import WeightUpdateError
-from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.adapters import CONFIG, write_adapter
+from tests.jaxengine.engine.test_lora import LORA
 from tests.tables import each_row
 
-OPTIONS: dict[str, Any] = TINY_OPTIONS | {
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "num_gpu_blocks_override": 64,
-    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
-    "enable_lora": True,
-    "max_loras": 1,
-    "max_lora_rank": 8,
-}
+OPTIONS: dict[str, Any] = LORA | {"max_loras": 1}
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11] * 3, [20, 21, 22]]
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 B = A.replace("_A", "_B")

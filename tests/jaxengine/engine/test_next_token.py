@@ -128,9 +128,10 @@ def test_hidden_states_and_tokens_come_together(tmp_path, options, drafts):
     assert_counts_on(llm, SIZE, (3, 2)[drafts["num_speculative_tokens"] == 1 :])
 
 
-def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, drafts):
+def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, drafts, thorough):
     model = one_layer(tmp_path / "model")
-    plain, drafting = (LLM(model, **options, **more) for more in ({}, {"speculative_config": drafts}))
+    drafting = LLM(model, **options, speculative_config=drafts)
+    plain = LLM(model, **options) if thorough else drafting
     rng = np.random.default_rng(2)
     lengths, prefix = rng.integers(3, 16, 24), rng.integers(1, SIZE, 20).tolist()
     prompts = [
@@ -139,7 +140,8 @@ def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, draft
     ]
     own = {"max_tokens": 20, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(temperature=0.7 * (index % 2), seed=index, **own) for index in range(len(prompts))]
-    expected = plain.generate(prompts, params, use_tqdm=False)
+    force(drafting, 1)
+    expected = plain.generate(prompts, params, use_tqdm=False)  # without drafts
     for width in (3, 2)[drafts["num_speculative_tokens"] == 1 :]:
         force(drafting, width)
         drafting.reset_prefix_cache()
@@ -168,15 +170,16 @@ def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, draft
 def test_a_quantised_layer_of_a_quantised_model(tmp_path, options):
     model = in_blocks(one_layer(tmp_path / "model"))
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
-    plain, drafting = (LLM(model, **options, **more) for more in ({}, {"speculative_config": drafts}))
+    drafting = LLM(model, **options, speculative_config=drafts)
     rng = np.random.default_rng(3)
     prompts = [{"prompt_token_ids": [0, *rng.integers(1, SIZE, length).tolist()]} for length in range(3, 15)]
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)] * len(prompts)
-    expected = plain.generate(prompts, params, use_tqdm=False)
+    force(drafting, 1)
+    expected = drafting.generate(prompts, params, use_tqdm=False)  # without drafts
     force(drafting, 2)
     assert accepted_share(drafting, prompts, params, expected) > 0.95
     layer = {
-        row["modules"]: row["format"] for row in plain.core.utility("weights") if row["modules"].startswith("layers")
+        row["modules"]: row["format"] for row in drafting.core.utility("weights") if row["modules"].startswith("layers")
     }
     assert_told(drafting, layer | {"joined": "as it is"})
 

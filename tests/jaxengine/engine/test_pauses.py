@@ -8,41 +8,51 @@ from typing import Any
 
 import pytest
 
-from jaxengine import LLM, AsyncLLM, RequestError
+from jaxengine import AsyncLLM, RequestError
 from tests.jaxengine.engine.test_weight_updates import NUM_TOKENS, PROMPTS, changed, greedy, tokens_of
 from tests.tables import each_row
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_options) -> list[list[int]]:
+def expected(make_llm) -> list[list[int]]:
     """Tokens of the prompts with the weights of `changed(0)`, which are the checkpoint's."""
-    with LLM(**tiny_options) as llm:
-        return tokens_of(llm)
+    return tokens_of(make_llm())
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_options):
+    engine = AsyncLLM(**tiny_options)
+    yield engine
+    engine.shutdown()
+
+
+async def begin(engine: AsyncLLM) -> None:
+    """The engine as it is after its start, whatever the test before has left."""
+    await engine.update_weights(changed(0))
+    await engine.resume_generation()
+    assert await engine.utility("reset_prefix_cache") and not engine.core.has_unfinished
 
 
 @each_row(("mode", "reason"), [("keep", "length"), ("wait", "length"), ("abort", "abort")])
-def test_a_pause(tiny_options, mode, reason):
+def test_a_pause(engine, mode, reason):
     """Running requests end as the mode says; those that come meanwhile wait for `resume_generation`."""
 
     async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
+        await begin(engine)
 
-            async def last(request_id: str) -> Any:
-                async for output in engine.generate(PROMPTS[0], greedy(60), request_id):
-                    newest = output
-                return newest.outputs[0]
+        async def last(request_id: str) -> Any:
+            async for output in engine.generate(PROMPTS[0], greedy(60), request_id):
+                newest = output
+            return newest.outputs[0]
 
-            early = asyncio.create_task(last("early"))
-            await asyncio.sleep(0.05)
-            await engine.pause_generation(mode)
-            late = asyncio.create_task(last("late"))
-            await asyncio.sleep(0.1)
-            assert await engine.is_paused() and not late.done() and early.done() == (mode != "keep")
-            await engine.resume_generation()
-            assert (await early).finish_reason == reason and len((await late).token_ids) == 60
-        finally:
-            engine.shutdown()
+        early = asyncio.create_task(last("early"))
+        await asyncio.sleep(0.05)
+        await engine.pause_generation(mode)
+        late = asyncio.create_task(last("late"))
+        await asyncio.sleep(0.1)
+        assert await engine.is_paused() and not late.done() and early.done() == (mode != "keep")
+        await engine.resume_generation()
+        assert (await early).finish_reason == reason and len((await late).token_ids) == 60
 
     asyncio.run(run())
 
@@ -64,103 +74,91 @@ async def kept(engine: AsyncLLM) -> asyncio.Task[Any]:
 
 
 @each_row(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
-def test_a_later_pause_ends_what_an_earlier_one_kept(tiny_options, mode, reason):
+def test_a_later_pause_ends_what_an_earlier_one_kept(engine, mode, reason):
     async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
-            task = await kept(engine)
-            await engine.update_weights(changed(1), mode=mode)
-            assert await asyncio.wait_for(task, 30) == reason and await engine.is_paused()
-        finally:
-            engine.shutdown()
+        await begin(engine)
+        task = await kept(engine)
+        await engine.update_weights(changed(1), mode=mode)
+        assert await asyncio.wait_for(task, 30) == reason and await engine.is_paused()
 
     asyncio.run(run())
 
 
-def test_requests_of_a_sleeping_engine(tiny_options):
+def test_requests_of_a_sleeping_engine(engine):
     """They may be ended or kept; nobody can wait for them."""
 
     async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
-            task = await kept(engine)
-            await engine.sleep(2, mode="keep")
-            with pytest.raises(RequestError, match="cannot run to their end"):
-                await engine.update_weights(changed(1), mode="wait")
-            await engine.update_weights(changed(1), mode="abort")
-            assert await asyncio.wait_for(task, 30) == "abort" and await engine.is_sleeping()
-            await engine.wake_up()
-            assert not await engine.is_paused()
-        finally:
-            engine.shutdown()
+        await begin(engine)
+        task = await kept(engine)
+        await engine.sleep(2, mode="keep")
+        with pytest.raises(RequestError, match="cannot run to their end"):
+            await engine.update_weights(changed(1), mode="wait")
+        await engine.update_weights(changed(1), mode="abort")
+        assert await asyncio.wait_for(task, 30) == "abort" and await engine.is_sleeping()
+        await engine.wake_up()
+        assert not await engine.is_paused()
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_wakes_under_requests_that_wait(tiny_options, expected, level):
+def test_an_engine_wakes_under_requests_that_wait(engine, expected, level):
     """One that ran and those that came while it slept have the tokens that they would have had, cached prefixes or not.
     What was in the pages is gone; what they hold afterwards is found."""
 
     async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
+        await begin(engine)
 
-            async def last(prompt: Any, count: int = NUM_TOKENS) -> Any:
-                async for output in engine.generate(prompt, greedy(count), f"{prompt} {time.monotonic()}"):
-                    newest = output
-                return newest.outputs[0].token_ids, newest.num_cached_tokens
+        async def last(prompt: Any, count: int = NUM_TOKENS) -> Any:
+            async for output in engine.generate(prompt, greedy(count), f"{prompt} {time.monotonic()}"):
+                newest = output
+            return newest.outputs[0].token_ids, newest.num_cached_tokens
 
-            assert await last(PROMPTS[0]) == (expected[0], 0)
-            early = asyncio.create_task(last(PROMPTS[2], 70))
-            while not engine.core.has_unfinished:
-                await asyncio.sleep(0.001)
-            await engine.sleep(level, mode="keep")
-            assert not early.done()
-            late = [asyncio.create_task(last(prompt)) for prompt in PROMPTS[:2]]
-            await asyncio.sleep(0.1)
-            assert not any(each.done() for each in late)
-            if level == 2:
-                await engine.update_weights(changed(0))
-            await engine.wake_up()
-            found = [await asyncio.wait_for(each, 60) for each in late]
-            assert found == [(expected[0], 0), (expected[1], 0)]
-            assert (await asyncio.wait_for(early, 60))[0][:NUM_TOKENS] == expected[2]
-            again = [await last(prompt) for prompt in PROMPTS]
-            assert [tokens for tokens, _ in again] == expected
-            assert [cached for _, cached in again] == [8, 4, 16]
-        finally:
-            engine.shutdown()
+        assert await last(PROMPTS[0]) == (expected[0], 0)
+        early = asyncio.create_task(last(PROMPTS[2], 70))
+        while not engine.core.has_unfinished:
+            await asyncio.sleep(0.001)
+        await engine.sleep(level, mode="keep")
+        assert not early.done()
+        late = [asyncio.create_task(last(prompt)) for prompt in PROMPTS[:2]]
+        await asyncio.sleep(0.1)
+        assert not any(each.done() for each in late)
+        if level == 2:
+            await engine.update_weights(changed(0))
+        await engine.wake_up()
+        found = [await asyncio.wait_for(each, 60) for each in late]
+        assert found == [(expected[0], 0), (expected[1], 0)]
+        assert (await asyncio.wait_for(early, 60))[0][:NUM_TOKENS] == expected[2]
+        again = [await last(prompt) for prompt in PROMPTS]
+        assert [tokens for tokens, _ in again] == expected
+        assert [cached for _, cached in again] == [8, 4, 16]
 
     asyncio.run(run())
 
 
-def test_requests_time_out_in_a_pause(tiny_options):
+def test_requests_time_out_in_a_pause(engine):
     """Those that ran, in a pause and asleep, and those that have come since; others stay."""
 
     async def run() -> None:
-        engine = AsyncLLM(**tiny_options)
-        try:
+        await begin(engine)
 
-            async def last(request_id: str, timeout: float | None) -> Any:
-                async for output in engine.generate(PROMPTS[0], greedy(60), request_id, timeout=timeout):
-                    newest = output
-                return newest.outputs[0]
+        async def last(request_id: str, timeout: float | None) -> Any:
+            async for output in engine.generate(PROMPTS[0], greedy(60), request_id, timeout=timeout):
+                newest = output
+            return newest.outputs[0]
 
-            early = asyncio.create_task(last("early", 3600.0))
-            while not engine.core.has_unfinished:
-                await asyncio.sleep(0.001)
-            await engine.pause_generation("keep")
-            (request,) = engine.core.engine.scheduler.requests
-            for asleep in (False, True):
-                if asleep:
-                    await engine.sleep(1, mode="keep")
-                late = await asyncio.wait_for(last(f"late {asleep}", 0.05), 60)
-                assert (late.finish_reason, late.stop_reason) == ("abort", "timeout") and not early.done()
-            assert engine.core.rest() > 60 and request in engine.core.engine.scheduler.requests
-            await engine.wake_up()
-            assert (await early).finish_reason == "length" and engine.core.rest() == float("inf")
-        finally:
-            engine.shutdown()
+        early = asyncio.create_task(last("early", 3600.0))
+        while not engine.core.has_unfinished:
+            await asyncio.sleep(0.001)
+        await engine.pause_generation("keep")
+        (request,) = engine.core.engine.scheduler.requests
+        for asleep in (False, True):
+            if asleep:
+                await engine.sleep(1, mode="keep")
+            late = await asyncio.wait_for(last(f"late {asleep}", 0.05), 60)
+            assert (late.finish_reason, late.stop_reason) == ("abort", "timeout") and not early.done()
+        assert engine.core.rest() > 60 and request in engine.core.engine.scheduler.requests
+        await engine.wake_up()
+        assert (await early).finish_reason == "length" and engine.core.rest() == float("inf")
 
     asyncio.run(run())

@@ -228,8 +228,10 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
     return given, [case.answers[name] for name in names]
 
 
-def test_embeddings_in_the_place_of_pictures(case, executables_dir):
+def test_embeddings_in_the_place_of_pictures(case, executables_dir, thorough):
     """What the tower made of pictures, given as such: the same answers, and nothing encoded."""
+    if case.name != QUICK[0] and not thorough:
+        pytest.skip("a further family: --thorough")
     llm = case.start(**options_of(case), compile_cache_dir=executables_dir, enable_mm_embeds=True)
     processor, (given, wanted) = llm.core.inputs.media.processor, embedded(case, llm)
     stats = llm.core.engine.extensions.media_stats()
@@ -311,11 +313,12 @@ def step_of_text(llm: LLM) -> tuple[dict[str, int], str]:
     return {str(bucket): runner.packer.layouts[bucket].size for bucket in buckets}, lowered.as_text()
 
 
-def test_a_model_that_is_not_to_see(case, tight, executables_dir):
+def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
     """It has no tower then, and no programs for pictures; steps of text are the same in a model that does."""
-    says = {"language_model_only": True, "limit_mm_per_prompt": {"image": 2}}
-    blind = {**OPTIONS, **options_of(case), **says, "enforce_eager": True}
-    llm = LLM(str(case.folder), **blind)
+    if case.name != QUICK[1] and not thorough:
+        pytest.skip("a further family: --thorough")
+    says = {"language_model_only": True, "limit_mm_per_prompt": {"image": 2}, "compile_cache_dir": executables_dir}
+    llm = LLM(str(case.folder), **{**OPTIONS, **options_of(case), **says})
     (sizes, program), (own_sizes, own_program) = step_of_text(llm), step_of_text(tight)
     assert sizes == own_sizes
     # With places in three dimensions a slot has the distance of its text behind its pictures.

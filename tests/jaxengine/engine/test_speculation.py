@@ -24,7 +24,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3
 # Families of every kind of attention and experts that keep pages alone; of these --thorough takes all.
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "mistral", "qwen3_moe", "deepseek_v3", "phi3")
 
-GRAMMAR = {"method": "grammar", "num_speculative_tokens": 3}
+GRAMMAR = {"method": "grammar", "num_speculative_tokens": 1}
 WITHOUT = (({"nnodes": 2}, "nnodes is 2"), ({"max_num_batched_tokens": 1, "max_num_seqs": 1}, "no draft"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, SamplingParams
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.tables import each_row
@@ -19,12 +22,22 @@ MORE = "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1"
 OTHER = pytest.mark.thorough("another kind of state")
 
 
+@partial(jax.jit, donate_argnums=0)
+def set_nan(states, empty: jax.Array):
+    """NaN in these rows of every array, bool[slots]; what is behind them are snapshots."""
+
+    def of(rows: jax.Array) -> jax.Array:
+        mask = jnp.zeros(len(rows), bool).at[: len(empty)].set(empty)
+        return jnp.where(mask.reshape(-1, *[1] * (rows.ndim - 1)), jnp.nan, rows)
+
+    return jax.tree.map(of, states)
+
+
 def poison(llm) -> None:
     """NaN in the states of slots that nobody has."""
     (rank,), (stage,) = llm.core.engine.scheduler.ranks, llm.core.runner.stages
-    empty = np.flatnonzero(~rank.slots.active)
     slots = stage._state.slots
-    states = jax.tree.map(lambda rows: rows.at[empty].set(jnp.nan), slots.sections["states"])
+    states = set_nan(slots.sections["states"], ~rank.slots.active)
     stage._state = stage._state._replace(slots=slots._replace(sections={**slots.sections, "states": states}))
 
 
@@ -111,6 +124,6 @@ def test_refused(make, name, options, said):
         make(model=str(MODELS / name), **options)
 
 
-def test_nothing_is_known_without_snapshots(make):
-    llm = make(num_state_snapshots=0, enforce_eager=True)
-    assert not llm.core.engine.scheduler.config.enable_prefix_caching and llm.core.runner.plan.extensions["states"] > 0
+def test_nothing_is_known_without_snapshots(folder):
+    config = EngineConfig.from_options(num_state_snapshots=0, skip_tokenizer_init=True)
+    assert not config.resolved(read_folder(folder), PLATFORMS["cpu"]).enable_prefix_caching

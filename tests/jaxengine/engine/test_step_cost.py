@@ -66,16 +66,25 @@ def calls_in_steps(core, requests) -> float:
 PLAIN = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), {}
 
 
+@pytest.fixture(scope="module")
+def core(make_llm):
+    return make_llm().core
+
+
+@pytest.fixture(scope="module")
+def before(core) -> float:
+    """Calls in a step of two plain requests."""
+    calls_in_steps(core, [PLAIN, PLAIN])
+    return calls_in_steps(core, [PLAIN, PLAIN])
+
+
 @pytest.mark.parametrize("case", [*LARGEST, *BAD_WORDS])
-def test_steps_cost_what_they_did(make_llm, case):
-    core = make_llm(max_logprobs=20).core
+def test_steps_cost_what_they_did(core, before, case):
     params, changes = PLAIN[0], {}
     if case in LARGEST:
         params = SamplingParams(**{"max_tokens": 90, "ignore_eos": True, "min_tokens": 60, case: LARGEST[case]})
     else:
         changes = {"bad_words": BAD_WORDS[case]}
-    calls_in_steps(core, [PLAIN, PLAIN])
-    before = calls_in_steps(core, [PLAIN, PLAIN])
     beside = calls_in_steps(core, [PLAIN, (params, changes)])
     after = calls_in_steps(core, [PLAIN, PLAIN])
     assert beside <= before + 100

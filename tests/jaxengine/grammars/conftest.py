@@ -1,4 +1,4 @@
-"""Fixtures of the tests of structured outputs: one engine of random weights that speaks SmolLM2's tokenizer."""
+"""Fixtures of the tests of structured outputs: engines of random weights that speak SmolLM2's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,4 +14,13 @@ def chat_llm(chat_options):
     from jaxengine import LLM
 
     with LLM(**chat_options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def step_by_step(chat_options):
+    """The same with no step ahead."""
+    from jaxengine import LLM
+
+    with LLM(**chat_options, async_scheduling=False) as llm:
         yield llm

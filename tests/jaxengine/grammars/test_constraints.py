@@ -128,21 +128,19 @@ def test_neighbours_are_not_touched(chat_llm):
     assert mixed[1::2] == alone and mixed[::2] == masked_alone
 
 
-def test_preemption_and_cached_prefixes_change_nothing(chat_llm, chat_options):
+def test_preemption_and_cached_prefixes_change_nothing(chat_llm, step_by_step):
     """Eight long requests do not fit into the pool; also with no step ahead."""
-    from jaxengine import LLM
-
-    params = [params_of({"regex": "[a-z ]{700,}"}, seed=seed, max_tokens=90) for seed in range(8)]
-    scheduler, prompt = use_scheduler(chat_llm, num_pages=80), "word " * 40
+    params = [params_of({"regex": "[a-z ]{700,}"}, seed=seed, max_tokens=50) for seed in range(8)]
+    scheduler, prompt = use_scheduler(chat_llm, num_pages=50), "word " * 40
     alone = tokens_of(generate(chat_llm, *params[:2], prompt=prompt))
     before = scheduler.num_preemptions, scheduler.num_prefix_hits
     together = tokens_of(generate(chat_llm, *params, prompt=prompt))
     assert together[:2] == alone
     assert scheduler.num_preemptions > before[0] and scheduler.num_prefix_hits > before[1]
-    with LLM(**chat_options, async_scheduling=False, enable_prefix_caching=False) as other:
-        tight = use_scheduler(other, num_pages=80)
-        assert tokens_of(generate(other, *params, prompt=prompt)) == together
-        assert tight.num_preemptions > 0
+    tight = use_scheduler(step_by_step, num_pages=50, enable_prefix_caching=False)
+    assert tokens_of(generate(step_by_step, *params, prompt=prompt)) == together
+    assert tight.num_preemptions > 0
+    use_scheduler(step_by_step)
     use_scheduler(chat_llm)
 
 

@@ -54,6 +54,13 @@ REFUSED = {
 }
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """On a busy machine a mask may take seconds: tests of limits have their own."""
+    monkeypatch.setattr(grammar_worker, "MASK_SECONDS", 60.0)
+    monkeypatch.setattr(grammar_worker, "COMPILE_SECONDS", 120.0)
+
+
 @pytest.fixture(scope="module")
 def shared_worker():
     made = GrammarWorker("byte", BYTES.vocab_size, NUM_WORDS, [EOS], looks_ahead=True)
@@ -78,7 +85,7 @@ def keys():
 ARRIVED = {}
 
 
-def next_of(worker, *keys, seconds=20.0):
+def next_of(worker, *keys, seconds=120.0):
     """What comes of these sequences, one thing each."""
     end = time.monotonic() + seconds
     while set(keys) - ARRIVED.keys():
@@ -290,8 +297,9 @@ def go_on(worker, key, matcher, token="c"):
 
 
 @pytest.mark.versions
-def test_a_slow_compilation_delays_no_masks(worker, keys):
+def test_a_slow_compilation_delays_no_masks(worker, keys, monkeypatch):
     """Nested repeats take a second; what comes of them is a mask or a failure."""
+    monkeypatch.setattr(grammar_worker, "COMPILE_SECONDS", 10.0)
     other, slow = advanced(worker, keys, ""), next(keys)
     start = time.monotonic()
     worker.open(slow, "regex", "((((a{100}){100}){100}){100})", {})

@@ -83,8 +83,8 @@ def test_an_output_that_does_not_reason_is_not_limited(chat_llm):
     assert inside.token_ids[0] == opening and inside.token_ids[4] == end and end not in inside.token_ids[:4]
 
 
-def test_alone_in_a_crowd_preempted_and_in_step(chat_llm, chat_options):
-    same_in_any_company(chat_llm, chat_options, [limited(20 + seed, seed=seed, max_tokens=90) for seed in range(8)])
+def test_alone_in_a_crowd_preempted_and_in_step(chat_llm, step_by_step):
+    same_in_any_company(chat_llm, step_by_step, [limited(20 + seed, seed=seed, max_tokens=50) for seed in range(8)])
 
 
 REFUSED = {

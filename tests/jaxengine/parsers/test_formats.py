@@ -18,7 +18,7 @@ from tests.jaxengine.parsers.outputs import FUNCTIONS, common
 from tests.tables import each_row
 
 FORMATS = WORDED | BARE_FORMATS
-NUM_CUTS, NUM_CUTS_THOROUGH = 350, 10_000
+NUM_CUTS, NUM_CUTS_THOROUGH = 150, 10_000
 
 
 def parse(name: str, pieces) -> ParsedMessage:
@@ -91,9 +91,9 @@ def test_what_is_broken_off_has_the_calls_before(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_long_output(name, thorough):
-    """A megabyte, or a quarter, of an argument, of a text, and of whatever the format is made of; anything quadratic
+    """A megabyte, or a tenth, of an argument, of a text, and of whatever the format is made of; anything quadratic
     takes minutes."""
-    count = 125_000 if thorough else 31_250
+    count = 125_000 if thorough else 12_500
     big = ("weather", {"city": "x < y\n é" * count})
     message = parse(name, cut(FORMATS[name].write([big]), range(0, 8 * count, 1000)))
     assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [big]

@@ -16,7 +16,7 @@ from tests.jaxengine.parsers.outputs import FUNCTIONS
 from tests.jaxengine.parsers.reasoning_outputs import Thought, outputs, tools
 from tests.jaxengine.parsers.test_formats import FORMATS, cut
 
-NUM_CUTS, NUM_CUTS_THOROUGH = 200, 10_000
+NUM_CUTS, NUM_CUTS_THOROUGH = 100, 10_000
 
 
 def parse(name: str, pieces, output: Thought, *, calls: bool = True) -> ParsedMessage:

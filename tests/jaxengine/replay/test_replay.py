@@ -89,11 +89,12 @@ def changed(folder: Path, number: int, name: str, entry: Any) -> None:
     ("name", "options", "steps"),
     [
         ("llama", LAYERS, (0, 3, -5)),  # prompts, decodes, and a prompt behind a known prefix
-        ("qwen3_next", {}, (-5,)),
+        ("lfm2", {}, (-5,)),
+        pytest.param("qwen3_next", {}, (-5,), marks=pytest.mark.thorough("families")),
         pytest.param("gemma2", {}, (4,), marks=pytest.mark.thorough("families")),
         pytest.param("deepseek_v2", {}, (2,), marks=pytest.mark.thorough("families")),
     ],
-    ids=["dense", "states", "windows", "latent"],
+    ids=["dense", "states", "delta rule", "windows", "latent"],
 )
 def test_a_step_gives_the_same_bits(recorded, again, name, options, steps):
     folder, llm = recorded(name, **options)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
@@ -116,6 +116,7 @@ def refused(**options) -> RequestError:
 
 @each_row("field", WRONG)
 def test_wrong_value_is_refused_by_name(field):
+    @settings(max_examples=25)
     @given(WRONG[field])
     def check(value):
         error = refused(**{field: value})

@@ -33,6 +33,7 @@ from tests.models.conftest import CHECKPOINTS, load_recorded
 from tests.tables import each_row
 
 TOLERANCE = 1e-5  # of the largest number
+ROUNDING = float(np.finfo(np.float32).eps)  # of the norm of all gradients
 # Of gradients. The weights of this checkpoint are so wide that its loss is 25, and rounding weighs more.
 # Gemma 4 ends a layer with a factor that the norms after it undo, so that its gradient cancels.
 TOLERANCES = {"llama": 2e-5, "gemma4": 5e-5}
@@ -85,7 +86,10 @@ def recorded_gradients(name: str, model: Any, folder: Any) -> tuple[nnx.State, f
 
 
 def assert_gradients(found: nnx.State, expected: nnx.State, norm: float, tolerance: float) -> None:
-    """Gradients of each weight are as expected, to `tolerance` of its largest; and so is the norm of all."""
+    """Gradients of each weight are as expected, to `tolerance` of its largest; and so is the norm of all.
+
+    One that is nothing but rounding on both sides (of the last factor of Gemma 4, which the final norm undoes) is so.
+    """
     ours = {path: np.asarray(values[...], np.float64) for path, values in nnx.to_flat_state(found)}
     theirs = {path: np.asarray(values[...]) for path, values in nnx.to_flat_state(expected)}
     known = 0
@@ -93,6 +97,8 @@ def assert_gradients(found: nnx.State, expected: nnx.State, norm: float, toleran
         compared = np.isfinite(theirs[path])
         known += int(compared.sum())
         bound = tolerance * np.abs(values).max() + 1e-9 * norm
+        if max(np.abs(values).max(), np.abs(theirs[path])[compared].max(initial=0)) <= ROUNDING * norm:
+            bound = 2 * ROUNDING * norm
         assert np.abs(values - theirs[path])[compared].max(initial=0) <= bound, path
     assert known > 100
     assert abs(sum(np.sum(values**2) for values in ours.values()) ** 0.5 - norm) <= tolerance * norm
@@ -137,7 +143,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path, pytestco
 def test_layers_computed_again_and_blocks_of_queries_change_nothing(name, monkeypatch):
     case = load_recorded(name)
     rows, params = packed(case), nnx.state(case.model)
-    (value, _), grads = jax.value_and_grad(loss_of_last, has_aux=True)(params, case, rows)
+    (value, _), grads = jax.jit(jax.value_and_grad(partial(loss_of_last, case=case, rows=rows), has_aux=True))(params)
     monkeypatch.setattr(unpaged, "BLOCK", 32)
     jax.clear_caches()
     again = jax.jit(jax.value_and_grad(partial(loss_of_last, case=case, rows=rows, remat=True), has_aux=True))

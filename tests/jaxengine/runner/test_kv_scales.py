@@ -21,23 +21,22 @@ from jaxengine.models.weights.views.kv_scales import KVScales, KVShape, scales_f
 from jaxengine.pallas_kernels.kv.pages import export_pages, largest, pages_of
 from jaxengine.runner import kv_scales
 from jaxengine.runner.kv_scales import read_largest, write_largest
+from jaxengine.runner.open import open_resolved
 from jaxengine.runner.stage_runner import StageRunner
-from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
+from tests.conftest import TINY_CHECKPOINT, use_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
-# One step of each kind.
-FEW = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
 
 
 @pytest.fixture(scope="module")
-def make(executables_dir):
-    options = {**TINY_OPTIONS, **FEW, "max_model_len": 64, "compile_cache_dir": executables_dir}
-    return lambda model=TINY_CHECKPOINT, **changes: LLM(**{**options, "model": str(model), **changes})
+def make(tiny_options):
+    """Engines that differ in what their caches hold alone: those of equal caches share compiled steps."""
+    return lambda **changes: LLM(**{**tiny_options, **changes})
 
 
 @pytest.fixture(scope="module")
-def plain(make):
-    return make()
+def plain(make_llm):
+    return make_llm()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def test_logprobs_are_those_of_rounded_keys_and_values(make, plain, monkeypatch,
 
     monkeypatch.setattr(attention, "kv_cache_update", rounding_update)
     jax.clear_caches()  # layers are traced once
-    expected = prompt_logprobs(make(compile_cache_dir="", enforce_eager=True))
+    expected = prompt_logprobs(make(compile_cache_dir=""))
     monkeypatch.undo()
     jax.clear_caches()
     assert np.abs(expected - prompt_logprobs(plain)).max() > 0.1
@@ -128,7 +127,7 @@ def test_logprobs_are_those_of_keys_and_values_rounded_token_by_token(make, plai
 
     monkeypatch.setattr(attention, "kv_cache_update", rounding_update)
     jax.clear_caches()  # layers are traced once
-    expected = prompt_logprobs(make(compile_cache_dir="", enforce_eager=True))
+    expected = prompt_logprobs(make(compile_cache_dir=""))
     monkeypatch.undo()
     jax.clear_caches()
     use_scheduler(llm)
@@ -151,7 +150,7 @@ def test_tokens_are_the_same_alone_in_a_crowd_and_under_preemption(coded, dtype)
     use_scheduler(llm, enable_prefix_caching=False)
     expected = [run(llm, [prompt])[0] for prompt in prompts()]
     assert len({tuple(tokens) for tokens in expected}) > 5
-    scheduler = use_scheduler(llm, num_pages=20)
+    scheduler = use_scheduler(llm, num_pages=26)
     assert run(llm, prompts()) == expected and scheduler.num_preemptions > 0
     scheduler = use_scheduler(llm)
     assert run(llm, prompts()) == run(llm, prompts()) == expected and scheduler.num_prefix_hits > 0
@@ -160,34 +159,34 @@ def test_tokens_are_the_same_alone_in_a_crowd_and_under_preemption(coded, dtype)
 def test_what_is_measured_is_what_the_cache_holds(make, plain, coded, tmp_path):
     """By the public form of pages, after the same tokens; and calibrate writes it."""
     vocab_size = plain.core.inputs.model_config.vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 63)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 95)
     scheduler = use_scheduler(plain)
     plain.generate([{"prompt_token_ids": tokens.tolist()}], SamplingParams(max_tokens=1), use_tqdm=False)
     kv, num_pages = plain.core.runner.stages[0]._kv, scheduler.num_pages
-    held = [export_pages(kv, layer * num_pages + jnp.arange(16)) for layer in range(kv.num_pages // num_pages)]
-    for part, found in enumerate(scales(coded("int8"))):
+    held = [export_pages(kv, layer * num_pages + jnp.arange(24)) for layer in range(kv.num_pages // num_pages)]
+    for part, found in enumerate(scales(coded("fp8"))):
         largest = np.stack([np.abs(np.asarray(pages[:, :, part])).max(axis=(0, 1, 3)) for pages in held])
-        np.testing.assert_allclose(found, scales_for(largest, "int8"), rtol=1e-5)
+        np.testing.assert_allclose(found, scales_for(largest, "float8_e4m3fn"), rtol=1e-5)
         assert len(np.unique(found)) == found.size
 
 
 @pytest.fixture(scope="module")
-def with_words(tmp_path_factory) -> str:
+def with_words(tiny_model, tmp_path_factory) -> str:
     """The checkpoint with a tokenizer: w7 is the token 7."""
     folder = tmp_path_factory.mktemp("words") / "model"
-    shutil.copytree(TINY_CHECKPOINT, folder)
+    shutil.copytree(tiny_model, folder)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{index}": index for index in range(128)}, "w1"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.save(str(folder / "tokenizer.json"))
     return str(folder)
 
 
-def test_a_file(make, plain, tmp_path, with_words):
+def test_a_file(make, plain, tiny_options, tmp_path, with_words):
     texts, file = tmp_path / "texts", tmp_path / "scales"
     texts.write_text("w3 w9\n\nw5 w7 w11 w2\n")
-    config = EngineConfig(model=with_words, dtype="float32", max_model_len=64, disable_log_stats=True)
+    config = EngineConfig.from_options(**{**tiny_options, "model": with_words, "skip_tokenizer_init": False})
     assert calibrate(config, texts, file).startswith("2 prompts, 6 tokens")
-    llm = make(with_words, kv_cache_dtype="fp8", kv_cache_scales=str(file), enforce_eager=True)
+    llm = make(model=with_words, kv_cache_dtype="fp8", kv_cache_scales=str(file))
     largest = read_largest(file, KVShape(2, (0, 1), 2, False))
     np.testing.assert_array_equal(scales(llm)[0], scales_for(largest.k, "float8_e4m3fn"))
     use_scheduler(plain)
@@ -197,36 +196,37 @@ def test_a_file(make, plain, tmp_path, with_words):
     )
     assert (largest.k[0] >= longer * 0.999).all() and (largest.k[0] < longer * 3).all()
     with pytest.raises(ConfigError, match="kv_cache_scales .* is not of this model, which needs"):
-        make(TINY_CHECKPOINT.parent / "qwen3", kv_cache_dtype="fp8", kv_cache_scales=str(file))
+        other = str(TINY_CHECKPOINT.parent / "qwen3")
+        make(model=other, max_model_len=32, kv_cache_dtype="fp8", kv_cache_scales=str(file))
     with pytest.raises(ConfigError, match="kv_cache_scales .* cannot be read .*not JSON"):
         make(kv_cache_dtype="fp8", kv_cache_scales=str(texts))
 
 
 @pytest.mark.thorough("a checkpoint that says more is read")
-def test_those_of_a_checkpoint(make, tmp_path):
+def test_those_of_a_checkpoint(make, tiny_model, tmp_path):
     folder = tmp_path / "with scales"
-    shutil.copytree(TINY_CHECKPOINT, folder)
+    shutil.copytree(tiny_model, folder)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     stored = {f"model.layers.{layer}.self_attn.{kind}_scale": 0.03 for layer in range(2) for kind in "kv"}
     save = safetensors.numpy.save_file
     save(tensors | {name: np.float32(value).reshape(1) for name, value in stored.items()}, folder / "model.safetensors")
-    assert [np.unique(each).tolist() for each in scales(make(folder, kv_cache_dtype="fp8", enforce_eager=True))] == [
-        [np.float32(0.03)]
-    ] * 2
-    assert make(folder, enforce_eager=True).core.runner.stages[0]._kv.k_scale is None
+    model = str(folder)
+    found = scales(make(model=model, kv_cache_dtype="fp8"))
+    assert [np.unique(each).tolist() for each in found] == [[np.float32(0.03)]] * 2
+    assert make(model=model).core.runner.stages[0]._kv.k_scale is None
     # They are of another kind of codes.
-    assert np.unique(scales(make(folder, kv_cache_dtype="int8", enforce_eager=True))[0]).size > 1
-    unit = make(folder, kv_cache_dtype="fp8", kv_cache_scales="unit", enforce_eager=True)
+    assert np.unique(scales(make(model=model, kv_cache_dtype="int8"))[0]).size > 1
+    unit = make(model=model, kv_cache_dtype="fp8", kv_cache_scales="unit")
     assert np.unique(scales(unit)[0]).tolist() == [1]
     save(tensors | {"model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, folder / "model.safetensors")
     with pytest.raises(ModelFileError, match="layers.1.self_attn.k_scale"):
-        make(folder, kv_cache_dtype="fp8")
+        make(model=model, kv_cache_dtype="fp8")
 
 
-def test_a_checkpoint_that_says_what_its_cache_is(make, tmp_path):
+def test_a_checkpoint_that_says_what_its_cache_is(tiny_options, tiny_model, tmp_path):
     """compressed-tensors with the matrices as they are, and scales of keys and values."""
     folder = tmp_path / "says so"
-    shutil.copytree(TINY_CHECKPOINT, folder)
+    shutil.copytree(tiny_model, folder)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     stored = {f"model.layers.{layer}.self_attn.{kind}_scale": 0.03 for layer in range(2) for kind in "kv"}
     safetensors.numpy.save_file(
@@ -241,11 +241,13 @@ def test_a_checkpoint_that_says_what_its_cache_is(make, tmp_path):
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
     }
     (folder / "config.json").write_text(json.dumps(config))
-    llm = make(folder, enforce_eager=True)
+    llm_options = tiny_options | {"model": str(folder)}
+    llm = LLM(**llm_options)
     assert llm.core.runner.config.kv_cache_dtype == "float8_e4m3fn"
     assert [np.unique(each).tolist() for each in scales(llm)] == [[np.float32(0.03)]] * 2
-    plain = make(folder, enforce_eager=True, kv_cache_dtype="float32")
-    assert plain.core.runner.stages[0]._kv.k_scale is None
+    source, resolved, *_ = open_resolved(EngineConfig.from_options(**llm_options | {"kv_cache_dtype": "float32"}))
+    source.close()
+    assert resolved.kv_cache_dtype == "float32"
 
 
 @pytest.mark.parametrize(

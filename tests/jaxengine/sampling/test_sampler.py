@@ -17,11 +17,12 @@ from jaxengine.sampling.sampler import SampleOutput, SamplerFlags
 from jaxengine.sampling.state import SamplingState
 from jaxengine.scheduler.token_params import row_words
 from tests.jaxengine.sampling.draw_oracle import gumbel
-from tests.tables import each_row
 
 NUM_SLOTS = 40
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 ALL_ON = SamplerFlags(*[jnp.array(True)] * 6)
+OTHER_MODE = pytest.mark.thorough("values of each mode are test_pipeline_is_the_oracles")
+OTHER = pytest.mark.thorough("these parameters with what else varies")
 ALL_OFF = SamplerFlags(*[jnp.array(False)] * 6)
 
 
@@ -150,7 +151,13 @@ def test_pipeline_is_the_oracles(mode):
     assert tokens_checked > 220
 
 
-@each_row("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("raw_logprobs", "processed_logits"),
+        *(pytest.param(mode, marks=OTHER_MODE) for mode in ("raw_logits", "processed_logprobs")),
+    ],
+)
 def test_given_tokens_have_the_logprobs_of_the_whole_list(mode):
     """Bit for bit those that the list of all tokens has, whatever was drawn; -inf for none."""
     rng = np.random.default_rng(3)
@@ -171,14 +178,16 @@ def test_given_tokens_have_the_logprobs_of_the_whole_list(mode):
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("params", "varied"),
     [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.6, top_k=12, top_p=0.9),
-        SamplingParams(temperature=1.7, min_p=0.1),
+        (SamplingParams(temperature=1.0), "position"),
+        (SamplingParams(temperature=0.6, top_k=12, top_p=0.9), "seed"),
+        (SamplingParams(temperature=1.7, min_p=0.1), "position"),
+        pytest.param(SamplingParams(temperature=1.0), "seed", marks=OTHER),
+        pytest.param(SamplingParams(temperature=0.6, top_k=12, top_p=0.9), "position", marks=OTHER),
+        pytest.param(SamplingParams(temperature=1.7, min_p=0.1), "seed", marks=OTHER),
     ],
 )
-@pytest.mark.parametrize("varied", ["position", "seed"])
 def test_draws_follow_the_distribution(params, varied):
     """Chi-square over 50,000 draws: one seed at many positions, and many seeds at one position."""
     vocab_size, num_draws = 40, 50_000

@@ -40,7 +40,10 @@ PROMPT = {"prompt_token_ids": [5, 6, 7]}
 PLAIN = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["fcfs", "priority", "fair"])
+@pytest.fixture(
+    scope="module",
+    params=["fcfs", "priority", pytest.param("fair", marks=pytest.mark.thorough("without priorities, as fcfs"))],
+)
 def llm(request, tiny_options):
     llm = LLM(**tiny_options, scheduling_policy=request.param)
     yield llm

@@ -27,13 +27,8 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 @pytest.fixture(scope="module")
 def engine(chat_options):
-    small = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "num_gpu_blocks_override": 64,
-        "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
-    }
-    engine = AsyncLLM(**{**chat_options, **small}, enable_lora=True, max_lora_rank=8)
+    few = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
+    engine = AsyncLLM(**{**chat_options, **few}, enable_lora=True, max_lora_rank=8)
     yield engine
     engine.shutdown()
 

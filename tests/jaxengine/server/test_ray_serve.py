@@ -21,7 +21,7 @@ from jaxengine.scheduler.errors import RequestError
 
 ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 100
 
 
 @pytest.fixture(scope="module")

@@ -48,4 +48,4 @@ def test_what_is_no_json_is_refused(text):
 @pytest.mark.parametrize("repeated", ["{", '"', "\\", '"\\', "[1,", '{"a":', '"\\u12'])
 def test_hostile_text_takes_linear_time(repeated):
     with contextlib.suppress(ValueError, RecursionError):
-        read_cut_json(repeated * (1_000_000 // len(repeated)))
+        read_cut_json(repeated * (300_000 // len(repeated)))

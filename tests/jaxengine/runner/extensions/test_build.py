@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-
-import pytest
 
 from tests.conftest import TINY_CHECKPOINT
 
 MODELS = TINY_CHECKPOINT.parent
+# Each case in a process of its own, which has imported as much as the first one: what all start with.
 CODE = """
-import sys
+import json, os, sys
 import jax
 import jaxengine.runner.open
 from jaxengine.config.engine_config import EngineConfig
@@ -22,36 +22,39 @@ from jaxengine.models.registry import read_folder
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage
 
-folder, options = sys.argv[1], eval(sys.argv[2])
-model = read_folder(folder)
-config = EngineConfig.from_options(model=folder, max_model_len=64, skip_tokenizer_init=True, **options)
-config = config.resolved(model, PLATFORMS["cpu"], [])
-layout = config.mesh_layout(model)
-abstract = build_split(model, config, layout, Stage(0, model.num_layers))
-programs = step_programs(abstract, config, PLATFORMS["cpu"], make_mesh(layout, jax.devices()[:1]))
-here = "jaxengine.runner.extensions."
-found = {name.removeprefix(here).split(".")[0] for name in sys.modules if name.startswith(here)} - {"build", "settle"}
-print(*sorted(found), "/", *sorted(each.name for each in programs.extensions))
+def show(folder, options):
+    model = read_folder(folder)
+    config = EngineConfig.from_options(model=folder, max_model_len=64, skip_tokenizer_init=True, **options)
+    config = config.resolved(model, PLATFORMS["cpu"], [])
+    layout = config.mesh_layout(model)
+    abstract = build_split(model, config, layout, Stage(0, model.num_layers))
+    programs = step_programs(abstract, config, PLATFORMS["cpu"], make_mesh(layout, jax.devices()[:1]))
+    here = "jaxengine.runner.extensions."
+    found = {name.removeprefix(here).split(".")[0] for name in sys.modules if name.startswith(here)}
+    print(*sorted(found - {"build", "settle"}), "/", *sorted(each.name for each in programs.extensions), flush=True)
+
+for folder, options in json.loads(sys.argv[1]):
+    if not (child := os.fork()):
+        show(folder, options)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
+CASES = [
+    ("llama", {}, []),
+    ("llama", {"enable_lora": True}, ["adapters"]),
+    ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, ["drafts"]),
+    ("llama", {"capture_layers": [0, -1]}, ["capture"]),
+    ("llama", {"capture": ["mlp_output:1"], "steer": ["residual:*"]}, ["capture", "steering"]),
+    ("llama", {"record_steps": "steps"}, ["recording"]),
+    ("llama", {"enable_trace_replay": True, "enable_sampling_mass": True}, ["mass", "trace"]),
+    ("mixtral", {}, ["experts"]),
+    ("qwen3_next", {}, ["experts", "states"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "more"),
-    [
-        ("llama", {}, []),
-        ("llama", {"enable_lora": True}, ["adapters"]),
-        ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, ["drafts"]),
-        ("llama", {"capture_layers": [0, -1]}, ["capture"]),
-        ("llama", {"capture": ["mlp_output:1"], "steer": ["residual:*"]}, ["capture", "steering"]),
-        ("llama", {"record_steps": "steps"}, ["recording"]),
-        ("llama", {"enable_trace_replay": True, "enable_sampling_mass": True}, ["mass", "trace"]),
-        ("mixtral", {}, ["experts"]),
-        ("qwen3_next", {}, ["experts", "states"]),
-    ],
-)
-def test_only_what_an_engine_was_started_with_is_there(name, options, more):
-    command = [sys.executable, "-c", CODE, str(MODELS / name), repr(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_only_what_an_engine_was_started_with_is_there():
+    cases = json.dumps([(str(MODELS / name), options) for name, options, _ in CASES])
+    done = subprocess.run([sys.executable, "-c", CODE, cases], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    wanted = " ".join(sorted([*more, "scores", "structured"]))
-    assert done.stdout.strip() == f"{wanted} / {wanted}"
+    wanted = [" ".join(sorted([*more, "scores", "structured"])) for *_, more in CASES]
+    assert done.stdout.splitlines() == [f"{each} / {each}" for each in wanted]

@@ -16,10 +16,12 @@ import uvicorn
 from jaxengine.bench.serve_client import Server
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
+from tests.conftest import use_scheduler
 from tests.jaxengine.server.processes.storm import CHOICES, differences, storm, visits
 
 # A pool of 256 tokens for eight requests of about 80 each, and room in the queue for everybody.
-SMALL_POOL = {"num_gpu_blocks_override": 32, "scheduling_policy": "priority"}
+NUM_PAGES = 32
+SMALL_POOL = {"num_gpu_blocks_override": NUM_PAGES, "scheduling_policy": "priority"}
 
 
 class AppThread:
@@ -61,7 +63,8 @@ class AppThread:
 def small_engine(chat_options):
     from jaxengine import AsyncLLM
 
-    engine = AsyncLLM(**{**chat_options, **SMALL_POOL})
+    engine = AsyncLLM(**chat_options, scheduling_policy="priority")
+    use_scheduler(engine, num_pages=NUM_PAGES)  # of the pages that other engines have, so that steps are shared
     yield engine
     engine.shutdown()
 
