@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +18,8 @@ MAX_SDIST_BYTES = 2_000_000
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=cwd, timeout=300)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which may be the checkout
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=cwd, env=outside, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
