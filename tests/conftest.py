@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import tiers
@@ -84,7 +85,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--pool-operations",
         type=int,
-        default=50_000,
+        default=20_000,
         help="operations of the page pool's random walk (nightly: 1000000)",
     )
     parser.addoption("--thorough", action="store_true", help="every case, not one of each kind (make nightly)")
@@ -93,6 +94,12 @@ def pytest_addoption(parser):
         "--executables", default=None, help="where compiled steps are kept between test runs (default: .cache)"
     )
     parser.addoption("--record-durations", action="store_true", help="write the seconds of each file to tests/")
+
+
+def pytest_configure(config):
+    if not config.getoption("--thorough"):
+        hypothesis.settings.register_profile("few", hypothesis.settings(max_examples=30))
+        hypothesis.settings.load_profile("few")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -125,13 +132,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Leave what is imported out of garbage collections.
+    """Leave what is imported out of garbage collections, and collect seldom.
 
     Every start of an engine collects, and each collection looks at all objects that are not frozen: in a process of
-    tests these are modules and traces of many files.
+    tests these are modules and traces of many files. Traces make objects by the hundred thousand that live until they
+    are compiled, so collections of young objects find next to nothing.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 50)
 
 
 def _is_chosen(item, chosen: str) -> bool:

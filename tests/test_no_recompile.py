@@ -9,7 +9,7 @@ import pytest
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = {False: 100, True: 300}  # the latter with --thorough
 
 
 def random_params(rng: np.random.Generator, vocab_size: int, room: int) -> SamplingParams:
@@ -45,7 +45,7 @@ def random_params(rng: np.random.Generator, vocab_size: int, room: int) -> Sampl
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
-def test_nothing_compiles_after_ready(make_llm, async_scheduling):
+def test_nothing_compiles_after_ready(make_llm, async_scheduling, thorough):
     llm = make_llm(num_gpu_blocks_override=26, scheduling_policy="priority", async_scheduling=async_scheduling)
     core, rng = llm.core, np.random.default_rng(11)
     vocab_size = core.inputs.model_config.vocab_size
@@ -57,7 +57,7 @@ def test_nothing_compiles_after_ready(make_llm, async_scheduling):
     alive, finished = [], {}
     prefix = rng.integers(0, vocab_size, 60).tolist()
     events.clear()
-    for index in range(NUM_REQUESTS):
+    for index in range(count := NUM_REQUESTS[thorough]):
         length = int(rng.integers(1, 95))
         token_ids = rng.integers(0, vocab_size, length).tolist()
         if rng.random() < 0.3:
@@ -81,7 +81,7 @@ def test_nothing_compiles_after_ready(make_llm, async_scheduling):
         for output in core.step():
             if output.finished:
                 finished[output.request_id] = output
-    assert len(finished) == NUM_REQUESTS
+    assert len(finished) == count
     assert core.engine.scheduler.num_preemptions > before
     assert core.engine.scheduler.num_free_pages == 26
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -17,16 +18,23 @@ MAX_SDIST_BYTES = 2_000_000
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=cwd, timeout=300)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which may be the checkout
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=cwd, env=outside, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
+def install(python: Path, *arguments: str | Path, cwd: Path) -> None:
+    """Have this environment's pip install into that of `python`, which needs none of its own."""
+    own = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(*own, "install", "--quiet", "--no-compile", *arguments, cwd=cwd)
+
+
 def make_venv(folder: Path, *packages: str) -> Path:
     """Make an environment that has `packages`, and after them what this one has; return its interpreter."""
-    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", *packages, cwd=folder.parent)
+    install(python, *packages, cwd=folder.parent)
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     # addsitedir reads .pth files there too. A checkout that one of them names comes after the installed wheel.
     (Path(site) / "zz_base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
@@ -92,7 +100,7 @@ def test_the_sdist_is_small_and_complete(built):
 def test_it_lives_beside_packages_of_its_folders_names(built, tmp_path):
     """The package `scheduler` of PyPI, and a folder `models` where Python is started."""
     python = make_venv(tmp_path / "user", "scheduler")
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", built["wheel"], cwd=tmp_path)
+    install(python, "--no-deps", built["wheel"], cwd=tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").write_text("MINE = True\n")
     code = (
@@ -106,7 +114,7 @@ def test_it_lives_beside_packages_of_its_folders_names(built, tmp_path):
 
 def test_an_editable_install_is_the_checkout(built, tmp_path):
     python = built["python"]
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", ROOT, cwd=tmp_path)
+    install(python, "--no-deps", "--no-build-isolation", "-e", ROOT, cwd=tmp_path)
     code = "import jaxengine.scheduler, jaxengine.models.registry as m; print(jaxengine.scheduler.__file__, m.__file__)"
     paths = [Path(path).resolve() for path in run(python, "-c", code, cwd=tmp_path).split()]
     assert paths == [ROOT / "scheduler" / "__init__.py", ROOT / "models" / "registry.py"]

@@ -160,7 +160,8 @@ def test_custom_model_is_a_plugin(monkeypatch, tmp_path):
 
 
 def test_logits_processor(run):
-    lines = run("logits_processor", str(TINY)).splitlines()
+    with fast_compile():
+        lines = run("logits_processor", str(TINY)).splitlines()
     plain, limited = (ast.literal_eval(line.rpartition(": ")[2]) for line in lines)
     assert len(plain) == len(limited) == 12 and len(set(plain)) < 12 and len(set(limited)) == 12
 
@@ -210,7 +211,8 @@ def test_grpo_tunix(executables_dir, monkeypatch, capsys):
 def test_forward_pass(run):
     with np.load(TINY / "golden.npz", allow_pickle=False) as golden:
         prompt, logits = golden["token_ids_0"].tolist(), golden["logits_0"]
-    shapes, *layers = run("forward_pass", str(TINY), ",".join(map(str, prompt))).splitlines()
+    with fast_compile():
+        shapes, *layers = run("forward_pass", str(TINY), ",".join(map(str, prompt))).splitlines()
     best = int(logits[-1].argmax())
     assert shapes == f"states ({len(prompt)}, 3, 64), logits ({len(prompt)}, 128), best next token {best}"
     assert [line.partition(":")[0] for line in layers] == ["layer 0", "layer 1", "layer 2"]
@@ -222,7 +224,8 @@ def test_hidden_states(run, monkeypatch, executables_dir):
     monkeypatch.setattr(jaxengine, "LLM", partial(jaxengine.LLM, **OPTIONS, compile_cache_dir=executables_dir))
     with np.load(TINY / "golden.npz", allow_pickle=False) as golden:
         prompt = golden["token_ids_0"].tolist()
-    lines = run("hidden_states", str(TINY), ",".join(map(str, prompt))).splitlines()
+    with fast_compile():
+        lines = run("hidden_states", str(TINY), ",".join(map(str, prompt))).splitlines()
     heads, norms = zip(*(line.split(": |x| of each token ") for line in lines), strict=True)
     shape = f"({len(prompt) + 3}, 64) float32"
     assert [*heads] == [f"{place} {shape}" for place in ("residual:0", "residual:1", "final_norm")]

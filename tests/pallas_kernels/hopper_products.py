@@ -27,14 +27,14 @@ _WIDE = HopperProducts(num_ctas=1, rows=128, stages=2)
 QUICK = {
     "one row, inputs split": Product(1, 2112, 136, 64, "uint8", True, sizes=_SPLIT),
     "pairs in groups of 32, tiles of 64": Product(20, 320, 128, 32, "uint8", sizes=_SMALL),
-    "a group of several tiles": Product(5, 1024, 136, 256, "uint8", True, "int8", sizes=_SMALL),
-    "int8 in groups of 32": Product(61, 1152, 128, 32, "int8", sizes=_RING),
     "int8 rows by coarser groups": Product(5, 1088, 136, 32, "int8", True, "int8", 64, sizes=_SMALL),
     "e4m3 widened": Product(9, 512, 128, 128, E4M3, sizes=_SMALL),
     "e4m3 as it is": Product(20, 640, 520, 128, E4M3, False, E4M3, 128, sizes=_SMALL),
-    "a whole tile of rows": Product(121, 512, 128, 128, "uint8", True, sizes=_WIDE),
+    "int8 in groups of 32": Product(61, 1152, 128, 32, "int8", sizes=_RING),
 }
 MORE = {
+    "a group of several tiles": Product(5, 1024, 136, 256, "uint8", True, "int8", sizes=_SMALL),
+    "a whole tile of rows": Product(121, 512, 128, 128, "uint8", True, sizes=_WIDE),
     "a scale a channel": Product(8, 256, 136, 256, "uint8", sizes=_SMALL),
     "e4m3 as it is, groups of 64": Product(8, 256, 136, 64, E4M3, False, E4M3, 128, sizes=_SMALL),
     "e4m3 as it is, groups of 32": Product(8, 256, 136, 32, E4M3, False, E4M3, sizes=_SMALL),
@@ -67,16 +67,18 @@ _MANY_CODES = GroupedProduct((*(0,) * 33, 1, 0), Product(1, 64, 128, 32, "uint8"
 QUICK_GROUPS = {
     "groups of several tiles": GroupedProduct((5, 0, 17, 11, 0, 3), _PLAIN),
     "no rows of any group": GroupedProduct((0,) * 6, _PLAIN._replace(size=64, group=64)),
-    "all rows of one group": GroupedProduct((0, 0, 61), _PLAIN._replace(rows=61, out=520)),
     "one row of many groups": _MANY_PLAIN,
     "one row of many groups, codes": _MANY_CODES,
     # Behind the last row there is no room: what a tile has too much is seen there, and elsewhere a neighbour's.
     "tiles of every size": GroupedProduct(tuple(range(1, 66, 8)), Product(297, 64, 128, 64, BFLOAT16, sizes=_WIDE)),
-    "tiles by sixteen rows": GroupedProduct((664,), Product(665, 128, 128, 128, E4M3, False, E4M3, 128, sizes=_WIDE)),
     "pairs of groups": GroupedProduct((1, 0, 30, 0, 19, 0), _CODES),
     "e4m3 of groups, rounded rows": GroupedProduct(
         (0, 33, 0, 16), Product(50, 256, 128, 128, E4M3, False, E4M3, 128, sizes=_SMALL)
     ),
+    "all rows of one group": GroupedProduct((0, 0, 61), _PLAIN._replace(rows=61, out=520)),
+}
+MORE_GROUPS = {
+    "tiles by sixteen rows": GroupedProduct((664,), Product(665, 128, 128, 128, E4M3, False, E4M3, 128, sizes=_WIDE)),
     "int8 of groups, a scale a channel": GroupedProduct(
         (2, 0, 40), Product(42, 256, 128, 256, "int8", False, "int8", sizes=_SMALL)
     ),
@@ -89,18 +91,18 @@ THOROUGH_GROUPS = {
     for rows, num_groups in ((8, 4), (100, 16), (1500, 2), (1500, 16))
     for codes, group in ((BFLOAT16, 384), ("uint8", 128), ("int8", 32), (E4M3, 384))
 }
-GROUPS = QUICK_GROUPS | THOROUGH_GROUPS
+GROUPS = QUICK_GROUPS | MORE_GROUPS | THOROUGH_GROUPS
 ROUNDED_GROUPS = ("groups of several tiles",)
 # Gates and ups: a matrix's outputs are half of each, of which a tile has 64. One begins inside of the one before.
 QUICK_GATED = {
-    "groups of several tiles": GroupedProduct(
-        (5, 0, 17, 11, 0, 3), _PLAIN._replace(size=192, group=192, out=528, sizes=_SMALL)
+    "e4m3 of groups, rounded rows": GroupedProduct(
+        (57, 16), Product(74, 256, 128, 128, E4M3, False, E4M3, 128, sizes=_WIDE)
     ),
     "one row of many groups": _MANY_PLAIN,
     "one row of many groups, codes": _MANY_CODES,
     "pairs of groups": GroupedProduct((1, 0, 30, 0, 19, 0), _CODES._replace(out=144)),
-    "e4m3 of groups, rounded rows": GroupedProduct(
-        (57, 16), Product(74, 256, 128, 128, E4M3, False, E4M3, 128, sizes=_WIDE)
+    "groups of several tiles": GroupedProduct(
+        (5, 0, 17, 11, 0, 3), _PLAIN._replace(size=192, group=192, out=528, sizes=_SMALL)
     ),
 }
 MORE_GATED = {

@@ -80,11 +80,11 @@ HOPPER_QUICK = {
     "runs that share tiles, Hopper": Product(
         _runs((3, 50), (-1, 9), (19, 1), (0, 1)), 128, (256, 128, 128, 128), (0, 1, 2, 3), 20, 64, _FEW_ROWS
     ),
+}
+HOPPER_MORE = {
     "a tile of all rows": Product(
         tuple((3 * row) % 10 if row % 7 else -1 for row in range(78)), 512, (128,), (0,), 10, 64, LoraTiles()
     ),
-}
-HOPPER_MORE = {
     "three rows of rank 8": Product((7, -1, 2), widths=(128,), modules=(0,), rank=8, sizes=LoraTiles()),
     "no adapters at all, Hopper": Product((-1,) * 8, widths=(128,), modules=(0,), sizes=LoraTiles()),
     "rank 128": Product(MIXED[:20], rank=128, widths=(128,), modules=(0,), sizes=LoraTiles()),

@@ -77,8 +77,16 @@ def memory_of(num_layers, num_tokens, num_seqs, dtype):
     return memory, kv.data.size * kv.data.dtype.itemsize
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize(("num_tokens", "num_seqs"), [(1, 1), (8, 8), (64, 8)])
+ANOTHER = pytest.mark.thorough("as in another dtype or size")
+MEMORY = [(1, 1, "float32"), (8, 8, "int8"), (64, 8, "bfloat16")]
+STEPS = [(1, 1), (8, 8), (64, 8)]
+MORE_MEMORY = [(*sizes, dtype) for sizes in STEPS for dtype in ("float32", "bfloat16", "int8")]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "dtype"),
+    [pytest.param(*row, marks=[] if row in MEMORY else ANOTHER) for row in MORE_MEMORY],
+)
 def test_donated_pool_is_never_copied(num_tokens, num_seqs, dtype):
     """Two layers: temporary memory stays far below the pool's size."""
     memory, pool_bytes = memory_of(2, num_tokens, num_seqs, dtype)
@@ -86,14 +94,17 @@ def test_donated_pool_is_never_copied(num_tokens, num_seqs, dtype):
     assert memory.temp_size_in_bytes < pool_bytes // 4
 
 
-@pytest.mark.parametrize("num_tokens", [8, 512])
+@pytest.mark.parametrize("num_tokens", [pytest.param(8, marks=ANOTHER), 512])
 def test_layers_take_turns_with_their_workspace(num_tokens):
     """What all of them begin with was once copied for each at the start of the step: seven eighths of its workspace."""
-    few, many = (memory_of(layers, num_tokens, 8, "float32")[0].temp_size_in_bytes for layers in (2, 8))
+    few, many = (memory_of(layers, num_tokens, 8, "float32")[0].temp_size_in_bytes for layers in (2, 6))
     assert many < 1.1 * few
 
 
-@pytest.mark.parametrize(("block_q", "block_kv", "block_seqs"), [(8, 32, 3), (24, 48, 2), (64, 256, 8)])
+@pytest.mark.parametrize(
+    ("block_q", "block_kv", "block_seqs"),
+    [(24, 48, 2), pytest.param(8, 32, 3, marks=ANOTHER), pytest.param(64, 256, 8, marks=ANOTHER)],
+)
 def test_any_block_size_gives_the_oracle(block_q, block_kv, block_seqs):
     tuning = Tuning(xla_attention=XlaAttention(block_seqs, block_q, block_kv))
     implementation = replace(CPU, name=f"blocks {block_q} {block_kv} {block_seqs}", tuning=tuning)

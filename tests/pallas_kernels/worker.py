@@ -141,27 +141,31 @@ class Used:
 def run_all(groups: Sequence[Sequence[Job]], seconds: float, workers: int = 2) -> dict[Job, Future]:
     """Run groups of jobs side by side, the jobs of a group one after another in one process: they share programs.
 
+    A process goes on with groups of its implementation while there are any, for another one costs seconds to start;
+    then some take the first group that is left, some the last.
     Returns at once; the future of a job has what `Worker.run` returns.
     """
     outcomes: dict[Job, Future] = {job: Future() for group in groups for job in group}
-    waiting = iter(groups)
+    waiting = list(groups)
     lock = threading.Lock()
 
-    def work() -> None:
-        worker = Worker()
+    def work(place: int) -> None:
+        worker, own = Worker(), ""
         try:
             while True:
                 with lock:
-                    group = next(waiting, ())
-                if not group:
-                    return
+                    if not waiting:
+                        return
+                    group = next((each for each in waiting if each[0][1] == own), waiting[place])
+                    waiting.remove(group)
+                own = group[0][1]
                 for job in group:
                     outcomes[job].set_result(worker.run(job, seconds))
         finally:
             worker.close()
 
-    for _ in range(workers):
-        threading.Thread(target=work, daemon=True).start()
+    for number in range(workers):
+        threading.Thread(target=work, args=(-(number % 2),), daemon=True).start()
     return outcomes
 
 

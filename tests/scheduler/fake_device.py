@@ -105,7 +105,7 @@ class FakeDevice:
             if entry < num_entries:
                 self.page_table[rank * num_entries + entry, column] = page
         rows, first = [], 0
-        before, written = list(self.states[rank]), []
+        fed = []
         for row in range(num_rows):
             assert view["slot"][row] < self.num_slots
             slot, count = base + int(view["slot"][row]), int(view["num_scheduled"][row])
@@ -119,13 +119,15 @@ class FakeDevice:
             positions = np.arange(start, start + count)
             for group in range(len(self.windows)):
                 self.pages[rank, self._slots(rank, group, slot, positions)] = tokens
-            if self.num_snapshots:
-                written += self._feed(rank, slot, before, int(view["start"][row]) > 0, start, tokens)
+            fed.append((slot, int(view["start"][row]) > 0, start, tokens))
             self.num_computed[slot] = start + count
             assert count == 1 if row < header["num_decode"] else count >= 1
             rows.append((slot, start + count))
             first += count
-        assert len(written) == len(set(written)), "a row of states is written twice"
+        if self.num_snapshots:  # when all rows have written their pages, as layers do before they read any
+            before = list(self.states[rank])
+            written = [place for each in fed for place in self._feed(rank, before, *each)]
+            assert len(written) == len(set(written)), "a row of states is written twice"
         assert (view["slot"][num_rows:] == self.num_slots).all()
         assert not view["num_scheduled"][num_rows:].any() and not view["sample"][num_rows:].any()
         assert (view["token_ids"][first:] == -1).all()
@@ -155,7 +157,7 @@ class FakeDevice:
             start += 1
         return tokens
 
-    def _feed(self, rank: int, slot: int, before: list, hit: bool, start: int, tokens: np.ndarray) -> list[int]:
+    def _feed(self, rank: int, before: list, slot: int, hit: bool, start: int, tokens: np.ndarray) -> list[int]:
         """Takes the state of a slot on by these tokens; the rows of states that it writes."""
         own = slot - rank * self.num_slots
         load, position, save = self.page_table[

@@ -123,7 +123,7 @@ class RanksMachine(RuleBasedStateMachine):
 
 
 RanksMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestRanks = RanksMachine.TestCase
 

@@ -22,8 +22,11 @@ TENSOR, DATA, EXPERT = "tensor_parallel_size", "data_parallel_size", "enable_exp
 DRAFTS = {"num_speculative_tokens": 3}
 # Shapes and options whose programs are traced, on eight devices at most.
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama-3.1-8b:1", {TENSOR: 2, DATA: 2, "enable_lora": True, "speculative_config": {"method": "ngram"} | DRAFTS}),
-    ("llama-3.1-8b:2", {TENSOR: 2, DATA: 2, "pipeline_parallel_size": 2, "logprobs_mode": "processed_logprobs"}),
+    (
+        "llama-3.1-8b:2",
+        {TENSOR: 2, DATA: 2, "pipeline_parallel_size": 2, "logprobs_mode": "processed_logprobs", "enable_lora": True}
+        | {"speculative_config": {"method": "ngram"} | DRAFTS},
+    ),
     ("deepseek-v3:1", {TENSOR: 2, DATA: 2, EXPERT: True, "speculative_config": {"method": "mtp"} | DRAFTS}),
     ("qwen3-moe-30b-a3b:1", {TENSOR: 8, EXPERT: True, "all2all_backend": "ragged_all_to_all"}),
     ("qwen3-next-80b-a3b:4", {TENSOR: 2, DATA: 2, EXPERT: True}),
@@ -110,7 +113,7 @@ def main() -> None:
     from jaxengine.config.engine_config import EngineConfig
     from jaxengine.config.platforms import PLATFORMS
 
-    sizes = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    sizes = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     for name, options in CASES:
         config = EngineConfig(**sizes, **options)
         model = replace(model_config(name), num_nextn_predict_layers=1)  # which `mtp` alone asks for

@@ -147,6 +147,12 @@ CASES |= {
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2, "replicate_kv_heads": True}
         | _DRAFTS,
     ),
+    "drafts latent tp2 dp2 pp2 ep, replicated": (
+        "latent",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2, "replicate_kv_heads": True}
+        | {"enable_expert_parallel": True}
+        | _DRAFTS,
+    ),
     "drafts moe tp2 dp2 ep": (
         "moe",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | _DRAFTS,

@@ -12,11 +12,8 @@ from pathlib import Path
 from tests.sharding.parallel_cases import CASES
 
 ROOT = Path(__file__).parents[2]
-# Every kind of parallelism; --thorough runs every case.
-SHORT = (
-    "moe tp2 dp2 ep",
-    "drafts latent tp2 dp2 pp2, replicated",
-)
+# Every kind of parallelism at once; --thorough runs every case.
+SHORT = ("drafts latent tp2 dp2 pp2 ep, replicated",)
 WITH_STATES = ("states", "convolutions", "mamba2", "gates_apart")
 
 

@@ -40,8 +40,8 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     return [output for output, _ in ended]
 
 
-def test_every_part_of_every_weight_on_meshes_of_eight_devices(tmp_path):
-    (output,) = finish([start("meshes", tmp_path, num_devices=8)])
+def test_every_part_of_every_weight_on_meshes_of_eight_devices(tmp_path, thorough):
+    (output,) = finish([start("meshes", tmp_path, *["--thorough"] * thorough, num_devices=8)])
     assert "meshes ok" in output
 
 

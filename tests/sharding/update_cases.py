@@ -1,6 +1,6 @@
 """Engines over several devices whose weights are replaced and that sleep: run as a module, prints a row per case.
 
-    python -m tests.sharding.update_cases CACHE
+    python -m tests.sharding.update_cases CACHE CASE ...
 
 needs eight devices (XLA_FLAGS=--xla_force_host_platform_device_count=8).
 """
@@ -36,6 +36,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2 pp2": ("llama", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
     "tp2, rounded to int8": ("llama", {"tensor_parallel_size": 2, "quantization": "int8"}),
     "experts, tp2 dp2 ep": ("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 2, **EP}),
+    "experts, tp2 dp2 pp2 ep, rounded to int8": (
+        "qwen3_moe",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2, "quantization": "int8", **EP},
+    ),
 }
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42, 43, 44], [77] * 20]
 
@@ -88,9 +92,10 @@ def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": found, "same": same, "alive": alive, "compilations": llm.core.runner.compiles.count}
 
 
-def main(cache: str) -> None:
+def main(cache: str, *names: str) -> None:
     assert jax.device_count() == 8
-    for name, (model, options) in CASES.items():
+    for name in names:
+        model, options = CASES[name]
         quantized = {key: value for key, value in options.items() if key == "quantization"}
         alone, found = run(model, cache, quantized), run(model, cache, options)
         print(json.dumps({"case": name, "alone": alone["tokens"], **found}), flush=True)

@@ -27,11 +27,9 @@ def architecture(name: str) -> str:
     return read_hf(read_config_json(CHECKPOINTS / name)).architecture
 
 
-# A checkpoint of each family always, those of further kinds of rope, and second shapes that compile quickly; others in
-# a thorough run.
+# A checkpoint of each family always, and those of further kinds of rope; others in a thorough run.
 ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
-SHAPES = ("internlm3_tied", "minicpm_untied", "mistral_tied", "qwen2_untied", "qwen3_bias")
-ALWAYS = frozenset((*{architecture(name): name for name in reversed(NAMES)}.values(), *ROPES, *SHAPES))
+ALWAYS = frozenset((*{architecture(name): name for name in reversed(NAMES)}.values(), *ROPES))
 # Named otherwise than a family's text models, and computed as they are: that they load shows most of it.
 RENAMED = frozenset(name for name in ALWAYS if name.endswith("_vision"))
 WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))

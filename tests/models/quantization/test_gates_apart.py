@@ -86,7 +86,7 @@ def forget_programs():
     ("name", "form"),
     [
         ("qwen3_next", "fp8 block"),
-        ("qwen3_5", "fp8 block"),
+        pytest.param("qwen3_5", "fp8 block", marks=pytest.mark.thorough("as the other family")),
         ("qwen3_5", "awq"),
         pytest.param("qwen3_next", "awq", marks=pytest.mark.thorough("as the other family")),
     ],

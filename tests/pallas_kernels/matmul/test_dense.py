@@ -57,7 +57,9 @@ def test_sums_of_a_wide_matrix_take_no_memory():
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="in which order XLA adds is known of these processors only")
 @pytest.mark.parametrize(("dtype", "few"), [("float32", 1), ("bfloat16", 2)])
-@pytest.mark.parametrize("inputs", [1024, 1536, 4096])
+@pytest.mark.parametrize(
+    "inputs", [1536] + [pytest.param(size, marks=pytest.mark.thorough("more or fewer blocks")) for size in (1024, 4096)]
+)
 @pytest.mark.parametrize("rows", [8, 33, 64])
 def test_few_rows_have_the_bits_of_many(dtype, few, inputs, rows):
     rng = np.random.default_rng(1)

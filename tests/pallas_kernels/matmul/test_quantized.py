@@ -5,6 +5,7 @@ The kernels are tests.pallas_kernels.products' and hopper_products'.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache, partial
 
 import jax
@@ -86,7 +87,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+FURTHER = pytest.mark.thorough("another size, or other codes, of a path that the others take")
+ALWAYS = (0, 2, 4, 5, 8, 10)  # of CASES
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=[] if index in ALWAYS else FURTHER) for index, case in enumerate(CASES)],
+)
 def test_against_float64(case):
     rows, size, out, num_scales, codes_dtype, zeros, dtype = case
     rng = np.random.default_rng(rows * size)
@@ -105,8 +113,17 @@ def test_against_float64(case):
 ROUNDED = [(1, 1, 1), (5, 1, 1), (5, 3, 3), (70, 3, 6), (5, 1, 3), (70, 1, 3), (5, 6, 3)]
 
 
-@pytest.mark.parametrize("rounding", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("case", ROUNDED, ids=str)
+ROUNDED_ALWAYS = [(ROUNDED[0], "int8"), (ROUNDED[3], "int8"), (ROUNDED[4], "int8"), (ROUNDED[6], "int8")]
+ROUNDED_ALWAYS += [(ROUNDED[2], "float8_e4m3fn"), (ROUNDED[5], "float8_e4m3fn")]
+
+
+@pytest.mark.parametrize(
+    ("case", "rounding"),
+    [
+        pytest.param(*row, id="{}-{}".format(*row), marks=[] if row in ROUNDED_ALWAYS else FURTHER)
+        for row in itertools.product(ROUNDED, ("int8", "float8_e4m3fn"))
+    ],
+)
 def test_rounded_rows(case, rounding):
     rows, x_scales, num_scales = case
     rng = np.random.default_rng(rows)
@@ -196,7 +213,7 @@ SIZES = [5, 0, 17, 11]
 @pytest.mark.parametrize(
     ("num_scales", "codes", "zeros"), [(1, "int8", False), (1, "uint8", False), (3, "uint8", True)]
 )
-@pytest.mark.parametrize("x_scales", [0, 1, 3])
+@pytest.mark.parametrize("x_scales", [0, pytest.param(1, marks=FURTHER), 3])
 def test_groups(num_scales, codes, zeros, x_scales):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((37, 96)), jnp.bfloat16).astype(jnp.float32)
@@ -237,9 +254,16 @@ def test_codes_of_groups_that_are_stored_turned():
     np.testing.assert_array_equal(run(*given, **options, transposed=True), run(*given, **options))
 
 
-@pytest.mark.parametrize("num_scales", [1, 64])
-@pytest.mark.parametrize("codes", ["int8", "uint8", "float8_e4m3fn"])
-@pytest.mark.parametrize("rows", [1, 64])
+WHOLE_ALWAYS = [(1, "int8", 64), (64, "int8", 1), (64, "uint8", 1), (64, "uint8", 64), (64, "float8_e4m3fn", 64)]
+
+
+@pytest.mark.parametrize(
+    ("num_scales", "codes", "rows"),
+    [
+        pytest.param(*row, marks=[] if row in WHOLE_ALWAYS else FURTHER)
+        for row in itertools.product((1, 64), ("int8", "uint8", "float8_e4m3fn"), (1, 64))
+    ],
+)
 def test_no_whole_matrix_is_widened_on_a_cpu(num_scales, codes, rows):
     size, out = 8192, 16384
     weight_bytes = size * out // (2 if codes == "uint8" else 1)

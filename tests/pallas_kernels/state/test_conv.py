@@ -16,8 +16,15 @@ IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IMPLEMENTATIONS.values())
-@pytest.mark.parametrize("kernel_size", [2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kernel_size", "dtype"),
+    [
+        (4, "float32"),
+        (2, "bfloat16"),
+        pytest.param(4, "bfloat16", marks=pytest.mark.thorough("each is tried with the other")),
+        pytest.param(2, "float32", marks=pytest.mark.thorough("each is tried with the other")),
+    ],
+)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_against_float64(implementation, kernel_size, dtype, batch):
     rng, rows = np.random.default_rng(0), batch.rows()

@@ -19,9 +19,21 @@ def shown(windows):
     return None if None in windows else max(windows)
 
 
+FURTHER = pytest.mark.thorough("preemption finds cached pages in the others")
+
+
 @pytest.mark.parametrize("windows", GROUPS)
-@pytest.mark.parametrize(("num_pages", "caching"), [(18, True), (18, False), (200, True)])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("num_pages", "caching", "num_micro_batches"),
+    [
+        (18, True, 3),
+        (200, True, 1),
+        pytest.param(18, True, 1, marks=FURTHER),
+        pytest.param(18, False, 1, marks=FURTHER),
+        pytest.param(18, False, 3, marks=FURTHER),
+        pytest.param(200, True, 3, marks=FURTHER),
+    ],
+)
 def test_outputs_do_not_depend_on_windows_given_back(windows, num_pages, caching, num_micro_batches):
     rng = np.random.default_rng(num_pages)
     shared = rng.integers(0, 50, 40).astype(np.int32)
@@ -139,7 +151,7 @@ def test_hits_are_the_longest_that_every_group_serves(windows):
     rng = np.random.default_rng(1)
     config = SchedulerConfig(400, 4, 2, 64, 256, windows=windows)
     lengths = set()
-    for _ in range(200):
+    for _ in range(60):
         tables = PageTables(config)
         digests = [bytes([column]) * 32 for column in range(12)]
         found = rng.random((len(windows), 12)) < 0.85

@@ -10,10 +10,17 @@ from jaxengine.scheduler.request import FinishReason
 from tests.scheduler.fake_device import VOCAB_SIZE
 from tests.scheduler.loop import Loop, check_output, make, random_request
 
+POOLS = [(200, 0, 12), (18, 0, 3), (18, 5, 1)]
+# Ranks, micro-batches, whether every step ends before the next begins, and pools.
+ALWAYS = {*((1, 1, False, *pool) for pool in POOLS), (2, 1, False, *POOLS[1]), (1, 2, False, *POOLS[2])}
+ALWAYS |= {(1, 1, True, *POOLS[1]), (2, 1, True, *POOLS[0])}
+WAYS = [(*sizes, sync, *pool) for sizes in ((1, 1), (2, 1), (1, 2)) for sync in (False, True) for pool in POOLS]
 
-@pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize(("num_pages", "threshold", "num_snapshots"), [(200, 0, 12), (18, 0, 3), (18, 5, 1)])
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_micro_batches", "sync", "num_pages", "threshold", "num_snapshots"),
+    [pytest.param(*way, marks=[] if way in ALWAYS else pytest.mark.thorough("a further pair")) for way in WAYS],
+)
 def test_every_row_goes_on_from_its_own_state(sync, num_ranks, num_micro_batches, num_pages, threshold, num_snapshots):
     rng = np.random.default_rng(num_pages + threshold)
     loop = Loop(
@@ -25,10 +32,10 @@ def test_every_row_goes_on_from_its_own_state(sync, num_ranks, num_micro_batches
         num_snapshots=num_snapshots,
     )
     shared = rng.integers(0, VOCAB_SIZE, 40).astype(np.int32)
-    requests = [random_request(rng, index, shared=shared) for index in range(120)]
+    requests = [random_request(rng, index, shared=shared) for index in range(80)]
     for index, request in enumerate(requests):
         loop.scheduler.add_request(request)
-        if index == 60:
+        if index == 40:
             loop.scheduler.reset_prefix_cache()
         if rng.random() < 0.1:
             loop.scheduler.finish(requests[int(rng.integers(index + 1))], FinishReason.ABORT)
