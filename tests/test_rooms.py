@@ -48,6 +48,7 @@ APART = {
     ),
     "jaxengine.rl:bridges": ("jaxengine.rl.tunix",),
     "jaxengine.runner:base": (
+        "jaxengine.runner.card",
         "jaxengine.runner.extension",
         "jaxengine.runner.memory",
         "jaxengine.runner.program",

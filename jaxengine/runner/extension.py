@@ -30,7 +30,7 @@ from jaxengine.runner.programs.device_state import TokenState
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.sampling.sampler import MoreScores
 from jaxengine.scheduler.buckets import Bucket, Buckets
-from jaxengine.sharding.rules import logical_to_spec
+from jaxengine.sharding.rules import logical_to_spec, part_bytes
 
 EVERYWHERE = PartitionSpec()
 RANKS = logical_to_spec(("batch",))
@@ -260,9 +260,13 @@ class DeviceExtension:
         """Programs that run in addition to forward passes. params: the model's leaves, arrays or shapes."""
         return ()
 
+    def allocated(self) -> Mapping[str, Any]:
+        """Abstract arrays by purpose that its half at a stage allocates, beside its sections of the state."""
+        return {}
+
     def memory(self) -> Mapping[str, int]:
         """Bytes of a device by purpose, of what it holds that is neither weights nor workspace."""
-        return {}
+        return {purpose: sum(map(part_bytes, jax.tree.leaves(own))) for purpose, own in self.allocated().items()}
 
     # Traced.
 

@@ -21,7 +21,7 @@ from jaxengine.models.cache import product_platform_of
 from jaxengine.models.quantization.table import weight_rows
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.extension import Epilogue
-from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_free_memory
+from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.state_changes import (
@@ -278,19 +278,9 @@ class ModelRunner:
     def _plan_memory(self, needs: Sequence[StageNeeds]) -> MemoryPlan:
         """The plan of the stage with the least room, the fewest pages. needs: of each stage. Raises ConfigError where
         not even one request of max_model_len fits into a stage."""
-        plans = [
-            plan_memory(
-                self.config,
-                total=stage.device_memory,
-                weights=stage.weight_bytes,
-                needs=own_needs,
-                page_bytes=stage.page_bytes,
-                windows=self.windows,
-                shared=jax.local_device_count() if self.on_cpu else 0,
-            )
-            for stage, own_needs in zip(self.stages, needs, strict=True)
-        ]
-        return min(plans, key=lambda plan: plan.num_pages)
+        sizes = [stage.sizes for stage in self.stages]
+        shared = jax.local_device_count() if self.on_cpu else 0
+        return plan_stages(self.config, sizes, needs, windows=self.windows, shared=shared)
 
     def _plan_as_compiled(self, before: int) -> MemoryPlan:
         """The plan with what the programs turned out to need, of the stage that holds most; its pages stay as planned.

@@ -20,6 +20,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedCo
 from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of
+from jaxengine.runner.card import claim_card
 from jaxengine.runner.devices import choose_devices, open_stages
 from jaxengine.runner.extensions.settle import item_sizes, settled
 from jaxengine.runner.kv_scales import known_scales, measure, scales_of
@@ -60,8 +61,19 @@ def open_resolved(
     is_exact = False
     if mesh is not None:
         mesh, is_exact = engine_mesh(mesh, mesh_axes)
+    claim_card(config.gpu_memory_utilization or PLATFORMS["gpu"].memory_utilization)
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
+    source, config = settle_model(config, platform)
+    resolved = config.resolved(source.config, platform, item_sizes(source, config))
+    return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
+
+
+def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, EngineConfig]:
+    """Opens the model of a config for the kernels of a platform, and settles what depends on the model's files.
+
+    No devices are needed. The source stays open. Raises as `open_resolved`.
+    """
     source = open_model(config, keep_tables=platform.keeps_tables)
     config = settled(config, source)
     # What was downloaded is here now: nobody who is given this config needs the hub or the token.
@@ -69,8 +81,7 @@ def open_resolved(
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
     if has_custom_class(source.config):  # our sources, after which compiled steps are named, do not tell of its class
         config = replace(config, compile_cache_dir="")
-    resolved = config.resolved(source.config, platform, item_sizes(source, config))
-    return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
+    return source, config
 
 
 def load_runner(

@@ -18,7 +18,7 @@ from jaxengine.models.weights.views.kv_scales import KVScales
 from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
 from jaxengine.runner.extension import StageExtension
-from jaxengine.runner.memory import StageNeeds, device_memory, memory_in_use, workspace_bytes
+from jaxengine.runner.memory import StageNeeds, StageSizes, device_limit, device_memory, memory_in_use, workspace_bytes
 from jaxengine.runner.program import Program
 from jaxengine.runner.programs.device_state import SlotState
 from jaxengine.runner.programs.program_needs import foresee, held_by
@@ -80,6 +80,12 @@ class StageRunner:
         devices = self.programs.mesh.local_devices
         memory = device_memory(devices[0])
         return memory // jax.local_device_count() if devices[0].platform == "cpu" else memory
+
+    @property
+    def sizes(self) -> StageSizes:
+        """What the memory plan starts from."""
+        limit = device_limit(self.programs.mesh.local_devices[0])
+        return StageSizes(self.device_memory, self.weight_bytes, self.page_bytes, limit)
 
     @property
     def memory_in_use(self) -> int:
