@@ -47,6 +47,11 @@ class StageArrays:
         self.draft_params = [leaf for _, leaf in own]
 
     @property
+    def num_devices(self) -> int:
+        """Devices of the stage."""
+        return self.programs.model.mesh.size
+
+    @property
     def draft_model(self) -> Any:
         """The abstract model of what drafts at it; None without that."""
         return None if self._draft is None else self._draft.model
