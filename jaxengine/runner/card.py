@@ -23,6 +23,7 @@ JAX_SHARE = 0.75
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"
 # One part in so many of what the client has is left for holes.
 _HOLES = 32
+_CPU_DEVICES = "jax_num_cpu_devices"
 
 
 def client_share(utilization: float) -> float:
@@ -76,10 +77,10 @@ def _is_installed(module: str, find: Callable[[str], object] = find_spec) -> boo
 
 def _has_devices() -> bool:
     """Whether jax has looked for its devices: then it refuses another number of CPU devices, which nobody asks for."""
-    before = jax.config.read("jax_num_cpu_devices")
+    before = getattr(jax.config, _CPU_DEVICES)
     try:
-        jax.config.update("jax_num_cpu_devices", 1 if before != 1 else 2)
+        jax.config.update(_CPU_DEVICES, 1 if before != 1 else 2)
     except RuntimeError:
         return True
-    jax.config.update("jax_num_cpu_devices", before)
+    jax.config.update(_CPU_DEVICES, before)
     return False

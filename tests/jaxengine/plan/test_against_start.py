@@ -12,12 +12,12 @@ from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import Split, plan_split, platform_for
 from jaxengine.runner.stage_arrays import StageArrays
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 from tests.jaxengine.plan.start import allocated
 from tests.models.quantization import test_gguf
 
 OPTIONS = TINY_OPTIONS | {"max_model_len": 48, "num_gpu_blocks_override": 40}
-MODELS = TINY_CHECKPOINT.parent
 DRAFT = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -77,7 +77,7 @@ def _model(name: str, folder: Path) -> str:
         return str(path) if path.exists() else test_gguf.write(path, test_gguf.LLAMA, lambda tensor: "Q4_K")
     if name == "sees":
         return str(whole_checkpoint("qwen2_vl_vision", folder / "sees"))
-    return str(MODELS / name)
+    return str(checkpoint(name))
 
 
 def planned(options: dict) -> list[StageArrays]:
