@@ -62,6 +62,7 @@ SIZES = (
     "kv_cache_memory_bytes",
     "record_steps_bytes",
 )  # options that also take "4k" or "4G"
+AUTO_LENGTH = -1  # max_model_len: the longest that fits
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
@@ -107,7 +108,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
       kv_cache_scales: scales of KV codes: a file from `jaxengine calibrate`, "calibrate" to measure them on random
         tokens at start, "unit" for 1; "auto" uses the checkpoint's, or else measures.
       seed: seed of everything random without its own seed.
-      max_model_len: limit of prompt plus output, in tokens. Models with longrope (Phi-3 of 128k tokens, Phi-4-mini) use
+      max_model_len: limit of prompt plus output, in tokens; "auto" or -1 for the longest that fits, at most the model's
+        context. Models with longrope (Phi-3 of 128k tokens, Phi-4-mini) use
         their short factors if it is at most their original context, otherwise the long ones.
       max_num_seqs: limit of concurrently running requests, per data-parallel replica.
       max_num_batched_tokens: limit of tokens in a step, per data-parallel replica.
@@ -195,7 +197,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
     kv_cache_dtype: str = "auto"
     kv_cache_scales: str = "auto"
     seed: int = 0
-    max_model_len: int | None = None
+    max_model_len: int | None = dataclasses.field(default=None, metadata={"words": {"auto": AUTO_LENGTH}})
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
@@ -281,8 +283,10 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             ("cluster_timeout", 1, 86400),
         ):
             value = getattr(self, name)
-            if value is not None and not least <= value <= most:
+            if value is not None and not least <= value <= most and (name, value) != ("max_model_len", AUTO_LENGTH):
                 raise ConfigError(name, value, f"{least} to {most}")
+        if self.max_model_len == AUTO_LENGTH and self.nnodes > 1:
+            raise ConfigError("max_model_len", "auto", f"a number with nnodes {self.nnodes}, of which each must know it")
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
         check_encoder(self)
@@ -321,9 +325,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
             problem = f"max_logprobs is -1, the whole vocabulary, which has {vocab_size} tokens"
             raise ConfigError.because("max_logprobs", problem, f"give at most {MAX_LOGPROBS}")
-        if self.max_model_len is not None and self.max_model_len > longest:
+        if self.given_length is not None and self.given_length > longest:
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
-        max_model_len = self.max_model_len or longest
+        max_model_len = self.given_length or longest
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
         # A token that sees those after it needs them in its step.
         chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
@@ -375,6 +379,11 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             chosen["compile_cache_dir"] = ""
         return ResolvedConfig(**chosen)
 
+    @property
+    def given_length(self) -> int | None:
+        """The number that max_model_len is; None where it follows from the model or from what fits."""
+        return None if self.max_model_len == AUTO_LENGTH else self.max_model_len
+
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
         """The mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow from the
         model's number of KV heads.
@@ -403,6 +412,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             if (value := dtype_name(value)) == "float16":
                 logger.warning("%s: float16 is run in bfloat16, which is as large and has float32's range", name)
                 return "bfloat16"
+        if isinstance(value, str) and value in (words := field.metadata.get("words", {})):
+            return words[value]
         if name in SIZES and isinstance(value, str):
             try:
                 return read_size(value)

@@ -73,7 +73,7 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
 def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedModel:
     shape = model_config(name, config.quantization, keep_tables=platform.keeps_tables)
     shape = as_it_sees(shape, config)
-    longest = config.max_model_len or shape.max_position_embeddings
+    longest = config.given_length or shape.max_position_embeddings
     source = ModelSource(Path(name), shape.up_to(longest), None, {})
     config = settled_head(replace(config, load_format="dummy"), shape)
     note = "a published shape; pictures are taken to have 16,384 patches" if shape.tower else "a published shape"

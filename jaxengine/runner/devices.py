@@ -21,14 +21,15 @@ from jaxengine.models.config.tower import TOWER
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, tensor_sizes
-from jaxengine.models.weights.adapters.pools import with_pools
+from jaxengine.models.weights.adapters.pools import abstract_leaves, with_pools
 from jaxengine.models.weights.dummy import dummy_params
 from jaxengine.models.weights.formats.orbax import load_checkpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.runner.extensions.build import step_programs
+from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_stages
 from jaxengine.runner.model_runner import Progress
 from jaxengine.runner.programs.step_programs import StepPrograms
-from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
 from jaxengine.sharding.layout import MESH_AXES, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, stages_of
@@ -158,6 +159,38 @@ def open_stages(
         runners.append(StageRunner(programs, params, config.compile_cache_dir, own))
     source.close()
     return runners
+
+
+def plan_shapes(
+    source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]
+) -> tuple[list[SplitStage], list[StageNeeds], MemoryPlan]:
+    """The stages of a model on these devices, what their programs take, and the memory plan with which an engine
+    starts; weights are neither read nor allocated.
+
+    Compiles or loads what start-up compiles before the pages are known. Raises as `open_stages`, and ConfigError where
+    not even one request of max_model_len fits.
+    """
+    layout = config.mesh_layout(source.config)
+    meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
+    stages = split_stages(source, config, platform, layout, meshes)
+    runners = [_of_shapes(stage, config.compile_cache_dir) for stage in stages]
+    needs = foreseen_needs(runners, config)
+    shared = jax.local_device_count() if devices[0].platform == "cpu" else 0
+    windows = runners[0].programs.windows
+    plan = plan_stages(config, [stage.sizes for stage in runners], needs, windows=windows, shared=shared)
+    return stages, needs, plan
+
+
+def _of_shapes(stage: SplitStage, cache_dir: str | None) -> StageRunner:
+    """A StageRunner with shapes in the place of weights, which compiles and cannot run."""
+    mesh, own = stage.programs.mesh, []
+    if stage.draft is not None:
+        from jaxengine.runner.extensions.drafts.drafter import Drafter
+
+        leaves = [leaf for _, leaf in abstract_leaves(stage.draft.programs.model, mesh)]
+        own = [Drafter(stage.draft.programs, leaves, cache_dir)]
+    leaves = [leaf for _, leaf in abstract_leaves(stage.programs.model, mesh)]
+    return StageRunner(stage.programs, leaves, cache_dir, own)
 
 
 def split_stages(

@@ -180,6 +180,14 @@ def held_bytes(code: int, stored: int, backend: str) -> int:
     return _CPU_BYTES_PER_STORED * stored if backend == "cpu" else code or stored
 
 
+class TooLong(ConfigError):
+    """max_model_len is more than the pages that fit hold. Attributes: fits, the most that they hold."""
+
+    def __init__(self, fits: int, max_model_len: int, allowed: str):
+        super().__init__("max_model_len", max_model_len, allowed)
+        self.fits = fits
+
+
 class StageSizes(NamedTuple):
     """Bytes of one device of a stage: its memory, the weights with those of what drafts, and a page.
 
@@ -268,8 +276,8 @@ def plan_memory(
         fits = longest_fit(config, num_pages, windows, config.max_model_len)
         others = [f"{purpose} take {size / (1 << 30):.1f} GiB" for purpose, size in needs.extensions.items() if size]
         of_others = f"; {', '.join(others)}, less with a lower max_num_seqs" if others else ""
-        raise ConfigError(
-            "max_model_len",
+        raise TooLong(
+            fits,
             config.max_model_len,
             f"at most {fits} with the {num_pages} KV pages that fit; lower max_model_len, or raise "
             f"gpu_memory_utilization ({config.gpu_memory_utilization}) or kv_cache_memory_bytes{of_others}",

@@ -38,7 +38,7 @@ from jaxengine.runner.programs.state_changes import (
     rows_name,
 )
 from jaxengine.runner.programs.step import Forwarded
-from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
 from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import StepInput, delta_chunks
@@ -94,10 +94,7 @@ class ModelRunner:
                 self.extensions[name] = own
         return_free_memory()
         before = self.memory_in_use()
-        # Where the user says how large the pool is, the steps tell their needs after they have been compiled.
-        late = config.fixes_pages and not config.enforce_eager
-        needs = [StageNeeds(0, 0, stage.programs.memory) if late else stage.foresee_needs() for stage in stages]
-        plan = self._plan_memory(needs)
+        plan = self._plan_memory(foreseen_needs(stages, config))
         programs = hashlib.sha256(repr([stage.programs.description for stage in stages]).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
         self._warm_up(progress or (lambda done, total, what: None))

@@ -16,14 +16,15 @@ from tqdm import tqdm
 
 from jaxengine.checkpoint.custom_models import has_custom_class
 from jaxengine.checkpoint.model_source import ModelSource, open_model
-from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.engine_config import AUTO_LENGTH, ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of
 from jaxengine.runner.card import claim_card
-from jaxengine.runner.devices import choose_devices, open_stages
+from jaxengine.runner.devices import choose_devices, open_stages, plan_shapes
 from jaxengine.runner.extensions.settle import item_sizes, settled
 from jaxengine.runner.kv_scales import known_scales, measure, scales_of
+from jaxengine.runner.memory import TooLong
 from jaxengine.runner.mesh_axes import engine_mesh
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import ALONE, Peers
@@ -64,9 +65,36 @@ def open_resolved(
     claim_card(config.gpu_memory_utilization or PLATFORMS["gpu"].memory_utilization)
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
-    source, config = settle_model(config, platform)
-    resolved = config.resolved(source.config, platform, item_sizes(source, config))
+    source, resolved = resolve_model(config, platform)
+    if config.max_model_len == AUTO_LENGTH:
+        source, resolved = _with_longest(config, OpenedModel(source, resolved, platform, devices, None))
     return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
+
+
+def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, ResolvedConfig]:
+    """Opens the model of a config and fills in what the config leaves open. Raises as `open_resolved`."""
+    source, config = settle_model(config, platform)
+    return source, config.resolved(source.config, platform, item_sizes(source, config))
+
+
+def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSource, ResolvedConfig]:
+    """The model with the longest max_model_len whose pages fit, at most its own context; reads no weights.
+
+    Compiles what start-up compiles before the pages are known. Raises ConfigError where no page fits.
+    """
+    source, resolved = opened.source, opened.config
+    while True:
+        try:
+            plan_shapes(source, resolved, opened.platform, opened.devices)
+            break
+        except TooLong as error:
+            source.close()
+            if error.fits < 2:
+                raise
+            # A shorter page table takes less: what fits now is never less than what was told.
+            source, resolved = resolve_model(replace(config, max_model_len=error.fits), opened.platform)
+    logger.info("max_model_len is %d, the longest that fits", resolved.max_model_len)
+    return source, resolved
 
 
 def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, EngineConfig]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.weights.views.kv_scales import KVScales
 from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
@@ -325,6 +326,16 @@ class StageRunner:
             donate=program.donate,
             description=self.programs.description,
         )
+
+
+def foreseen_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
+    """What the programs of each stage will take of a device, before the pools' sizes are known.
+
+    Where the user says how large the pool is, steps tell their needs after they have been compiled: then only what
+    extensions hold, and nothing is compiled.
+    """
+    late = config.fixes_pages and not config.enforce_eager
+    return [StageNeeds(0, 0, stage.programs.memory) if late else stage.foresee_needs() for stage in stages]
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:

@@ -22,6 +22,7 @@ import jax
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.lora import declared_pools
 from jaxengine.runner.devices import open_stages
+from jaxengine.runner.extensions.drafts.drafter import Drafter
 from jaxengine.runner.open import open_resolved
 
 DEVICES = 2
@@ -56,7 +57,7 @@ def held(stage: Any) -> dict[str, int]:
         "slots": state.slots._replace(sections={name: own for name, own in sections.items() if name not in counted}),
         "sampling": (state.tokens, state.sampling),
         **{name: own for name, own in sections.items() if name in counted},
-        **({} if draft is None else {"draft": draft.params, "draft pages": draft._kept}),
+        **({"draft": draft.params, "draft pages": draft._kept} if isinstance(draft, Drafter) else {}),
         **({} if pictures is None else {"embeddings": pictures.rows}),
     }
     sizes = {

@@ -104,7 +104,7 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
         problem = f"{NAME}.model {str(path)!r} is a file"
         raise ConfigError.because(NAME, problem, "name a folder of an EAGLE-3 head, with config.json and *.safetensors")
     head = read_eagle3(path, model)
-    head = head.up_to(config.max_model_len or model.max_position_embeddings)
+    head = head.up_to(config.given_length or model.max_position_embeddings)
     return ModelSource(path, head, None if config.load_format == "dummy" else SafetensorsCheckpoint(path), {})
 
 
