@@ -32,7 +32,8 @@ def add_options(
     """Adds a flag for each field of the dataclass `cls`; if given, only for `names`, in their order.
 
     title: of their group in --help. short: alternative flags, by field. The metadata "nargs" of a field of strings sets
-    how many values its flag takes, "words" of one of integers which words it takes, too. `given_options` reads the parsed values; a flag that is not given leaves none.
+    how many values its flag takes, "words" of one of integers which words stand for some. `given_options` reads the
+    parsed values; a flag that is not given leaves none.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}

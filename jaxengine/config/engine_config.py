@@ -286,7 +286,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             if value is not None and not least <= value <= most and (name, value) != ("max_model_len", AUTO_LENGTH):
                 raise ConfigError(name, value, f"{least} to {most}")
         if self.max_model_len == AUTO_LENGTH and self.nnodes > 1:
-            raise ConfigError("max_model_len", "auto", f"a number with nnodes {self.nnodes}, of which each must know it")
+            raise ConfigError(
+                "max_model_len", "auto", f"a number with nnodes {self.nnodes}, of which each must know it"
+            )
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
         check_encoder(self)

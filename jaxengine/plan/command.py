@@ -13,7 +13,6 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
 from jaxengine.plan.chips import CHIPS, read_chips
 
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 DEFAULT_LENGTH = 1024
 
 
@@ -33,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=positive_int, default=DEFAULT_LENGTH, metavar="TOKENS", help="tokens of a sequence to count"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile what a start compiles, in place of an estimate of it"
+    )
     parser.add_argument("--price-per-hour", type=_price, metavar="PRICE", help="of one device, for the cost of tokens")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--svg", type=output_file, metavar="FILE", help="draw the memory of one device there")
@@ -46,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError for wrong arguments and options, and as an engine for a model that cannot be read.
     """
     from jaxengine.plan import picture, report
+    from jaxengine.plan.compiled import compiler_of
     from jaxengine.plan.model import open_planned
-    from jaxengine.plan.plan import LEFT, platform_for
+    from jaxengine.plan.plan import LEFT, PARALLEL, platform_for
     from jaxengine.plan.splits import rank_splits
 
     sets = [read_chips(text) for text in args.chips or ["cpu"]]
@@ -61,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
     for chips in sets:
         model = open_planned(config, platform_for(chips.chip))
         try:
-            length = min(args.length, config.max_model_len or model.source.config.max_position_embeddings)
-            ranked = rank_splits(model, chips, given, length, _progress)
+            length = min(args.length, config.given_length or model.source.config.max_position_embeddings)
+            compiled = compiler_of(chips, config.model, options) if args.compile else None
+            ranked = rank_splits(model, chips, given, length, _progress, compiled)
             status |= not ranked[0].fits
             if args.json:
                 found.append(report.as_json(model, chips, ranked, length, args.price_per_hour))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
+from typing import Any, Protocol
 
-from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.config.engine_config import AUTO_LENGTH, ConfigError, ResolvedConfig
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of
 from jaxengine.models.params.errors import ModelFileError
@@ -15,12 +16,14 @@ from jaxengine.plan.chips import Chip, Chips
 from jaxengine.plan.estimate import estimated_needs
 from jaxengine.plan.model import PlannedModel
 from jaxengine.runner.card import client_share
-from jaxengine.runner.devices import split_stages
-from jaxengine.runner.memory import MemoryPlan, StageNeeds, budget_of, device_memory, longest_fit, plan_stages
+from jaxengine.runner.devices import SplitStage, split_stages
+from jaxengine.runner.memory import MemoryPlan, StageNeeds, TooLong, budget_of, device_memory, longest_fit, plan_stages
 from jaxengine.runner.stage_arrays import SLOTS_AND_SAMPLING, StageArrays, abstract_mesh
 from jaxengine.scheduler.pages.groups import most_pages_of
 from jaxengine.sharding.layout import MeshLayout
 
+# The options of a split.
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 # What of a plan is no array.
 PROGRAMS, TEMPORARIES, PROCESS, LEFT = "programs", "temporaries", "process", "left of the budget"
 
@@ -50,6 +53,18 @@ class Split:
         """Flags of the command line that say so; "" for one device."""
         sizes = (("-tp", self.tensor), ("-pp", self.pipeline), ("-dp", self.data))
         return " ".join([*(f"{flag} {size}" for flag, size in sizes if size > 1), *(["-ep"] if self.experts else [])])
+
+
+class CompiledNeeds(Protocol):
+    """What programs take of a device, as their compiler says."""
+
+    def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
+        """The mesh of each stage."""
+        ...
+
+    def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
+        """What the programs of each stage take."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -177,29 +192,36 @@ def platform_for(chip: Chip) -> Platform:
     return PLATFORMS[platform_of(SimpleNamespace(platform=chip.platform, compute_capability=chip.compute_capability))]
 
 
-def plan_split(
-    model: PlannedModel,
-    chips: Chips,
-    split: Split,
-    needs_of: Callable[[StageArrays], StageNeeds] = estimated_needs,
-) -> SplitPlan:
+def plan_split(model: PlannedModel, chips: Chips, split: Split, compiled: CompiledNeeds | None = None) -> SplitPlan:
     """Plan a model on chips, split in one way; if it does not fit, the plan says so.
 
-    needs_of: what the programs of a stage take; by default an estimate.
+    With max_model_len "auto" it is the longest that fits. compiled: what programs take, by their compiler; None for an
+    estimate.
 
     Raises:
       ConfigError: the model cannot be split so, or options contradict each other.
     """
-    config = model.resolved(**split.options)
+    plan = _plan_length(model, chips, split, compiled, {})
+    while model.config.max_model_len == AUTO_LENGTH and isinstance(plan.error, TooLong) and plan.error.fits > 1:
+        plan = _plan_length(model, chips, split, compiled, {"max_model_len": plan.error.fits})
+    return plan
+
+
+def _plan_length(
+    model: PlannedModel, chips: Chips, split: Split, compiled: CompiledNeeds | None, length: dict[str, int]
+) -> SplitPlan:
+    """`plan_split` with a max_model_len in place of the config's; empty for that."""
+    config = model.resolved(**split.options, **length)
     layout = config.mesh_layout(model.source.config)
-    meshes = [abstract_mesh(layout)] * split.pipeline
+    meshes = [abstract_mesh(layout)] * split.pipeline if compiled is None else compiled.meshes(layout, split)
     try:
-        stages = [StageArrays(each) for each in split_stages(model.source, config, model.platform, layout, meshes)]
+        found = split_stages(model.source, config, model.platform, layout, meshes)
+        stages = [StageArrays(each) for each in found]
     except (ValueError, ModelFileError) as error:  # such as a weight that so many devices do not split evenly
         if isinstance(error, ConfigError):
             raise
         raise ConfigError.because("tensor_parallel_size", f"{error}", "give another one") from None
-    needs = [needs_of(stage) for stage in stages]
+    needs = [estimated_needs(stage) for stage in stages] if compiled is None else compiled.needs(found, config)
     total, limit = device_bytes(config, chips)
     sizes = [stage.sizes(total, limit) for stage in stages]
     memory, error = None, None
@@ -209,8 +231,8 @@ def plan_split(
         error = _overfull(memory, total if limit is None else limit)
     except ConfigError as refused:
         error = refused
-    estimated = needs_of is estimated_needs
-    return SplitPlan(chips, split, layout, config, stages, needs, estimated, None if error else memory, error)
+    memory = None if error else memory
+    return SplitPlan(chips, split, layout, config, stages, needs, compiled is None, memory, error)
 
 
 def _overfull(memory: MemoryPlan, total: int) -> ConfigError | None:

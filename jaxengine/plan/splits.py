@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.plan.chips import Chips
 from jaxengine.plan.model import PlannedModel
-from jaxengine.plan.plan import LEFT, Split, SplitPlan, plan_split
+from jaxengine.plan.plan import LEFT, CompiledNeeds, Split, SplitPlan, plan_split
 from jaxengine.plan.speed import Speed, speed_of
 
 # Speeds within this share of each other count as equal: a bound is not that exact.
@@ -57,11 +57,13 @@ def rank_splits(
     given: Mapping[str, object],
     length: int,
     progress: Callable[[str], None] = lambda what: None,
+    compiled: CompiledNeeds | None = None,
 ) -> list[Ranked]:
     """Plan every split of `possible_splits`; those that fit come first, by speed, then by how many sequences they hold.
 
-    length: tokens of a sequence. progress(what) is called before each is planned. Raises ConfigError where the given
-    sizes are not those of so many devices.
+    length: tokens of a sequence. progress(what) is called before each is planned. compiled: as of `plan_split`.
+
+    Raises ConfigError where the given sizes are not those of so many devices.
     """
     config = model.source.config
     drafting = model.config.speculative_config is not None and model.config.speculative_config.has_model
@@ -75,13 +77,13 @@ def rank_splits(
     found = []
     for split in splits:
         progress(f"{chips} {split.flags}")
-        found.append(_ranked(model, chips, split, length))
+        found.append(_ranked(model, chips, split, length, compiled))
     return sorted(found, key=_order)
 
 
-def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int) -> Ranked:
+def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compiled: CompiledNeeds | None) -> Ranked:
     try:
-        plan = plan_split(model, chips, split)
+        plan = plan_split(model, chips, split, compiled)
     except ConfigError as error:
         return Ranked(split, None, None, error)
     return Ranked(split, plan, None if plan.error else speed_of(plan, length), plan.error)

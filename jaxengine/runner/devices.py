@@ -26,7 +26,7 @@ from jaxengine.models.weights.dummy import dummy_params
 from jaxengine.models.weights.formats.orbax import load_checkpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.runner.extensions.build import step_programs
-from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_stages
+from jaxengine.runner.memory import MemoryPlan, plan_stages
 from jaxengine.runner.model_runner import Progress
 from jaxengine.runner.programs.step_programs import StepPrograms
 from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
@@ -161,11 +161,8 @@ def open_stages(
     return runners
 
 
-def plan_shapes(
-    source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]
-) -> tuple[list[SplitStage], list[StageNeeds], MemoryPlan]:
-    """The stages of a model on these devices, what their programs take, and the memory plan with which an engine
-    starts; weights are neither read nor allocated.
+def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]) -> MemoryPlan:
+    """The memory plan with which an engine starts on these devices; weights are neither read nor allocated.
 
     Compiles or loads what start-up compiles before the pages are known. Raises as `open_stages`, and ConfigError where
     not even one request of max_model_len fits.
@@ -173,15 +170,14 @@ def plan_shapes(
     layout = config.mesh_layout(source.config)
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
     stages = split_stages(source, config, platform, layout, meshes)
-    runners = [_of_shapes(stage, config.compile_cache_dir) for stage in stages]
+    runners = [shape_runner(stage, config.compile_cache_dir) for stage in stages]
     needs = foreseen_needs(runners, config)
     shared = jax.local_device_count() if devices[0].platform == "cpu" else 0
     windows = runners[0].programs.windows
-    plan = plan_stages(config, [stage.sizes for stage in runners], needs, windows=windows, shared=shared)
-    return stages, needs, plan
+    return plan_stages(config, [stage.sizes for stage in runners], needs, windows=windows, shared=shared)
 
 
-def _of_shapes(stage: SplitStage, cache_dir: str | None) -> StageRunner:
+def shape_runner(stage: SplitStage, cache_dir: str | None) -> StageRunner:
     """A StageRunner with shapes in the place of weights, which compiles and cannot run."""
     mesh, own = stage.programs.mesh, []
     if stage.draft is not None:
