@@ -6,6 +6,7 @@ benchmarks/results). A test compares the estimate with those memory plans.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ class _Compiler(NamedTuple):
       sampler, score: bytes that an epilogue holds.
       rows: of the inputs and outputs of a layer's products, what a forward pass has at once.
       logits: copies of its logits that a sampler needs. least_rows: as if it had so many rows at least.
+      large: bytes of the weights of a layer from which on it has that much code; 0 if all layers have.
     """
 
     layer: float
@@ -42,10 +44,11 @@ class _Compiler(NamedTuple):
     rows: float
     logits: float
     least_rows: int
+    large: int = 0
 
 
 _COMPILERS = {
-    "tpu": _Compiler(6.5 * MIB, 9.5 * MIB, 10**6, 12 * MIB, 14 * MIB, 1.0, 5.8, 64),
+    "tpu": _Compiler(6.5 * MIB, 9.5 * MIB, 10**6, 12 * MIB, 14 * MIB, 1.0, 5.8, 64, 200 * MIB),
     "gpu": _Compiler(0.35 * MIB, 0.65 * MIB, 10**6, 0.3 * MIB, 0.1 * MIB, 0.8, 2.2, 1),
     "cpu": _Compiler(8 * MIB, 14 * MIB, 6, 8 * MIB, 6 * MIB, 1.0, 3.0, 8),
 }
@@ -57,7 +60,8 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
     how = _COMPILERS[programs.layout.partition("_")[0]]
     model, buckets = programs.model, programs.packer.buckets
     layers = min(len(model.stage.layers), how.most_layers)
-    held = len(list(buckets)) * layers * (how.layer if model.config.experts is None else how.expert_layer)
+    of_layer = how.layer if model.config.experts is None else how.expert_layer
+    held = len(list(buckets)) * layers * of_layer * _share_of_code(stage, how)
     beside = 0.0
     for name, size in programs.epilogue_sizes():
         held += how.sampler if name == SAMPLE else how.score
@@ -74,6 +78,12 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
             held += len(sizes) * min(depth, how.most_layers) * how.layer
             own = max(own, how.rows * sizes[-1] * tower)
     return StageNeeds(int(held), int(forward + programs.slot_bytes + beside + own), programs.memory)
+
+
+def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
+    """How much of a large layer's code a stage's layers have: on TPUs small ones are unrolled less."""
+    size = stage.sizes(0).weights / max(1, len(stage.programs.model.stage.layers))
+    return min(1.0, math.sqrt(size / how.large)) if how.large else 1.0
 
 
 def _forward_workspace(stage: StageArrays, model: object, how: _Compiler) -> float:

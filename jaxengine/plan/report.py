@@ -67,7 +67,8 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
     addends = " + ".join(f"{size / _GIB:.3f} {purpose}" for purpose, size in parts.items())
     share = f"{total / _GIB:.2f} GiB x {plan.config.gpu_memory_utilization:g}"
     exact = "" if plan.budget == int(total * plan.config.gpu_memory_utilization) else " less what jax keeps for holes"
-    yield f"  {share}{exact} = {plan.budget / _GIB:.3f} GiB = {addends}"
+    yield f"  {share}{exact} = {plan.budget / _GIB:.3f} GiB"
+    yield f"    = {addends}"
 
 
 def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
@@ -75,8 +76,9 @@ def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
     replicas = f" in each of {ranks} replicas" if ranks > 1 else ""
     yield (
         f"  {plan.num_pages:,} pages of {config.block_size} tokens{replicas}, {plan.page_bytes:,} bytes of a device "
-        f"each; {plan.kv_bytes_per_token:,} bytes of keys and values a token on all devices"
+        f"each;"
     )
+    yield f"    {plan.kv_bytes_per_token:,} bytes of keys and values a token on all devices"
     windowed = [str(window) for window in plan.windows if window is not None]
     if windowed:
         yield f"  cache groups with windows of {', '.join(windowed)} keys give pages back behind them"
@@ -90,11 +92,14 @@ def _speed_lines(plan: SplitPlan, speed: Speed | None, length: int, price: float
     if speed is None:
         return
     yield (
-        f"  upper bound by the roofline: {speed.decode:,.0f} tokens a second decoded by {speed.sequences:,} sequences "
-        f"of {length:,} tokens (at least {speed.token_seconds * 1e3:.2f} ms a token; a device moves "
-        f"{speed.step_bytes / 1e9:.2f} GB and does {speed.step_flops / 1e12:.2f} T operations a step); "
-        f"{speed.prefill:,.0f} prompt tokens a second"
+        f"  upper bound by the roofline: {speed.decode:,.0f} tokens a second decoded, by {speed.sequences:,} sequences "
+        f"of {length:,} tokens,"
     )
+    yield (
+        f"    at least {speed.token_seconds * 1e3:.2f} ms a token (a device moves {speed.step_bytes / 1e9:.2f} GB and "
+        f"does {speed.step_flops / 1e12:.3f} T operations a step);"
+    )
+    yield f"    {speed.prefill:,.0f} prompt tokens a second"
     if price is not None:
         count = plan.chips.count
         decode, prefill = (cost_of(rate, price, count) for rate in (speed.decode, speed.prefill))

@@ -61,7 +61,7 @@ def test_a_plan_for_people(capsys):
     assert main(["plan", *SMALL, "--chips=h100:2", "-tp", "1", "--price-per-hour=2"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("h100:2: fits with -")
-    assert "79.11 GiB x 0.92 = 72.781 GiB = 0.251 weights + " in shown and " left of the budget" in shown
+    assert "79.11 GiB x 0.92 = 72.781 GiB\n    = 0.251 weights + " in shown and " left of the budget" in shown
     for said in (
         "estimate",
         "longest context that fits: 8,192",
