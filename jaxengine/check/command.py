@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxengine.check.targets import TARGETS, find_target, require_compiler, split_targets
 from jaxengine.config.command_line import given_options, output_file
-from jaxengine.config.engine_config import AUTO_LENGTH, ConfigError, EngineConfig
+from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
+from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS
 
 # Engine options that affect what is compiled.

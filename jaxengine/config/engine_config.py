@@ -21,6 +21,7 @@ from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.idle_sleep import check_idle_sleep
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_pages, check_scales, kv_dtype
+from jaxengine.config.lengths import WORDS, check_length, given_length
 from jaxengine.config.logits_processors import (
     processor_classes,
     processors_digest,
@@ -62,7 +63,6 @@ SIZES = (
     "kv_cache_memory_bytes",
     "record_steps_bytes",
 )  # options that also take "4k" or "4G"
-AUTO_LENGTH = -1  # max_model_len: the longest that fits
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
@@ -197,7 +197,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
     kv_cache_dtype: str = "auto"
     kv_cache_scales: str = "auto"
     seed: int = 0
-    max_model_len: int | None = dataclasses.field(default=None, metadata={"words": {"auto": AUTO_LENGTH}})
+    max_model_len: int | None = dataclasses.field(default=None, metadata={"words": WORDS})
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
@@ -282,13 +282,10 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             ("master_port", 1, 65535),
             ("cluster_timeout", 1, 86400),
         ):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most and (name, value) != ("max_model_len", AUTO_LENGTH):
+            value = given_length(self.max_model_len) if name == "max_model_len" else getattr(self, name)
+            if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
-        if self.max_model_len == AUTO_LENGTH and self.nnodes > 1:
-            raise ConfigError(
-                "max_model_len", "auto", f"a number with nnodes {self.nnodes}, of which each must know it"
-            )
+        check_length(self.max_model_len, self.nnodes)
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
         check_encoder(self)
@@ -327,9 +324,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
             problem = f"max_logprobs is -1, the whole vocabulary, which has {vocab_size} tokens"
             raise ConfigError.because("max_logprobs", problem, f"give at most {MAX_LOGPROBS}")
-        if self.given_length is not None and self.given_length > longest:
+        if (given := given_length(self.max_model_len)) is not None and given > longest:
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
-        max_model_len = self.given_length or longest
+        max_model_len = given or longest
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
         # A token that sees those after it needs them in its step.
         chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
@@ -380,11 +377,6 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         if no_file or (processors and processors_digest(processors) is None):
             chosen["compile_cache_dir"] = ""
         return ResolvedConfig(**chosen)
-
-    @property
-    def given_length(self) -> int | None:
-        """The number that max_model_len is; None where it follows from the model or from what fits."""
-        return None if self.max_model_len == AUTO_LENGTH else self.max_model_len
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
         """The mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices, whose axes follow from the

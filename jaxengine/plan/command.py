@@ -11,6 +11,7 @@ from typing import Any
 from jaxengine.config.command_line import given_options, output_file, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
+from jaxengine.config.lengths import given_length
 from jaxengine.plan.chips import CHIPS, read_chips
 
 DEFAULT_LENGTH = 1024
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for chips in sets:
         model = open_planned(config, platform_for(chips.chip))
         try:
-            length = min(args.length, config.given_length or model.source.config.max_position_embeddings)
+            length = min(args.length, given_length(config.max_model_len) or model.source.config.max_position_embeddings)
             compiled = compiler_of(chips, config.model, options) if args.compile else None
             ranked = rank_splits(model, chips, given, length, _progress, compiled)
             status |= not ranked[0].fits

@@ -89,4 +89,4 @@ class Elsewhere:
                 problem = f"the compiler for {self._target.name} failed: {tail(log)}"
                 raise ConfigError.because("compile", problem, "leave --compile out: the plan is then an estimate")
         memory = [stage.programs.memory for stage in stages]
-        return [StageNeeds(*own, held) for own, held in zip(found, memory, strict=True)]
+        return [StageNeeds(own[0], own[1], held) for own, held in zip(found, memory, strict=True)]

@@ -11,6 +11,7 @@ from jaxengine.check.shapes import SHAPES, largest_pictures, model_config
 from jaxengine.checkpoint.hub_model import OTHER_FILES, from_hub
 from jaxengine.checkpoint.model_source import ModelSource, as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
+from jaxengine.config.lengths import given_length
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.extensions.settle import item_sizes
 from jaxengine.runner.open import settle_model
@@ -73,7 +74,7 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
 def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedModel:
     shape = model_config(name, config.quantization, keep_tables=platform.keeps_tables)
     shape = as_it_sees(shape, config)
-    longest = config.given_length or shape.max_position_embeddings
+    longest = given_length(config.max_model_len) or shape.max_position_embeddings
     source = ModelSource(Path(name), shape.up_to(longest), None, {})
     config = settled_head(replace(config, load_format="dummy"), shape)
     note = "a published shape; pictures are taken to have 16,384 patches" if shape.tower else "a published shape"

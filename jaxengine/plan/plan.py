@@ -8,7 +8,8 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from jaxengine.config.engine_config import AUTO_LENGTH, ConfigError, ResolvedConfig
+from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of
 from jaxengine.models.params.errors import ModelFileError

@@ -189,7 +189,7 @@ class TooLong(ConfigError):
 
 
 class StageSizes(NamedTuple):
-    """Bytes of one device of a stage: its memory, the weights with those of what drafts, and a page.
+    """Bytes of one device of a stage: its memory, the weights, and a page, both with what extensions have of them.
 
     limit: as `plan_memory` has it.
     """

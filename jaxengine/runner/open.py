@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from jaxengine.checkpoint.custom_models import has_custom_class
 from jaxengine.checkpoint.model_source import ModelSource, open_model
-from jaxengine.config.engine_config import AUTO_LENGTH, ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.kv_cache import is_coded
+from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of
 from jaxengine.runner.card import claim_card

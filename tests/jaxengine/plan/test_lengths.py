@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxengine.config.engine_config import AUTO_LENGTH, ConfigError, EngineConfig
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.plan.chips import CHIPS, Chips
 from jaxengine.plan.compiled import OnCpu
