@@ -117,7 +117,7 @@ def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind is int:
-        return {"type": partial(_whole, words=words or {}), "metavar": "INT"}
+        return {"type": partial(_whole, words=words or {}), "metavar": "|".join(["INT", *(words or {})])}
     if kind in (float, str):
         return {"type": kind, "metavar": kind.__name__.upper()}
     if set(kinds) == {str, bool}:

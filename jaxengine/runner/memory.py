@@ -18,6 +18,7 @@ from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.runner.card import card_bytes, usable
 from jaxengine.scheduler.pages.groups import most_pages_of
 
+_CARDS = ("gpu", "cuda")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 # XLA:CPU keeps the HLO of a loaded executable as objects and once more as a message, far more than its machine code:
@@ -132,7 +133,7 @@ def device_memory(device: Any) -> int:
 
     Where a control group limits the host's, that is what counts.
     """
-    if device.platform == "gpu":
+    if device.platform in _CARDS:
         return card_bytes(device.memory_stats()["bytes_limit"])
     if device.platform != "cpu":
         return device.memory_stats()["bytes_limit"]
@@ -149,7 +150,7 @@ def device_memory(device: Any) -> int:
 
 def device_limit(device: Any) -> int | None:
     """Bytes of a CUDA card that jax's client has; None for other devices, which it has whole."""
-    return device.memory_stats()["bytes_limit"] if device.platform == "gpu" else None
+    return device.memory_stats()["bytes_limit"] if device.platform in _CARDS else None
 
 
 def memory_in_use(device: Any) -> int:
