@@ -49,6 +49,8 @@ def _lines(
         if best.fits:
             yield from _capacity_lines(best.plan, length)
             yield from _speed_lines(best.plan, best.speed, length, price)
+    if model.file_bytes:
+        yield f"  weights on disk: {model.file_bytes / _GIB:.2f} GiB"
     if model.note:
         yield f"  note: {model.note}"
     if len(ranked) > 1:
@@ -74,10 +76,8 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
 def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
     config, ranks = plan.config, plan.layout.num_ranks
     replicas = f" in each of {ranks} replicas" if ranks > 1 else ""
-    yield (
-        f"  {plan.num_pages:,} pages of {config.block_size} tokens{replicas}, {plan.page_bytes:,} bytes of a device "
-        f"each;"
-    )
+    each = f"{plan.page_bytes:,} bytes of a device each"
+    yield f"  {plan.num_pages:,} pages of {config.block_size} tokens{replicas}, {each};"
     yield f"    {plan.kv_bytes_per_token:,} bytes of keys and values a token on all devices"
     windowed = [str(window) for window in plan.windows if window is not None]
     if windowed:
@@ -86,6 +86,7 @@ def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
     held, slots = plan.pages_for_sequences(length), config.max_num_seqs * ranks
     limit = f"; max_num_seqs allows {slots:,}" if held > slots else ""
     yield f"  sequences of {length:,} tokens at once: {held:,}{limit}"
+    yield f"  programs that a first start compiles: {plan.num_programs:,}"
 
 
 def _speed_lines(plan: SplitPlan, speed: Speed | None, length: int, price: float | None) -> Iterator[str]:
