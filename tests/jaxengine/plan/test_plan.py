@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -154,6 +155,14 @@ def test_a_bound_is_bytes_over_bandwidth():
     keys = 1024 * plan.kv_bytes_per_token
     assert work.num_bytes == pytest.approx(read + keys, rel=0.001)
     assert CHIPS["h100"].bandwidth / work.num_bytes == pytest.approx(220, rel=0.01)  # 3352 GB/s over 15.2 GB
+
+
+@pytest.mark.thorough("ten ways to split a model of 80 layers")
+def test_the_example_of_the_documentation_is_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
+    words, shown = re.search(r"```\njaxengine (plan [^\n]*)\n```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out == shown
 
 
 def recorded() -> dict[str, tuple]:
