@@ -81,6 +81,7 @@ UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal
 ENVIRONMENT_ALLOWED: dict[str, str] = {
     "jaxengine/check/children.py": "the process that compiles gets the compilers' own variables on top of ours",
     "jaxengine/commands/collect_env.py": "it shows variables and heeds none",
+    "jaxengine/runner/card.py": "XLA's own variable says how much of a card its client has",
     "jaxengine/runner/executables/executable_files.py": "where a user's caches lie is said by his environment",
     "jaxengine/runner/executables/cache.py": "flags that XLA and libtpu read are part of a saved executable's key",
 }

@@ -48,6 +48,7 @@ APART = {
     ),
     "jaxengine.rl:bridges": ("jaxengine.rl.tunix",),
     "jaxengine.runner:base": (
+        "jaxengine.runner.card",
         "jaxengine.runner.extension",
         "jaxengine.runner.memory",
         "jaxengine.runner.program",
@@ -284,6 +285,11 @@ ROOMS = {
         "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build "
         "jaxengine.runner jaxengine.bench"
     ),
+    "jaxengine.plan": (
+        "jaxengine.sharding jaxengine.models.params jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages "
+        "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.programs "
+        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions:build jaxengine.runner jaxengine.check"
+    ),
     "jaxengine.replay": (
         "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "
         "jaxengine.runner:base jaxengine.runner.programs jaxengine.runner"
@@ -338,7 +344,7 @@ ROOMS = {
         "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
         "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner.extensions:build jaxengine.runner "
         "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
+        "jaxengine.plan jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

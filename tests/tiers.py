@@ -39,6 +39,7 @@ TIER_OF = {
     "tests/jaxengine/engine/": "engine",
     "tests/jaxengine/grammars/": "server",
     "tests/jaxengine/grammars/test_client_schemas.py": "unit",
+    "tests/jaxengine/plan/": "engine",
     "tests/jaxengine/replay/": "engine",
     "tests/jaxengine/rl/": "kernels",
     "tests/jaxengine/rl/test_maxtext.py": "unit",

@@ -118,7 +118,7 @@ def _run(
             request = {"target": target.name, **fields, **known, "skip": skip, "log": str(log), "dumps": str(dumps)}
             request["profile"] = profile
             current, code = None, 0
-            for message in _replies(request, variables, log):
+            for message in replies(request, variables, log):
                 event = message["event"]
                 if event == "exit":
                     code = message["code"]
@@ -138,7 +138,7 @@ def _run(
                     current = None
             if code == 0:
                 return rows, known
-            reason = f"the compiler's process ended with status {code}: {_tail(log)}"
+            reason = f"the compiler's process ended with status {code}: {tail(log)}"
             rows.append(_failed(target, current or "start", reason))
             if current is None or not known:
                 return rows, known
@@ -169,7 +169,7 @@ def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:
     return {"target": target.name, "program": program, "step": False, "error": reason, "failures": [reason]}
 
 
-def _replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> Iterator[dict[str, Any]]:
+def replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> Iterator[dict[str, Any]]:
     """Start a compiling process and yield its messages, then {"event": "exit", "code": its status}.
 
     request: fields of compile.CompileRequest. variables: the process's environment. log: file for its standard error.
@@ -193,5 +193,6 @@ def _replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> I
         process.stdout.close()
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
+    """The end of what a compiler printed, on one line."""
     return " ".join(log.read_text(errors="replace").split())[-_TAIL:]

@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxengine.check.targets import TARGETS, find_target, require_compiler, split_targets
 from jaxengine.config.command_line import given_options, output_file
-from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
+from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS
 
 # Engine options that affect what is compiled.
@@ -94,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     for target in targets:
         require_compiler(target)
     options = given_options(args, EngineConfig)
+    if options.get("max_model_len") == AUTO_LENGTH:
+        raise ConfigError("max_model_len", "auto", "a number: jaxengine plan tells the longest that fits")
     model = model_config(args.model, options.get("quantization"))
     options.setdefault("max_model_len", min(DEFAULT_MODEL_LEN, model.max_position_embeddings))
     if "pipeline_layers" in options:

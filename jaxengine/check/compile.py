@@ -58,6 +58,7 @@ class CompileRequest:
       dumps: folder that receives the compiler's dumps.
       bundle: folder for the executables.
       only: compile the programs whose name contains it; makes no memory plan if the number of pages is given.
+      needs_only: compile what tells the needs of each stage, reply with these, and end.
       profile: compile blocks of kernels, of which libtpu writes a profile, instead of programs.
       num_pages, planned_bytes, planned_held: the memory plan of an earlier process; None to make one. The latter two
         are per stage: bytes planned for one program, and bytes that all loaded programs hold.
@@ -73,6 +74,7 @@ class CompileRequest:
     dumps: str
     bundle: str | None
     only: str = ""
+    needs_only: bool = False
     profile: bool = False
     num_pages: int | None = None
     planned_bytes: list[int] | None = None
@@ -128,6 +130,10 @@ class Compiler:
         Raises TooSmall if the model does not fit into the target, ConfigError as the engine does.
         """
         request = self.request
+        if request.needs_only:
+            needs = [self._stage_needs(*each)[0] for each in zip(self.stages, self.whole, strict=True)]
+            self._reply({"event": "needs", "needs": [[each.programs, each.workspace] for each in needs]})
+            return
         num_pages, planned, held = request.num_pages, request.planned_bytes, request.planned_held
         given = request.options.get("num_gpu_blocks_override")
         plans: list[StagePlan] = []
@@ -186,30 +192,17 @@ class Compiler:
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
         if total and whole.weight_bytes > _MOST_WEIGHTS * total:
             raise TooSmall(f"weights take {whole.weight_bytes >> 20:,} MiB of a device's {total >> 20:,} MiB")
-        forward, held = self._needs(stage.forward(stage.largest, stage.num_columns))
-        held, of_others, beside = held * len(stage.buckets(short=False)), 0, 0
-        sizes = stage.epilogues(short=False)
-        for name, size in dict(stage.epilogues(short=True)).items():  # the largest of a name comes last
-            epilogue, held_by_one = self._needs(stage.epilogue(name, size, stage.num_columns))
-            of_others += held_by_one * sum(each == name for each, _ in sizes)
-            beside = max(beside, stage.forwarded_bytes(name, size) + epilogue["workspace_bytes"])
+        stage_needs, forward, held, of_others = self._stage_needs(stage, whole)
         own = drafting(whole)
         weights, page_bytes = whole.weight_bytes, whole.page_bytes
         if own is not None:
             weights, page_bytes = weights + own.weight_bytes, page_bytes + own.page_bytes
-        for program in drafts(stage, stage.num_columns, short=True):
-            draft, held_by_draft = self._needs(program)
-            beside, of_others = max(beside, draft["workspace_bytes"]), of_others + held_by_draft
-        for program in encoders(stage, short=True):
-            encoder, held_by_encoder = self._needs(program)
-            beside, of_others = max(beside, encoder["workspace_bytes"]), of_others + held_by_encoder
-        programs = held * len(whole.model.stage.layers) // len(stage.model.stage.layers) + of_others
         try:
             plan = plan_memory(
                 whole.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
                 weights=weights,
-                needs=StageNeeds(programs, forward["workspace_bytes"] + beside + whole.slot_bytes, whole.steps.memory),
+                needs=stage_needs,
                 page_bytes=page_bytes,
                 windows=whole.windows,
                 shared=self.target.num_devices if self.target.backend == "cpu" else 0,
@@ -220,6 +213,26 @@ class Compiler:
             raise
         kept = stage.slot_bytes + stage.steps.memory.get("states", 0)
         return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + kept, held + of_others)
+
+    def _stage_needs(self, stage: StagePrograms, whole: StagePrograms) -> tuple[StageNeeds, dict[str, int], int, int]:
+        """What the programs of a stage take, as the engine foresees it; then figures of the largest forward pass, bytes
+        that the compiled forward passes hold, and that all other programs hold. stage, whole: as of `_plan`."""
+        forward, held = self._needs(stage.forward(stage.largest, stage.num_columns))
+        held, of_others, beside = held * len(stage.buckets(short=False)), 0, 0
+        sizes = stage.epilogues(short=False)
+        for name, size in dict(stage.epilogues(short=True)).items():  # the largest of a name comes last
+            epilogue, held_by_one = self._needs(stage.epilogue(name, size, stage.num_columns))
+            of_others += held_by_one * sum(each == name for each, _ in sizes)
+            beside = max(beside, stage.forwarded_bytes(name, size) + epilogue["workspace_bytes"])
+        for program in drafts(stage, stage.num_columns, short=True):
+            draft, held_by_draft = self._needs(program)
+            beside, of_others = max(beside, draft["workspace_bytes"]), of_others + held_by_draft
+        for program in encoders(stage, short=True):
+            encoder, held_by_encoder = self._needs(program)
+            beside, of_others = max(beside, encoder["workspace_bytes"]), of_others + held_by_encoder
+        programs = held * len(whole.model.stage.layers) // len(stage.model.stage.layers) + of_others
+        workspace = forward["workspace_bytes"] + beside + whole.slot_bytes
+        return StageNeeds(programs, workspace, whole.steps.memory), forward, held, of_others
 
     def _plan_row(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
         """Return a memory plan as a dict for the report: bytes by purpose, pages, and how many requests of

@@ -20,6 +20,7 @@ from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.lengths import given_length
 from jaxengine.config.multimodal import MODALITIES
 from jaxengine.config.pooling_model import PoolingModel
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
@@ -115,7 +116,7 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
     source = _open_gguf(path, config, keep_tables) if path.is_file() else _open_folder(path, config)
     source = replace(source, config=as_asked(source.config, config.quantization, is_gguf=source.path.is_file()))
     source = replace(source, config=as_it_sees(source.config, config))
-    longest = config.max_model_len or source.config.max_position_embeddings
+    longest = given_length(config.max_model_len) or source.config.max_position_embeddings
     source = replace(source, config=source.config.up_to(longest))
     source = replace(source, control_vectors=read_control_vectors(config.steering_vectors, source.config))
     if config.skip_tokenizer_init:

@@ -37,6 +37,7 @@ from jaxengine.config.flexible_parser import FlexibleArgumentParser
 from jaxengine.logs import log_to_stderr
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.plan import command as plan
 from jaxengine.replay import command as replay
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
@@ -94,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "run-batch", "Answer a file of requests, OpenAI's batch form.", batch.add_arguments)
     command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
+    command(commands, "plan", "Tell what fits on chips that are not present, and how much.", plan.add_arguments)
     command(commands, "replay", "Run a step that record_steps wrote again, here.", replay.add_arguments)
     command(commands, "tune", "Tune tile sizes of products with quantised matrices for a chip.", tune.add_arguments)
     command(commands, "collect-env", "Print what a bug report should say of this machine.", collect_env.add_arguments)

@@ -15,6 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def add_options(
     """Add a flag for each field of the dataclass `cls`; if `names` is given, only for these, in their order.
 
     title: of their group in --help. short: alternative flags, by field. The metadata "nargs" of a field of strings sets
-    how many values its flag takes. `given_options` reads the parsed values; a flag that is not given leaves none.
+    how many values its flag takes, "words" of one of integers which words stand for some. `given_options` reads the
+    parsed values; a flag that is not given leaves none.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -43,7 +45,7 @@ def add_options(
             dest=destination(cls, name),
             default=argparse.SUPPRESS,
             help=_help(texts.get(name, ""), fields[name].default),
-            **_reader(hints[name], fields[name].metadata.get("nargs")),
+            **_reader(hints[name], fields[name].metadata.get("nargs"), fields[name].metadata.get("words")),
         )
 
 
@@ -105,11 +107,11 @@ def _help(text: str, default: Any) -> str:
     return (text + (f" (default: {default})" if shown else "")).strip().replace("%", "%%")
 
 
-def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
+def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Return the keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None.
 
-    nargs: how many texts the flag of a list of texts takes; None for a flag that may be repeated, with one text each
-    time.
+    nargs: how many texts the flag of a list of texts takes; None for one each time it is given. words: that stand for
+    integers.
     """
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any
@@ -117,7 +119,7 @@ def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind is int:
-        return {"type": _whole, "metavar": "INT"}
+        return {"type": partial(_whole, words=words or {}), "metavar": "|".join(["INT", *(words or {})])}
     if kind in (float, str):
         return {"type": kind, "metavar": kind.__name__.upper()}
     if set(kinds) == {str, bool}:
@@ -140,7 +142,9 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _whole(text: str) -> int:
+def _whole(text: str, words: Mapping[str, int]) -> int:
+    if text in words:
+        return words[text]
     try:
         return int(text) if text.startswith("-") else read_size(text)
     except ValueError as error:

@@ -21,6 +21,7 @@ from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.idle_sleep import check_idle_sleep
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_pages, check_scales, kv_dtype
+from jaxengine.config.lengths import WORDS, check_length, given_length
 from jaxengine.config.logits_processors import (
     processor_classes,
     processors_digest,
@@ -107,7 +108,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
       kv_cache_scales: scales of KV codes: a file from `jaxengine calibrate`, "calibrate" to measure them on random
         tokens at start, "unit" for 1; "auto" uses the checkpoint's, or else measures.
       seed: seed of everything random without its own seed.
-      max_model_len: limit of prompt plus output, in tokens. Models with longrope (Phi-3 of 128k tokens, Phi-4-mini) use
+      max_model_len: limit of prompt plus output, in tokens; "auto" or -1 for the longest that fits, at most the model's
+        context. Models with longrope (Phi-3 of 128k tokens, Phi-4-mini) use
         their short factors if it is at most their original context, otherwise the long ones.
       max_num_seqs: limit of concurrently running requests, per data-parallel replica.
       max_num_batched_tokens: limit of tokens in a step, per data-parallel replica.
@@ -195,7 +197,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
     kv_cache_dtype: str = "auto"
     kv_cache_scales: str = "auto"
     seed: int = 0
-    max_model_len: int | None = None
+    max_model_len: int | None = dataclasses.field(default=None, metadata={"words": WORDS})
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
@@ -280,9 +282,10 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             ("master_port", 1, 65535),
             ("cluster_timeout", 1, 86400),
         ):
-            value = getattr(self, name)
+            value = given_length(self.max_model_len) if name == "max_model_len" else getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
+        check_length(self.max_model_len, self.nnodes)
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
         check_encoder(self)
@@ -321,9 +324,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
             problem = f"max_logprobs is -1, the whole vocabulary, which has {vocab_size} tokens"
             raise ConfigError.because("max_logprobs", problem, f"give at most {MAX_LOGPROBS}")
-        if self.max_model_len is not None and self.max_model_len > longest:
+        if (given := given_length(self.max_model_len)) is not None and given > longest:
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
-        max_model_len = self.max_model_len or longest
+        max_model_len = given or longest
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
         # A token that sees those after it needs them in its step.
         chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
@@ -403,6 +406,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             if (value := dtype_name(value)) == "float16":
                 logger.warning("%s: float16 is run in bfloat16, which is as large and has float32's range", name)
                 return "bfloat16"
+        if isinstance(value, str) and value in (words := field.metadata.get("words", {})):
+            return words[value]
         if name in SIZES and isinstance(value, str):
             try:
                 return read_size(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -21,19 +21,40 @@ from jaxengine.models.config.tower import TOWER
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, tensor_sizes
-from jaxengine.models.weights.adapters.pools import with_pools
+from jaxengine.models.weights.adapters.pools import abstract_leaves, with_pools
 from jaxengine.models.weights.dummy import dummy_params
 from jaxengine.models.weights.formats.orbax import load_checkpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.runner.extensions.build import step_programs
+from jaxengine.runner.memory import MemoryPlan, plan_stages
 from jaxengine.runner.model_runner import Progress
-from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.programs.step_programs import StepPrograms
+from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
 from jaxengine.sharding.layout import MESH_AXES, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, stages_of
 
 # What the first stage has before its layers, by the first part of a weight's path.
 BEFORE_LAYERS = ("embed", "layer_inputs")
+
+
+class SplitDraft(NamedTuple):
+    """What drafts at a stage, before its weights are read. source: of them, which is open."""
+
+    programs: Any
+    source: ModelSource
+
+
+class SplitStage(NamedTuple):
+    """A pipeline stage before its weights are read. draft: what drafts at it; None without one that has weights."""
+
+    programs: StepPrograms
+    draft: SplitDraft | None
+
+    @property
+    def models(self) -> list[Any]:
+        """Abstract models whose weights it has."""
+        return [self.programs.model, *([] if self.draft is None else [self.draft.programs.model])]
 
 
 def choose_devices(
@@ -120,30 +141,77 @@ def open_stages(
     layout = config.mesh_layout(source.config)
     if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
         raise ConfigError("mesh", dict(mesh.shape), f"{wanted} for a model of {source.config.num_kv_heads} kv heads")
-    stages = choose_stages(source.config, config, layout)
-    models = [build_split(source.config, config, layout, stage) for stage in stages]
-    meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, len(stages))]
-    draft = None
-    if config.speculative_config is not None:
-        from jaxengine.runner.extensions.drafts.drafter import Drafter
-        from jaxengine.runner.extensions.drafts.open import open_drafting
-
-        draft = open_drafting(source, config, layout)
-    total = sum(size for model in (*models, *([] if draft is None else [draft.model])) for size in _sizes(model))
+    meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
+    stages = split_stages(source, config, platform, layout, meshes)
+    total = sum(size for stage in stages for model in stage.models for size in _sizes(model))
     runners, done = [], 0
-    for model, mesh in zip(models, meshes, strict=True):
-        params = load_weights(source, model, mesh, config, _part_of(progress, done, total))
-        params = with_pools(model, params, mesh)
-        done += sum(_sizes(model))
-        programs, own = step_programs(model, config, platform, mesh), []
-        if draft is not None:
-            # Beside the only stage there is.
-            weights = load_weights(draft.source, draft.model, mesh, config, _part_of(progress, done, total))
-            own = [Drafter(draft.programs(draft.model, programs, config), weights, config.compile_cache_dir)]
+    for stage in stages:
+        programs, own = stage.programs, []
+        params = load_weights(source, programs.model, programs.mesh, config, _part_of(progress, done, total))
+        params = with_pools(programs.model, params, programs.mesh)
+        done += sum(_sizes(programs.model))
+        if stage.draft is not None:
+            from jaxengine.runner.extensions.drafts.drafter import Drafter
+
+            draft, part = stage.draft, _part_of(progress, done, total)
+            weights = load_weights(draft.source, draft.programs.model, programs.mesh, config, part)
+            own = [Drafter(draft.programs, weights, config.compile_cache_dir)]
             draft.source.close()
         runners.append(StageRunner(programs, params, config.compile_cache_dir, own))
     source.close()
     return runners
+
+
+def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]) -> MemoryPlan:
+    """The memory plan with which an engine starts on these devices; weights are neither read nor allocated.
+
+    Compiles or loads what start-up compiles before the pages are known. Raises as `open_stages`, and ConfigError where
+    not even one request of max_model_len fits.
+    """
+    layout = config.mesh_layout(source.config)
+    meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
+    stages = split_stages(source, config, platform, layout, meshes)
+    runners = [shape_runner(stage, config.compile_cache_dir) for stage in stages]
+    needs = foreseen_needs(runners, config)
+    shared = jax.local_device_count() if devices[0].platform == "cpu" else 0
+    windows = runners[0].programs.windows
+    return plan_stages(config, [stage.sizes for stage in runners], needs, windows=windows, shared=shared)
+
+
+def shape_runner(stage: SplitStage, cache_dir: str | None) -> StageRunner:
+    """A StageRunner with shapes in the place of weights, which compiles and cannot run."""
+    mesh, own = stage.programs.mesh, []
+    if stage.draft is not None:
+        from jaxengine.runner.extensions.drafts.drafter import Drafter
+
+        leaves = [leaf for _, leaf in abstract_leaves(stage.draft.programs.model, mesh)]
+        own = [Drafter(stage.draft.programs, leaves, cache_dir)]
+    leaves = [leaf for _, leaf in abstract_leaves(stage.programs.model, mesh)]
+    return StageRunner(stage.programs, leaves, cache_dir, own)
+
+
+def split_stages(
+    source: ModelSource, config: ResolvedConfig, platform: Platform, layout: MeshLayout, meshes: Sequence[Any]
+) -> list[SplitStage]:
+    """The model's stages in order, before any weights are read. Nothing is allocated; a draft's source stays open.
+
+    meshes: of each stage, with the axes of `layout`; abstract ones will do where nothing is to run. Raises as
+    `open_stages`.
+    """
+    stages = choose_stages(source.config, config, layout)
+    models = [build_split(source.config, config, layout, stage) for stage in stages]
+    draft = None
+    if config.speculative_config is not None:
+        from jaxengine.runner.extensions.drafts.open import open_drafting
+
+        draft = open_drafting(source, config, layout)
+    found = []
+    for model, mesh in zip(models, meshes, strict=True):
+        programs = step_programs(model, config, platform, mesh)
+        # Drafts are beside the only stage there is.
+        own = None if draft is None else SplitDraft(draft.programs(draft.model, programs, config), draft.source)
+        found.append(SplitStage(programs, own))
+    return found
 
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:

@@ -31,7 +31,7 @@ from jaxengine.runner.programs.device_state import TokenState
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.sampling.sampler import MoreScores
 from jaxengine.scheduler.buckets import Bucket, Buckets
-from jaxengine.sharding.rules import logical_to_spec
+from jaxengine.sharding.rules import logical_to_spec, part_bytes
 
 EVERYWHERE = PartitionSpec()
 RANKS = logical_to_spec(("batch",))
@@ -277,9 +277,13 @@ class DeviceExtension:
         """Return its programs that run in addition to forward passes. params: the model's leaves, arrays or shapes."""
         return ()
 
+    def allocated(self) -> Mapping[str, Any]:
+        """Return abstract arrays, by purpose, that its half at a stage allocates, beside its sections of the state."""
+        return {}
+
     def memory(self) -> Mapping[str, int]:
         """Return bytes of one device, by purpose, of arrays that it holds besides weights and workspace."""
-        return {}
+        return {purpose: sum(map(part_bytes, jax.tree.leaves(own))) for purpose, own in self.allocated().items()}
 
     # Traced.
 

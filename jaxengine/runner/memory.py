@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.runner.card import card_bytes, usable
 from jaxengine.scheduler.pages.groups import most_pages_of
 
+_CARDS = ("gpu", "cuda")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 # XLA:CPU keeps the HLO of a loaded executable as objects and once more as a message, far more than its machine code:
@@ -128,9 +130,12 @@ class MemoryPlan:
 
 
 def device_memory(device: Any) -> int:
-    """Return a device's memory in bytes, as much as its runtime may use; for a CPU the host's, or its control group's
-    limit if that is less.
+    """Return the bytes of memory of a device: of a CUDA card all, of a TPU what its runtime may use, of a CPU all of the host's.
+
+    Where a control group limits the host's, that is what counts.
     """
+    if device.platform in _CARDS:
+        return card_bytes(device.memory_stats()["bytes_limit"])
     if device.platform != "cpu":
         return device.memory_stats()["bytes_limit"]
     total = next(
@@ -142,6 +147,11 @@ def device_memory(device: Any) -> int:
         if path.exists() and (limit := path.read_text().strip()).isdigit():
             total = min(total, int(limit))
     return total
+
+
+def device_limit(device: Any) -> int | None:
+    """Return the bytes of a CUDA card that jax's client has; None for other devices, which it has whole."""
+    return device.memory_stats()["bytes_limit"] if device.platform in _CARDS else None
 
 
 def memory_in_use(device: Any) -> int:
@@ -176,6 +186,51 @@ def held_bytes(code: int, stored: int, backend: str) -> int:
     return _CPU_BYTES_PER_STORED * stored if backend == "cpu" else code or stored
 
 
+class TooLong(ConfigError):
+    """max_model_len is more than the pages that fit hold. Attributes: fits, the most that they hold."""
+
+    def __init__(self, fits: int, max_model_len: int, allowed: str):
+        super().__init__("max_model_len", max_model_len, allowed)
+        self.fits = fits
+
+
+class StageSizes(NamedTuple):
+    """Bytes of one device of a stage: its memory, the weights, and a page, both with what extensions have of them.
+
+    limit: as `plan_memory` has it.
+    """
+
+    total: int
+    weights: int
+    page_bytes: int
+    limit: int | None = None
+
+
+def plan_stages(
+    config: ResolvedConfig,
+    stages: Sequence[StageSizes],
+    needs: Sequence[StageNeeds],
+    *,
+    windows: tuple[int | None, ...],
+    shared: int,
+) -> MemoryPlan:
+    """The plan of the stage with the least room, the fewest pages.
+
+    needs: of each stage. windows, shared, and what it raises: as `plan_memory`.
+    """
+    plans = [
+        plan_memory(config, **sizes._asdict(), needs=own, windows=windows, shared=shared)
+        for sizes, own in zip(stages, needs, strict=True)
+    ]
+    return min(plans, key=lambda plan: plan.num_pages)
+
+
+def budget_of(config: ResolvedConfig, total: int, limit: int | None = None) -> int:
+    """Bytes of a device that an engine may plan for. total, limit: as `plan_memory`."""
+    budget = int(total * config.gpu_memory_utilization)
+    return budget if limit is None else min(budget, usable(limit))
+
+
 def plan_memory(
     config: ResolvedConfig,
     *,
@@ -183,6 +238,7 @@ def plan_memory(
     weights: int,
     needs: StageNeeds,
     page_bytes: int,
+    limit: int | None = None,
     windows: tuple[int | None, ...] = (None,),
     shared: int = 0,
 ) -> MemoryPlan:
@@ -191,9 +247,10 @@ def plan_memory(
 
     Args:
       total, weights, page_bytes: bytes of one device: its memory, the weights, and a page.
-      needs: memory of programs and extensions on one device.
-      windows: of the cache groups (keys that stay visible; None for all), whose pages are all `page_bytes` large.
-      shared: number of devices that share this host's memory; 0 if devices have memories of their own.
+      needs: bytes of one device besides.
+      limit: bytes of a device that jax's client has, if that is not all.
+      windows: of the cache groups, whose pages are all `page_bytes` large.
+      shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
 
     Raises:
       ConfigError: not even one request of max_model_len fits; says what to change.
@@ -201,7 +258,7 @@ def plan_memory(
     limits = config.scheduler_config(1, windows=windows)
     pages_per_seq = most_pages_of(limits, config.max_model_len)
     process = _CPU_PROCESS_BYTES // shared if shared else 0
-    budget = int(total * config.gpu_memory_utilization)
+    budget = budget_of(config, total, limit)
     by_need = False
     if config.num_gpu_blocks_override is not None:
         num_pages = config.num_gpu_blocks_override
@@ -219,14 +276,16 @@ def plan_memory(
         fitting = (budget - weights - needs.total - process) // page_bytes
         num_pages = min(fitting, needed)
         by_need = (config.ends_at_once or config.default_seq_tokens is not None) and needed < fitting
+    if num_pages < 1:
+        raise _no_room(config, budget, weights + process, needs)
     if num_pages < pages_per_seq:
-        fits = _longest_fit(config, max(0, num_pages), windows)
+        fits = longest_fit(config, num_pages, windows, config.max_model_len)
         others = [f"{purpose} take {size / (1 << 30):.1f} GiB" for purpose, size in needs.extensions.items() if size]
         of_others = f"; {', '.join(others)}, less with a lower max_num_seqs" if others else ""
-        raise ConfigError(
-            "max_model_len",
+        raise TooLong(
+            fits,
             config.max_model_len,
-            f"at most {fits} with the {max(0, num_pages)} KV pages that fit; lower max_model_len, or raise "
+            f"at most {fits} with the {num_pages} KV pages that fit; lower max_model_len, or raise "
             f"gpu_memory_utilization ({config.gpu_memory_utilization}) or kv_cache_memory_bytes{of_others}",
         )
     return MemoryPlan(
@@ -246,11 +305,30 @@ def plan_memory(
     )
 
 
-def _longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...]) -> int:
-    """Return the length in tokens of the longest sequence that `num_pages` pages hold, in whole pages, below
-    max_model_len.
-    """
-    limits, columns = config.scheduler_config(1, windows=windows), 0
-    while most_pages_of(limits, (columns + 1) * config.block_size) <= num_pages:
-        columns += 1
-    return columns * config.block_size
+def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...], most: int) -> int:
+    """Return the tokens of the longest sequence that so many pages hold, at most `most`: all of these, or whole pages."""
+    limits = config.scheduler_config(1, windows=windows)
+    if most_pages_of(limits, most) <= num_pages:
+        return most
+    fits, fails = 0, -(-most // config.block_size)  # columns; more never take fewer pages
+    while fits + 1 < fails:
+        middle = (fits + fails) // 2
+        if most_pages_of(limits, middle * config.block_size) <= num_pages:
+            fits = middle
+        else:
+            fails = middle
+    return fits * config.block_size
+
+
+def _no_room(config: ResolvedConfig, budget: int, weights: int, needs: StageNeeds) -> ConfigError:
+    """Return the error of a device without room for a single page. weights: with what the process holds."""
+    gib = 1 << 30
+    held = {"weights": weights, "programs and what they need": needs.programs + needs.workspace, **needs.extensions}
+    listed = ", ".join(f"{purpose} {size / gib:.2f} GiB" for purpose, size in held.items() if size)
+    problem = f"no KV page fits: of {budget / gib:.2f} GiB that the engine may use of a device, it needs {listed}"
+    advice = (
+        f"use more devices (tensor_parallel_size, now {config.tensor_parallel_size}, or pipeline_parallel_size), fewer "
+        "bits (quantization), a lower max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization "
+        f"({config.gpu_memory_utilization})"
+    )
+    return ConfigError.because("gpu_memory_utilization", problem, advice)

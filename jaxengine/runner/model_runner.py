@@ -21,7 +21,7 @@ from jaxengine.models.cache import product_platform_of
 from jaxengine.models.quantization.table import weight_rows
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.extension import Epilogue
-from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_free_memory
+from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.state_changes import (
@@ -38,7 +38,7 @@ from jaxengine.runner.programs.state_changes import (
     rows_name,
 )
 from jaxengine.runner.programs.step import Forwarded
-from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
 from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import StepInput, delta_chunks
@@ -94,10 +94,7 @@ class ModelRunner:
                 self.extensions[name] = own
         return_free_memory()
         before = self.memory_in_use()
-        # Where the user says how large the pool is, the steps tell their needs after they have been compiled.
-        late = config.fixes_pages and not config.enforce_eager
-        needs = [StageNeeds(0, 0, stage.programs.memory) if late else stage.foresee_needs() for stage in stages]
-        plan = self._plan_memory(needs)
+        plan = self._plan_memory(foreseen_needs(stages, config))
         programs = hashlib.sha256(repr([stage.programs.description for stage in stages]).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
         self._warm_up(progress or (lambda done, total, what: None))
@@ -292,23 +289,13 @@ class ModelRunner:
         return counts
 
     def _plan_memory(self, needs: Sequence[StageNeeds]) -> MemoryPlan:
-        """Return the memory plan of the stage with the least room, which has the fewest pages. needs: of each stage.
+        """Return the plan of the stage with the least room, the fewest pages. needs: of each stage.
 
         Raises ConfigError if not even one request of max_model_len fits into a stage.
         """
-        plans = [
-            plan_memory(
-                self.config,
-                total=stage.device_memory,
-                weights=stage.weight_bytes,
-                needs=own_needs,
-                page_bytes=stage.page_bytes,
-                windows=self.windows,
-                shared=jax.local_device_count() if self.on_cpu else 0,
-            )
-            for stage, own_needs in zip(self.stages, needs, strict=True)
-        ]
-        return min(plans, key=lambda plan: plan.num_pages)
+        sizes = [stage.sizes for stage in self.stages]
+        shared = jax.local_device_count() if self.on_cpu else 0
+        return plan_stages(self.config, sizes, needs, windows=self.windows, shared=shared)
 
     def _plan_as_compiled(self, before: int) -> MemoryPlan:
         """Return the plan with the measured memory of compiled programs, of the stage that holds most; the number of

@@ -18,11 +18,14 @@ from jaxengine.checkpoint.custom_models import has_custom_class
 from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.kv_cache import is_coded
+from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of
-from jaxengine.runner.devices import choose_devices, open_stages
+from jaxengine.runner.card import claim_card
+from jaxengine.runner.devices import choose_devices, open_stages, plan_shapes
 from jaxengine.runner.extensions.settle import item_sizes, settled
 from jaxengine.runner.kv_scales import known_scales, measure, scales_of
+from jaxengine.runner.memory import TooLong
 from jaxengine.runner.mesh_axes import engine_mesh
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import ALONE, Peers
@@ -62,8 +65,46 @@ def open_resolved(
     is_exact = False
     if mesh is not None:
         mesh, is_exact = engine_mesh(mesh, mesh_axes)
+    claim_card(config.gpu_memory_utilization or PLATFORMS["gpu"].memory_utilization)
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
+    source, resolved = resolve_model(config, platform)
+    if config.max_model_len == AUTO_LENGTH:
+        source, resolved = _with_longest(config, OpenedModel(source, resolved, platform, devices, None))
+    return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
+
+
+def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, ResolvedConfig]:
+    """Opens the model of a config and fills in what the config leaves open. Raises as `open_resolved`."""
+    source, config = settle_model(config, platform)
+    return source, config.resolved(source.config, platform, item_sizes(source, config))
+
+
+def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSource, ResolvedConfig]:
+    """The model with the longest max_model_len whose pages fit, at most its own context; reads no weights.
+
+    Compiles what start-up compiles before the pages are known. Raises ConfigError where no page fits.
+    """
+    source, resolved = opened.source, opened.config
+    while True:
+        try:
+            plan_shapes(source, resolved, opened.platform, opened.devices)
+            break
+        except TooLong as error:
+            source.close()
+            if error.fits < 2:
+                raise
+            # A shorter page table takes less: what fits now is never less than what was told.
+            source, resolved = resolve_model(replace(config, max_model_len=error.fits), opened.platform)
+    logger.info("max_model_len is %d, the longest that fits", resolved.max_model_len)
+    return source, resolved
+
+
+def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, EngineConfig]:
+    """Opens the model of a config for the kernels of a platform, and settles what depends on the model's files.
+
+    No devices are needed. The source stays open. Raises as `open_resolved`.
+    """
     source = open_model(config, keep_tables=platform.keeps_tables)
     config = settled(config, source)
     # What was downloaded is here now: nobody who is given this config needs the hub or the token.
@@ -71,8 +112,7 @@ def open_resolved(
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
     if has_custom_class(source.config):  # our sources, after which compiled steps are named, do not tell of its class
         config = replace(config, compile_cache_dir="")
-    resolved = config.resolved(source.config, platform, item_sizes(source, config))
-    return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
+    return source, config
 
 
 def load_runner(

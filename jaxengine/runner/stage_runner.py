@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.weights.views.kv_scales import KVScales
 from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
 from jaxengine.runner.extension import StageExtension
-from jaxengine.runner.memory import StageNeeds, device_memory, memory_in_use, workspace_bytes
+from jaxengine.runner.memory import StageNeeds, StageSizes, device_limit, device_memory, memory_in_use, workspace_bytes
 from jaxengine.runner.program import Program
 from jaxengine.runner.programs.device_state import SlotState
 from jaxengine.runner.programs.program_needs import foresee, held_by
@@ -81,6 +82,12 @@ class StageRunner:
         devices = self.programs.mesh.local_devices
         memory = device_memory(devices[0])
         return memory // jax.local_device_count() if devices[0].platform == "cpu" else memory
+
+    @property
+    def sizes(self) -> StageSizes:
+        """What the memory plan starts from."""
+        limit = device_limit(self.programs.mesh.local_devices[0])
+        return StageSizes(self.device_memory, self.weight_bytes, self.page_bytes, limit)
 
     @property
     def memory_in_use(self) -> int:
@@ -323,6 +330,16 @@ class StageRunner:
             donate=program.donate,
             description=self.programs.description,
         )
+
+
+def foreseen_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
+    """What the programs of each stage will take of a device, before the pools' sizes are known.
+
+    Where the user says how large the pool is, steps tell their needs after they have been compiled: then only what
+    extensions hold, and nothing is compiled.
+    """
+    late = config.fixes_pages and not config.enforce_eager
+    return [StageNeeds(0, 0, stage.programs.memory) if late else stage.foresee_needs() for stage in stages]
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:

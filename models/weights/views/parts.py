@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jaxengine.models.cache import product_platform_of
 from jaxengine.models.params.declare import DeclaredParam, ParamDecl, Source
@@ -71,6 +71,8 @@ def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     """Return the axes of a weight from the outermost in memory to the innermost, None if the compiler chooses."""
     axes = tuple(range(len(decl.axes)))
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return None  # sizes alone are known of devices that are not there
     if decl.transposed_on_gpu and product_platform_of(next(iter(sharding.device_set))) == "gpu":
         return (*axes[:-2], axes[-1], axes[-2])
     return axes if decl.row_major else None

@@ -19,7 +19,6 @@ from jaxengine.runner.programs.device_state import DeviceState
 from jaxengine.runner.programs.program_needs import foresee, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.scheduler.buckets import Bucket
-from jaxengine.sharding.rules import part_bytes
 
 
 class Drafter(StageExtension):
@@ -61,7 +60,7 @@ class Drafter(StageExtension):
     @property
     def weight_bytes(self) -> int:
         """Bytes of one device of the draft model's weights, and of the arrays that it keeps for slots."""
-        return sum(map(part_bytes, self.params)) + self.programs.slot_bytes
+        return self.programs.weight_bytes(self.params)
 
     @property
     def workspace_bytes(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxengine.checkpoint.model_source import ModelSource, find_model, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.lengths import given_length
 from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, NAME, STORED, check_draft_model, check_head
 from jaxengine.models.build import Build
 from jaxengine.models.config.eagle3 import Eagle3Config
@@ -108,7 +109,7 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
         problem = f"{NAME}.model {str(path)!r} is a file"
         raise ConfigError.because(NAME, problem, "name a folder of an EAGLE-3 head, with config.json and *.safetensors")
     head = read_eagle3(path, model)
-    head = head.up_to(config.max_model_len or model.max_position_embeddings)
+    head = head.up_to(given_length(config.max_model_len) or model.max_position_embeddings)
     return ModelSource(path, head, None if config.load_format == "dummy" else SafetensorsCheckpoint(path), {})
 
 

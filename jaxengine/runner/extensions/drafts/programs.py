@@ -63,6 +63,10 @@ class DraftPrograms:
         """Bytes of one device that the draft model keeps for slots."""
         return 0
 
+    def weight_bytes(self, own: Sequence[Any]) -> int:
+        """Bytes of one device of its own leaves, arrays or shapes, and of what it keeps for slots."""
+        return sum(map(part_bytes, own)) + self.slot_bytes
+
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
         """Return the weights that its programs take: the draft model's leaves, and those of the target model that it
         needs.

@@ -20,7 +20,6 @@ from jaxengine.runner.programs.state_changes import column_shapes
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.extensions.pictures import Encode
 from jaxengine.scheduler.media import EMBEDS
-from jaxengine.sharding.rules import part_bytes
 
 NAME, DELTAS = "pictures", "rope deltas"
 # Rows of the call that takes embeddings as they came; more take several.
@@ -72,8 +71,8 @@ class PicturesExtension(DeviceExtension):
             return ()
         return [self.encoder.program(size, params) for size in self.encoder.layout.programs]
 
-    def memory(self) -> Mapping[str, int]:
-        return {} if self.encoder is None else {"embeddings": part_bytes(self.encoder.rows)}
+    def allocated(self) -> Mapping[str, Any]:
+        return {} if self.encoder is None else {"embeddings": self.encoder.rows}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
         field = step.message(NAME) if step.spec.layout.has(NAME) else None

@@ -1,0 +1,19 @@
+"""max_model_len that is no number: the longest context that fits."""
+
+from __future__ import annotations
+
+from jaxengine.config.errors import ConfigError
+
+AUTO_LENGTH = -1
+WORDS = {"auto": AUTO_LENGTH}
+
+
+def given_length(max_model_len: int | None) -> int | None:
+    """The number that the option is; None where the length follows from the model, or from what fits."""
+    return None if max_model_len == AUTO_LENGTH else max_model_len
+
+
+def check_length(max_model_len: int | None, nnodes: int) -> None:
+    """Raises ConfigError for a length that several processes would have to find out."""
+    if max_model_len == AUTO_LENGTH and nnodes > 1:
+        raise ConfigError("max_model_len", "auto", f"a number with nnodes {nnodes}, of which each must know it")

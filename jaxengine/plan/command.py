@@ -1,0 +1,107 @@
+"""The command `jaxengine plan`: its arguments, and its order of work: open, plan every split, report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.command_line import given_options, output_file, positive_int
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.engine_flags import add_engine_options, add_model
+from jaxengine.config.lengths import given_length
+from jaxengine.plan.chips import CHIPS, read_chips
+
+DEFAULT_LENGTH = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    about = (
+        "a Hugging Face folder, a GGUF file, a hub id (of which no weights are downloaded), or a shape that jaxengine "
+        "check knows, such as llama-3.1-8b (default: the embedded SmolLM2-135M-Instruct)"
+    )
+    add_model(parser, help=about)
+    parser.add_argument(
+        "--chips",
+        action="extend",
+        nargs="+",
+        metavar="NAME[:COUNT]",
+        help=f"chips to plan for, several sets one after the other: {', '.join(CHIPS)} (default: cpu)",
+    )
+    parser.add_argument(
+        "--length", type=positive_int, default=DEFAULT_LENGTH, metavar="TOKENS", help="tokens of a sequence to count"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile what a start compiles, in place of an estimate of it"
+    )
+    parser.add_argument("--price-per-hour", type=_price, metavar="PRICE", help="of one device, for the cost of tokens")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--svg", type=output_file, metavar="FILE", help="draw the memory of one device there")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans for each set of chips and prints the result. Returns 1 if the model does not fit on one of them, else 0.
+
+    Raises ConfigError for wrong arguments and options, and as an engine for a model that cannot be read.
+    """
+    from jaxengine.plan import picture, report
+    from jaxengine.plan.compiled import compiler_of
+    from jaxengine.plan.model import open_planned
+    from jaxengine.plan.plan import LEFT, PARALLEL, platform_for
+    from jaxengine.plan.splits import rank_splits
+
+    sets = [read_chips(text) for text in args.chips or ["cpu"]]
+    options = given_options(args, EngineConfig)
+    config = EngineConfig.from_options(**options)
+    given = {name: options[name] for name in PARALLEL if name in options}
+    if config.nnodes > 1:
+        raise ConfigError("nnodes", config.nnodes, "1: a plan counts devices, wherever they are")
+    found: list[Any] = []
+    status = 0
+    for chips in sets:
+        model = open_planned(config, platform_for(chips.chip))
+        try:
+            length = min(args.length, given_length(config.max_model_len) or model.source.config.max_position_embeddings)
+            compiled = compiler_of(chips, config.model, options) if args.compile else None
+            ranked = rank_splits(model, chips, given, length, _progress, compiled)
+            status |= not ranked[0].fits
+            if args.json:
+                found.append(report.as_json(model, chips, ranked, length, args.price_per_hour))
+            else:
+                print(report.text(model, chips, ranked, length, args.price_per_hour))
+            if args.svg is not None and (plan := ranked[0].plan) is not None:
+                title = f"{config.model or 'the embedded model'} on {chips} {plan.split.flags}".rstrip()
+                drawn = picture.svg(title, plan.parts(), LEFT, plan.total)
+                Path(_name(args.svg, chips, len(sets))).write_text(drawn, encoding="utf-8")
+        finally:
+            model.close()
+    if args.json:
+        print(json.dumps(found, indent=2))
+    return status
+
+
+def _name(path: str, chips: object, count: int) -> str:
+    """The file of a picture: with several sets of chips, each has its own, named after them."""
+    if count == 1:
+        return path
+    file = Path(path)
+    return str(file.with_name(f"{file.stem}-{str(chips).replace(':', 'x')}{file.suffix}"))
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 < price < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price, a number above 0")
+    return price
+
+
+def _progress(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{what:<60}", end="\r", file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""What programs take of a device, as their compiler says: they are compiled as a start compiles them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxengine.check.children import environment, replies, tail
+from jaxengine.check.targets import Target, find_target, require_compiler
+from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.plan.chips import Chips
+from jaxengine.plan.plan import PARALLEL, CompiledNeeds, Split
+from jaxengine.runner.devices import SplitStage, shape_runner
+from jaxengine.runner.memory import StageNeeds
+from jaxengine.runner.stage_arrays import abstract_mesh
+from jaxengine.runner.stage_runner import foreseen_needs
+from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.stages import devices_of_stages
+
+
+def compiler_of(chips: Chips, model: str | None, options: Mapping[str, Any]) -> CompiledNeeds:
+    """The compiler of some chips. model, options: as given on the command line.
+
+    Raises ConfigError for chips whose compiler is not installed, or that `jaxengine check` does not know.
+    """
+    if chips.chip.platform == "cpu":
+        return OnCpu(chips)
+    if not chips.chip.target or model is None:
+        problem = f"programs of {model or 'the embedded model'} cannot be compiled for {chips}"
+        raise ConfigError.because("compile", problem, "leave --compile out: the plan is then an estimate")
+    target = find_target(chips.chip.target + (f"-{chips.count}" if chips.count > 1 else ""))
+    require_compiler(target)
+    return Elsewhere(target, model, options)
+
+
+class OnCpu:
+    """CPU devices of this machine, for which programs are compiled as an engine does here: it loads them afterwards."""
+
+    def __init__(self, chips: Chips):
+        """Has jax make as many CPU devices, if it has not made any. Raises ConfigError for too few."""
+        try:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", chips.count)
+        except RuntimeError:  # they have been made
+            pass
+        self._devices = jax.devices("cpu")[: chips.count]
+        if len(self._devices) < chips.count:
+            raise ConfigError(
+                "chips", str(chips), f"at most cpu:{len(self._devices)} in a process that uses jax already"
+            )
+
+    def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
+        return [make_mesh(layout, part) for part in devices_of_stages(self._devices[: split.size], split.pipeline)]
+
+    def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
+        return foreseen_needs([shape_runner(stage, config.compile_cache_dir) for stage in stages], config)
+
+
+class Elsewhere:
+    """Chips that are not present, for which `jaxengine check` compiles: their compiler runs in a process of its own."""
+
+    def __init__(self, target: Target, model: str, options: Mapping[str, Any]):
+        self._target, self._model = target, model
+        self._options = {name: value for name, value in options.items() if name not in ("model", *PARALLEL)}
+
+    def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
+        return [abstract_mesh(layout)] * split.pipeline
+
+    def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
+        parallel = {name: getattr(config, name) for name in PARALLEL}
+        options = {**self._options, **parallel, "max_model_len": config.max_model_len}
+        with tempfile.TemporaryDirectory(prefix="jaxengine-plan-") as folder:
+            log, dumps = Path(folder) / "log", Path(folder) / "dumps"
+            dumps.mkdir()
+            request = {"target": self._target.name, "model": self._model, "options": options, "platform": None}
+            request |= {"short": True, "skip": [], "bundle": None, "needs_only": True}
+            request |= {"log": str(log), "dumps": str(dumps)}
+            found = None
+            for message in replies(request, environment(self._target, dumps, False), log):
+                if message["event"] == "refused":
+                    raise ConfigError.because("compile", message["reason"], "leave --compile out for an estimate")
+                found = message["needs"] if message["event"] == "needs" else found
+            if found is None:
+                problem = f"the compiler for {self._target.name} failed: {tail(log)}"
+                raise ConfigError.because("compile", problem, "leave --compile out: the plan is then an estimate")
+        memory = [stage.programs.memory for stage in stages]
+        return [StageNeeds(own[0], own[1], held) for own, held in zip(found, memory, strict=True)]

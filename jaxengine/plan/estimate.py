@@ -1,0 +1,115 @@
+"""An estimate of what programs will take of a device: what only a compiler knows, told without one.
+
+Figures are fitted to what libtpu, XLA:GPU and XLA:CPU reported of published models (`jaxengine check`; the records in
+benchmarks/results). A test compares the estimate with those memory plans.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.check.roofline import TOWER, product_work
+from jaxengine.models.params.declare import declared_params
+from jaxengine.runner.extensions.pictures.section import PicturesExtension
+from jaxengine.runner.memory import StageNeeds
+from jaxengine.runner.programs.epilogues import SAMPLE
+from jaxengine.runner.stage_arrays import StageArrays
+from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
+from jaxengine.sharding.rules import part_bytes
+
+MIB = 1 << 20
+
+
+class _Compiler(NamedTuple):
+    """What one compiler makes of our programs.
+
+    Attributes:
+      layer, expert_layer: bytes that a forward pass holds for a layer, without and with experts.
+      most_layers: layers of which a forward pass holds code; more share it.
+      sampler, score: bytes that an epilogue holds.
+      rows: of the inputs and outputs of a layer's products, what a forward pass has at once.
+      logits: copies of its logits that a sampler needs. least_rows: as if it had so many rows at least.
+      large: bytes of the weights of a layer from which on it has that much code; 0 if all layers have.
+    """
+
+    layer: float
+    expert_layer: float
+    most_layers: int
+    sampler: float
+    score: float
+    rows: float
+    logits: float
+    least_rows: int
+    large: int = 0
+
+
+_COMPILERS = {
+    "tpu": _Compiler(6.5 * MIB, 9.5 * MIB, 10**6, 12 * MIB, 14 * MIB, 1.0, 5.8, 64, 200 * MIB),
+    "gpu": _Compiler(0.35 * MIB, 0.65 * MIB, 10**6, 0.3 * MIB, 0.1 * MIB, 0.8, 2.2, 1),
+    "cpu": _Compiler(8 * MIB, 14 * MIB, 6, 8 * MIB, 6 * MIB, 1.0, 3.0, 8),
+}
+
+
+def estimated_needs(stage: StageArrays) -> StageNeeds:
+    """Estimate what the programs of a stage hold and need of one device, in bytes; the state of slots is exact."""
+    programs = stage.programs
+    how = _COMPILERS[programs.layout.partition("_")[0]]
+    model, buckets = programs.model, programs.packer.buckets
+    layers = min(len(model.stage.layers), how.most_layers)
+    of_layer = how.layer if model.config.experts is None else how.expert_layer
+    held = len(list(buckets)) * layers * of_layer * _share_of_code(stage, how)
+    beside = 0.0
+    for name, size in programs.epilogue_sizes():
+        held += how.sampler if name == SAMPLE else how.score
+        beside = max(beside, programs.forwarded_bytes(name, size) + _epilogue_workspace(stage, name, size, how))
+    forward, own = _forward_workspace(stage, model, how), 0.0
+    if stage.draft_params:
+        draft = stage.draft_model
+        held += len(list(buckets)) * min(len(draft.stage.layers), how.most_layers) * how.layer
+        forward = max(forward, _forward_workspace(stage, draft, how))
+    for each in programs.extensions:
+        if isinstance(each, PicturesExtension) and each.encoder is not None:
+            sizes = each.encoder.layout.sizes
+            tower, depth = _tower_rows(stage)
+            held += len(sizes) * min(depth, how.most_layers) * how.layer
+            own = max(own, how.rows * sizes[-1] * tower)
+    return StageNeeds(int(held), int(forward + programs.slot_bytes + beside + own), programs.memory)
+
+
+def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
+    """How much of a large layer's code a stage's layers have: on TPUs small ones are unrolled less."""
+    size = stage.sizes(0).weights / max(1, len(stage.programs.model.stage.layers))
+    return min(1.0, math.sqrt(size / how.large)) if how.large else 1.0
+
+
+def _forward_workspace(stage: StageArrays, model: object, how: _Compiler) -> float:
+    """Bytes of the largest forward pass: rows of one layer's products, and what it leaves."""
+    programs = stage.programs
+    bucket = max(programs.packer.buckets)
+    work = product_work(model, bucket, programs.shape.config.dtype, programs.kv_shapes(programs.num_columns))
+    left = sum(map(part_bytes, jax.tree.leaves(programs.forwarded(bucket))))
+    return how.rows * work.row_bytes / max(1, len(model.stage.layers)) + left  # type: ignore[attr-defined]
+
+
+def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler) -> float:
+    """Bytes that an epilogue needs while it runs: copies of its logits."""
+    own = stage.programs.epilogues[name]
+    if "logits" in own.arguments:
+        rows = max(how.least_rows, size * own.width) * how.logits
+    else:
+        rows = min(PROMPT_BLOCK_ROWS, size)
+    return 4 * rows * stage.programs.own_vocab_size
+
+
+def _tower_rows(stage: StageArrays) -> tuple[float, int]:
+    """Bytes of inputs and outputs of the products of one layer of the vision tower, for one patch; and its layers."""
+    model, widest, layers = stage.programs.model, 0, set()
+    for param in declared_params(model):
+        if param.path[0] == TOWER and len(param.shape) > 1:
+            layers |= {param.path[2]} if param.path[1] == "layers" else set()
+            widest = max(widest, sum(param.shape[-2:]))
+    return 4.0 * widest * jnp.dtype(stage.programs.shape.config.dtype).itemsize, max(1, len(layers))

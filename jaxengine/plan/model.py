@@ -1,0 +1,85 @@
+"""Opens a model to plan for: its configuration and the headers of its files. No weights are read or downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxengine.check.drafts import settled as settled_head
+from jaxengine.check.shapes import SHAPES, largest_pictures, model_config
+from jaxengine.checkpoint.hub_model import OTHER_FILES, from_hub
+from jaxengine.checkpoint.model_source import ModelSource, as_it_sees
+from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
+from jaxengine.config.lengths import given_length
+from jaxengine.config.platforms import Platform
+from jaxengine.runner.extensions.settle import item_sizes
+from jaxengine.runner.open import settle_model
+
+_WEIGHTS = ("*.safetensors", "*.gguf")
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """An opened model, for the chips of one platform.
+
+    Attributes:
+      config: settled, parallel sizes aside.
+      items: (embeddings, patches) of the largest picture and video.
+      file_bytes: of its weights on disk; 0 where they are not here.
+      note: what is not known of it; "" for nothing.
+    """
+
+    source: ModelSource
+    config: EngineConfig
+    platform: Platform
+    items: Sequence[tuple[int, int]]
+    file_bytes: int
+    note: str
+
+    def resolved(self, **parallel: int | bool) -> ResolvedConfig:
+        """The config with these parallel sizes and all defaults. Raises ConfigError."""
+        return replace(self.config, **parallel).resolved(self.source.config, self.platform, self.items)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self.source.close()
+
+
+def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
+    """Opens the model that a config names, as an engine does; a name may also be a shape that `jaxengine check` knows.
+
+    Of a hub id only the configuration and the tokenizer are downloaded, a GGUF file of the hub is downloaded whole.
+
+    Raises ConfigError, ModelConfigError or ModelFileError as an engine.
+    """
+    name = config.model
+    if name is not None and name.lower() in SHAPES and not Path(name).exists():
+        return _open_shape(name, config, platform)
+    note, file_bytes = "", 0
+    path = None if name is None else Path(name).expanduser()
+    if path is not None and not path.exists() and len(path.parts) == 2 and ":" not in path.name:
+        folder = from_hub("model", str(name), OTHER_FILES, config.revision, config)
+        config, path = replace(config, model=str(folder), load_format="dummy"), folder
+        note = "shapes follow from config.json; the weights were not downloaded"
+    elif path is not None and path.is_dir() and not _weight_files(path) and config.load_format == "auto":
+        config = replace(config, load_format="dummy")
+        note = "shapes follow from config.json; there are no weights here"
+    source, config = settle_model(config, platform)
+    if not note:
+        file_bytes = sum(file.stat().st_size for file in _weight_files(source.path))
+    return PlannedModel(source, config, platform, item_sizes(source, config), file_bytes, note)
+
+
+def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedModel:
+    shape = model_config(name, config.quantization, keep_tables=platform.keeps_tables)
+    shape = as_it_sees(shape, config)
+    longest = given_length(config.max_model_len) or shape.max_position_embeddings
+    source = ModelSource(Path(name), shape.up_to(longest), None, {})
+    config = settled_head(replace(config, load_format="dummy"), shape)
+    note = "a published shape; pictures are taken to have 16,384 patches" if shape.tower else "a published shape"
+    return PlannedModel(source, config, platform, largest_pictures(shape), 0, note)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for pattern in _WEIGHTS for file in path.glob(pattern)]

@@ -1,0 +1,68 @@
+"""The most tokens a second that chips could compute, by their bandwidth and operations; and what a token costs then.
+
+An upper bound: every weight that a step needs and every key that it sees is read once, exchanges between devices and
+the host's work cost nothing, and pipeline stages are always busy. Counted as `jaxengine check` counts a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxengine.check.roofline import Work, step_work
+from jaxengine.plan.plan import SplitPlan
+from jaxengine.scheduler.buckets import Bucket
+
+_HOUR, _MILLION = 3600, 1_000_000
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Upper bounds of a plan.
+
+    Attributes:
+      sequences: of all replicas, that decode at once.
+      decode, prefill: tokens a second of all devices.
+      step_bytes, step_flops: of one decode step, on the device with the most of either.
+      token_seconds: from one token of a sequence to the next, at least.
+    """
+
+    sequences: int
+    decode: float
+    prefill: float
+    step_bytes: int
+    step_flops: int
+    token_seconds: float
+
+
+def speed_of(plan: SplitPlan, length: int) -> Speed | None:
+    """Return the bounds with as many sequences of `length` tokens as fit, or one where not even one does.
+
+    None where the chip's figures are not known, and for a model that generates nothing.
+    """
+    chip = plan.chips.chip
+    if not chip.bandwidth or plan.config.runner != "generate":
+        return None
+    ranks = plan.layout.num_ranks
+    own = max(1, plan.sequences_of(length) // ranks)
+    decode = [_work(plan, index, Bucket(own, own), length) for index in range(len(plan.stages))]
+    largest = max(plan.stages[0].programs.packer.buckets.mixed)
+    prompt = [_work(plan, index, largest, length) for index in range(len(plan.stages))]
+    steps, prompts = ([work.seconds(chip.bandwidth, chip.flops) for work in works] for works in (decode, prompt))
+    return Speed(
+        sequences=own * ranks,
+        decode=own * ranks / max(steps),
+        prefill=largest.num_tokens * ranks / max(prompts),
+        step_bytes=max(work.num_bytes for work in decode),
+        step_flops=max(work.flops for work in decode),
+        token_seconds=sum(steps),
+    )
+
+
+def cost_of(tokens_per_second: float, price_per_hour: float, count: int) -> float:
+    """Price of a million tokens. price_per_hour: of one device; count: of devices."""
+    return price_per_hour * count / (tokens_per_second * _HOUR) * _MILLION
+
+
+def _work(plan: SplitPlan, stage: int, bucket: Bucket, context: int) -> Work:
+    config, model = plan.config, plan.stages[stage].programs.model
+    return step_work(model, bucket, config.kv_cache_dtype, config.dtype, context)

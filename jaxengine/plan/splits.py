@@ -1,0 +1,103 @@
+"""Every way to split a model over chips, planned and put in order: those that fit, the best first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxengine.config.engine_config import ConfigError
+from jaxengine.plan.chips import Chips
+from jaxengine.plan.model import PlannedModel
+from jaxengine.plan.plan import LEFT, CompiledNeeds, Split, SplitPlan, plan_split
+from jaxengine.plan.speed import Speed, speed_of
+
+# Speeds within this share of each other count as equal: a bound is not that exact.
+_EQUAL = 0.02
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A split with its plan, or with the reason why the model cannot be split so. speed: None where not known."""
+
+    split: Split
+    plan: SplitPlan | None
+    speed: Speed | None
+    error: ConfigError | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether an engine would start."""
+        return self.error is None
+
+
+def possible_splits(count: int, given: Mapping[str, object], *, has_experts: bool, drafts: bool) -> Iterator[Split]:
+    """Yield the splits that use all `count` devices and agree with the engine options that are given.
+
+    With all three sizes given, that split alone, which may use fewer devices. drafts: what drafts needs weights, which
+    allows no pipeline.
+    """
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    wanted = [given.get(name) for name in names]
+    experts = [bool(given["enable_expert_parallel"])] if "enable_expert_parallel" in given else [False, True]
+    if all(size is not None for size in wanted):
+        count = Split(*wanted).size  # type: ignore[arg-type]
+    for tensor in _divisors(count):
+        for pipeline in _divisors(count // tensor):
+            sizes = tensor, pipeline, count // tensor // pipeline
+            agrees = all(size in (None, own) for size, own in zip(wanted, sizes, strict=True))
+            if agrees and not (drafts and pipeline > 1 and wanted[1] is None):
+                for whole in experts:
+                    if not whole or (has_experts and (sizes[0] * sizes[2] > 1 or len(experts) == 1)):
+                        yield Split(*sizes, whole)
+
+
+def rank_splits(
+    model: PlannedModel,
+    chips: Chips,
+    given: Mapping[str, object],
+    length: int,
+    progress: Callable[[str], None] = lambda what: None,
+    compiled: CompiledNeeds | None = None,
+) -> list[Ranked]:
+    """Plan every split of `possible_splits`; those that fit come first, by speed, then by how many sequences they hold.
+
+    length: tokens of a sequence. progress(what) is called before each is planned. compiled: as of `plan_split`.
+
+    Raises ConfigError where the given sizes are not those of so many devices.
+    """
+    config = model.source.config
+    drafting = model.config.speculative_config is not None and model.config.speculative_config.has_model
+    how = {"has_experts": config.experts is not None, "drafts": drafting}
+    splits = list(possible_splits(chips.count, given, **how))
+    if not splits or splits[0].size > chips.count:
+        sizes = {name: value for name, value in given.items() if name.endswith("parallel_size")}
+        name = next(iter(sizes), "enable_expert_parallel")
+        allowed = f"parallel sizes whose product is {chips.count}, the devices of {chips}; given are {sizes}"
+        raise ConfigError(name, given.get(name), allowed)
+    found = []
+    for split in splits:
+        progress(f"{chips} {split.flags}")
+        found.append(_ranked(model, chips, split, length, compiled))
+    return sorted(found, key=_order)
+
+
+def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compiled: CompiledNeeds | None) -> Ranked:
+    try:
+        plan = plan_split(model, chips, split, compiled)
+    except ConfigError as error:
+        return Ranked(split, None, None, error)
+    return Ranked(split, plan, None if plan.error else speed_of(plan, length), plan.error)
+
+
+def _order(one: Ranked) -> tuple[object, ...]:
+    """Key of what is better first. What cannot be split at all comes last, what lacks memory by how much."""
+    if one.plan is None:
+        return 2, 0, 0, one.split.pipeline
+    if not one.fits:
+        return 1, -one.plan.parts()[LEFT], 0, one.split.pipeline
+    speed = 0 if one.speed is None else round(one.speed.decode / (1 + _EQUAL), -len(str(int(one.speed.decode))) + 2)
+    return 0, -speed, -one.plan.pages_for_sequences(1024), one.split.pipeline
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

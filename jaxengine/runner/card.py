@@ -1,0 +1,86 @@
+"""The share of a CUDA card that jax's client takes, so that gpu_memory_utilization is a share of the card.
+
+jax takes three quarters of a card when it first looks for devices, unless the environment says otherwise; no program
+of its process has more afterwards. An engine that comes first says how much. `gpu_memory_utilization` is what it plans
+for; the client takes a little more, for the holes between what is allocated and given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+# XLA's own variables; the second is the name that older releases of jax know.
+FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_FRACTIONS = FRACTION, OLD_FRACTION
+JAX_SHARE = 0.75
+_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"
+# One part in so many of what the client has is left for holes.
+_HOLES = 32
+_CPU_DEVICES = "jax_num_cpu_devices"
+
+
+def client_share(utilization: float) -> float:
+    """The share of a card that a client needs for an engine to plan for `utilization` of it, both at most 1."""
+    return min(1.0, utilization * _HOLES / (_HOLES - 1))
+
+
+def usable(limit: int) -> int:
+    """Bytes that an engine may plan for of those that a client has, `limit`."""
+    return limit - limit // _HOLES
+
+
+def claim_card(utilization: float) -> None:
+    """Has jax's client take the share of each CUDA card that `utilization` needs, if there is a plugin for such cards.
+
+    Does nothing where the environment says how much, and warns where jax has its devices already: the client then has
+    what it has. To be called before anything asks jax for devices.
+    """
+    if not any(map(_is_installed, _PLUGINS)) or any(name in os.environ for name in _FRACTIONS):
+        return
+    if _has_devices():
+        if client_share(utilization) > JAX_SHARE and jax.default_backend() == "gpu":
+            logger.warning(
+                "jax was in use before this engine and has %.0f %% of the card: an engine has less than %s of it "
+                "(gpu_memory_utilization); make it first, or set %s",
+                100 * JAX_SHARE,
+                utilization,
+                FRACTION,
+            )
+        return
+    os.environ.update(client_environment(utilization))
+
+
+def client_environment(utilization: float) -> dict[str, str]:
+    """The environment variables by which a process's client takes what `utilization` needs."""
+    return {FRACTION: f"{client_share(utilization):.4f}"}
+
+
+def card_bytes(limit: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Bytes of a card of which a client that was started in this environment has `limit`."""
+    given = next((environment[name] for name in _FRACTIONS if environment.get(name)), None)
+    return int(limit / (JAX_SHARE if given is None else float(given)))
+
+
+def _is_installed(module: str, find: Callable[[str], object] = find_spec) -> bool:
+    try:
+        return find(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def _has_devices() -> bool:
+    """Whether jax has looked for its devices: then it refuses another number of CPU devices, which nobody asks for."""
+    before = getattr(jax.config, _CPU_DEVICES)
+    try:
+        jax.config.update(_CPU_DEVICES, 1 if before != 1 else 2)
+    except RuntimeError:
+        return True
+    jax.config.update(_CPU_DEVICES, before)
+    return False

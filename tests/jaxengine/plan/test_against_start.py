@@ -1,0 +1,119 @@
+"""What a plan says is what an engine allocates, to the byte: by purpose, and all arrays together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.plan.chips import CHIPS, Chips
+from jaxengine.plan.model import open_planned
+from jaxengine.plan.plan import Split, plan_split, platform_for
+from jaxengine.runner.stage_arrays import StageArrays
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.fixtures.drawn_weights import checkpoint
+from tests.fixtures.picture_checkpoints import whole_checkpoint
+from tests.jaxengine.plan.start import allocated
+from tests.models.quantization import test_gguf
+
+OPTIONS = TINY_OPTIONS | {"max_model_len": 48, "num_gpu_blocks_override": 40}
+DRAFT = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+# Model, and options besides OPTIONS.
+PLAIN = {
+    "float32": ("llama", {}),
+    "bf16": ("llama", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+    "int8": ("llama", {"quantization": "int8"}),
+    "gguf kept": ("gguf", {"quantization": "gguf"}),
+    "draft": ("llama", {"speculative_config": DRAFT}),
+    "adapters": ("llama", LORA),
+    "tp 2": ("llama", {"tensor_parallel_size": 2}),
+    "pp 2": ("llama", {"pipeline_parallel_size": 2}),
+}
+THOROUGH = {
+    **{
+        f"{model}, {name}": (model, options)
+        for model in ("qwen3_moe", "gemma3", "mistral", "qwen2", "gpt_oss", "falcon_h1", "lfm2", "deepseek_v3", "phi3")
+        for name, options in {"float32": {}, "bf16": {"dtype": "bfloat16"}}.items()
+    },
+    **{f"{model}, int8": (model, {"quantization": "int8"}) for model in ("qwen3_moe", "gemma3", "qwen2")},
+    **{f"{model}, tp 2": (model, {"tensor_parallel_size": 2}) for model in ("qwen3_moe", "gemma3", "falcon_h1")},
+    **{f"{model}, pp 2": (model, {"pipeline_parallel_size": 2}) for model in ("qwen3_moe", "gemma3")},
+    "experts": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "replicas": ("llama", {"data_parallel_size": 2}),
+    "tp 2, adapters": ("llama", {"tensor_parallel_size": 2, **LORA}),
+    "pp 2, bf16": ("llama", {"pipeline_parallel_size": 2, "dtype": "bfloat16"}),
+    "tp 2, draft": ("llama", {"tensor_parallel_size": 2, "speculative_config": DRAFT}),
+    "tp 2, int8": ("llama", {"tensor_parallel_size": 2, "quantization": "int8"}),
+    "gguf, dequantised": ("gguf", {"dtype": "bfloat16"}),
+    "ngram, bf16": ("qwen3", {"speculative_config": NGRAM, "dtype": "bfloat16"}),
+    "fp8 pages": ("llama", {"kv_cache_dtype": "fp8"}),
+    "pages with scales of tokens": ("llama", {"kv_cache_dtype": "int8_per_token_head"}),
+    "pictures": ("sees", {"skip_tokenizer_init": False}),
+    "steering": ("llama", {"steer": ["residual:*"]}),
+}
+
+
+@pytest.fixture
+def chosen(tmp_path, executables_dir):
+    """Options of cases by their names."""
+
+    def choose(cases: dict[str, tuple[str, dict]]) -> dict[str, dict]:
+        found = {}
+        for name, (model, options) in cases.items():
+            own = OPTIONS | {"model": _model(model, tmp_path), "compile_cache_dir": executables_dir}
+            found[name] = own | options
+        return found
+
+    return choose
+
+
+def _model(name: str, folder: Path) -> str:
+    if name == "gguf":
+        path = folder / "model.gguf"
+        return str(path) if path.exists() else test_gguf.write(path, test_gguf.LLAMA, lambda tensor: "Q4_K")
+    if name == "sees":
+        return str(whole_checkpoint("qwen2_vl_vision", folder / "sees"))
+    return str(checkpoint(name))
+
+
+def planned(options: dict) -> list[StageArrays]:
+    """Stages of a plan, for which no device is needed."""
+    split = Split(
+        options.get("tensor_parallel_size", 1),
+        options.get("pipeline_parallel_size", 1),
+        options.get("data_parallel_size", 1),
+        options.get("enable_expert_parallel", False),
+    )
+    chips = Chips(CHIPS["cpu"], split.size)
+    model = open_planned(EngineConfig.from_options(**options), platform_for(chips.chip))
+    try:
+        plan = plan_split(model, chips, split)
+        assert plan.error is None and plan.num_pages == options["num_gpu_blocks_override"]
+        return plan.stages
+    finally:
+        model.close()
+
+
+def compare(cases: dict[str, dict]) -> None:
+    """Plans every case and compares it with what a process that starts it allocates."""
+    started, wrong = allocated(cases), {}
+    for name, options in cases.items():
+        stages = planned(options)
+        own = [stage.bytes_of(options["num_gpu_blocks_override"]) for stage in stages]
+        of_all = sum(sum(sizes.values()) * stage.num_devices for sizes, stage in zip(own, stages, strict=True))
+        if (own, of_all) != (found := (started[name]["stages"], started[name]["all"])):
+            wrong[name] = {"planned": (own, of_all), "allocated": found}
+    assert not wrong and len(started) == len(cases)
+
+
+def test_one_of_each_kind(chosen):
+    compare(chosen(PLAIN))
+
+
+@pytest.mark.thorough("some thirty models and options")
+def test_many_models(chosen):
+    compare(chosen(THOROUGH))
