@@ -130,7 +130,7 @@ class MemoryPlan:
 
 
 def device_memory(device: Any) -> int:
-    """Return the bytes of memory of a device: of a CUDA card all, of a TPU what its runtime may use, of a CPU all of the host's.
+    """Return a device's bytes of memory: all of a CUDA card, of a TPU what its runtime may use, of a CPU the host's.
 
     Where a control group limits the host's, that is what counts.
     """
@@ -306,7 +306,7 @@ def plan_memory(
 
 
 def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...], most: int) -> int:
-    """Return the tokens of the longest sequence that so many pages hold, at most `most`: all of these, or whole pages."""
+    """Return the tokens of the longest sequence that so many pages hold, at most `most`: these, or whole pages."""
     limits = config.scheduler_config(1, windows=windows)
     if most_pages_of(limits, most) <= num_pages:
         return most
