@@ -143,7 +143,7 @@ class Streams:
         self._llm, self._count, self._tokens, self._num = llm, count, tokens, 0
         self._state, self._known = state, dict[str, Known]()
         self.num_wrong, self.checkable = 0, dict[State, list[Asked]]()
-        self._drawn = np.random.default_rng(0)
+        self._drawn, self._taken = np.random.default_rng(0), Counter[State]()
 
     def step(self) -> None:
         core = self._llm.core
@@ -176,10 +176,14 @@ class Streams:
         self._state = state
 
     def take_checks(self, most: int) -> tuple[State, list[Asked]] | None:
-        """Return up to `most` runs of the state with the most of them, evenly spread; all of it are forgotten."""
+        """Return up to `most` runs of one state, evenly spread; all of it are forgotten.
+
+        That is one which has been returned as rarely as any, and of these the one with the most runs.
+        """
         if not self.checkable:
             return None
-        state = max(self.checkable, key=lambda each: len(self.checkable[each]))
+        state = max(self.checkable, key=lambda each: (-self._taken[each], len(self.checkable[each])))
+        self._taken[state] += 1
         runs = self.checkable.pop(state)
         return state, runs[:: max(1, -(-len(runs) // most))]
 
