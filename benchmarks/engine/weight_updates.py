@@ -120,7 +120,7 @@ def adapter(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[st
         if name.endswith("o_proj.weight"):
             stem = f"base_model.model.{name.removesuffix('.weight')}"
             for end, shape in (("A", (RANK, array.shape[1])), ("B", (array.shape[0], RANK))):
-                yield f"{stem}.lora_{end}.weight", 0.02 * rng.standard_normal(shape, np.float32)
+                yield f"{stem}.lora_{end}.weight", 0.1 * rng.standard_normal(shape, np.float32)
 
 
 def state_after(number: int) -> State:
