@@ -1,19 +1,23 @@
 """Difference between a trainer's forward pass and the engine: log-probabilities of sampled tokens, bit by bit.
 
-The models are recorded checkpoints of each kind of layer: dense, experts, windows, latent attention, states. An engine
-samples tokens in a batch, in chunks, in a small pool, and `jaxengine.rl.certify` compares their log-probabilities with
-those of `get_logprobs` and of `jaxengine.rl.log_probs`, with rl_exact and without. A row has how many numbers differ in
-their bits, and the largest difference; `kept` is True if none differs with rl_exact.
+Of recorded checkpoints of each kind of layer: dense, experts, windows, latent attention, states. An engine samples
+tokens in a batch, in chunks, in a small pool, and `jaxengine.rl.certify` compares their log-probabilities with those of
+`get_logprobs` and of `jaxengine.rl.log_probs`, with rl_exact and without. A row has the numbers whose bits differ, and
+the largest difference. `kept` says whether none differs with rl_exact.
+
+A long run is cut by --budget-s, and --resume measures what the file that --save names lacks.
 """
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Option
+from benchmarks.harness import Option, shared
 from benchmarks.recorder import Recorder
 from jaxengine import LLM, open_model
 from jaxengine.rl import certify
@@ -29,6 +33,8 @@ OPTIONS = {
     "names": Option(FAMILIES, "folders of tests/fixtures/models"),
     "dtypes": Option(DTYPES),
     "modes": Option(("exact", "default")),
+    "resume": Option(False, "keep the rows of the file"),
+    **shared(budget_s=1e9),
 }
 # Little room, so that prompts come in chunks, and a pool so small that requests are preempted.
 ENGINE = {
@@ -52,10 +58,14 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    for dtype in args.dtypes:
-        for mode in args.modes:
-            for name in args.names:
-                recorder.add(measured(name, dtype, mode == "exact"))
+    if args.resume:
+        recorder.resume()
+    known = {(row["family"], row["dtype"], row["rl_exact"]) for row in recorder.rows}
+    for dtype, mode, name in product(args.dtypes, args.modes, args.names):
+        if time.monotonic() > recorder.deadline:
+            return
+        if (name, dtype, mode == "exact") not in known:
+            recorder.add(measured(name, dtype, mode == "exact"))
 
 
 def measured(name: str, dtype: str, exact: bool) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Cost of steering: steps of requests that each add vectors of their own, compared with the same steps without.
 
-Three rows on the default model: an engine without the option, one with it whose requests add nothing, and one where
-every request adds its own vector after every layer. A time is that of a decode step of all requests, the least of the
-rounds' medians; `ratio` is to the engine without the option.
+Three kinds of steps on the default model, in turns: of an engine without the option, of one with it whose requests add
+nothing, and of the same one where every request adds its own vector after every layer. A row has the decoded tokens of
+all requests in a second, by the round with the most of them, and by the processor's seconds, which other programs on
+the machine change less; ratios are to the engine without the option.
+
+A last row counts the requests whose tokens, or bits of log-probabilities, zero vectors change.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +21,6 @@ from benchmarks.engines import engine_options
 from benchmarks.harness import Option, shared
 from benchmarks.recorder import Recorder
 from jaxengine import LLM, SamplingParams
-from jaxengine.api.core import EngineCore
 
 OPTIONS = {
     "requests": Option(64, "that run at once, each with vectors of its own"),
@@ -25,36 +28,86 @@ OPTIONS = {
     **shared(rounds=3),
 }
 ENGINE = engine_options(dtype="float32", max_model_len=1024, max_num_batched_tokens=64, kv_cache_memory_bytes=1 << 30)
+AT = "residual:*"
 
 
-def step_seconds(core: EngineCore, args: Namespace, *, steered: bool) -> float:
-    """Return the median seconds of a decode step of all requests. steered: each request adds its own vectors."""
-    drawn = np.random.default_rng(0)
-    size = core.inputs.model_config.hidden_size
+class Seconds(NamedTuple):
+    """Seconds of a decode step of all requests, by a clock and of the processor."""
+
+    clock: float
+    processor: float
+
+
+def vectors_of(llm: LLM, number: int, scale: float) -> list[dict[str, Any]]:
+    """The field `steer` of request `number`."""
+    drawn = np.random.default_rng(number).standard_normal(llm.core.inputs.model_config.hidden_size)
+    return [{"at": AT, "vector": drawn * scale}]
+
+
+def step_seconds(llm: LLM, args: Namespace, *, steered: bool) -> Seconds:
+    """Run one round; returns the medians of its decode steps."""
+    core = llm.core
     for number in range(args.requests):
-        vector = drawn.standard_normal(size) * 0.01
-        steer = [{"at": "residual:*", "vector": vector}] if steered else None
-        params = SamplingParams(
-            temperature=0, max_tokens=args.steps + 20, ignore_eos=True, detokenize=False, steer=steer
-        )
+        steer = vectors_of(llm, number, 0.01) if steered else None
+        count = args.steps + 20
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, steer=steer)
         core.add(core.inputs.prepare({"prompt_token_ids": [100 + number]}, params))
-    ends = [time.perf_counter()]
+    ends = [(time.perf_counter(), time.process_time())]
     while core.has_unfinished:
         core.step()
-        ends.append(time.perf_counter())
-    return float(np.median(np.diff(ends[-args.steps :])))
+        ends.append((time.perf_counter(), time.process_time()))
+    clock, processor = np.median(np.diff(ends[-args.steps :], axis=0), axis=0)
+    return Seconds(float(clock), float(processor))
+
+
+def changed_by_zeros(llm: LLM, args: Namespace) -> int:
+    """Count the requests that get other tokens, or other bits of log-probabilities, with vectors of zeros."""
+
+    def answers(scale: float | None) -> list[tuple[list[int], bytes]]:
+        params = [
+            SamplingParams(
+                temperature=number % 2,
+                seed=number,
+                max_tokens=args.steps,
+                ignore_eos=True,
+                logprobs=0,
+                steer=None if scale is None else vectors_of(llm, number, scale),
+            )
+            for number in range(args.requests)
+        ]
+        outputs = llm.generate([[100 + number] for number in range(args.requests)], params, use_tqdm=False)
+        found = [each.outputs[0] for each in outputs]
+        scores = [[each.logprob for own in one.logprobs or () for each in own.values()] for one in found]
+        return [
+            (list(one.token_ids), np.array(own, np.float32).tobytes()) for one, own in zip(found, scores, strict=True)
+        ]
+
+    return sum(one != other for one, other in zip(answers(None), answers(0.0), strict=True))
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
-    found: dict[str, float] = {}
-    plain = LLM(**ENGINE, max_num_seqs=args.requests).core
-    found["without the option"] = min(step_seconds(plain, args, steered=False) for _ in range(args.rounds))
-    del plain
-    core = LLM(**ENGINE, max_num_seqs=args.requests, steer=["residual:*"]).core
-    found["no vectors"] = min(step_seconds(core, args, steered=False) for _ in range(args.rounds))
-    found["a vector each"] = min(step_seconds(core, args, steered=True) for _ in range(args.rounds))
-    least = found["without the option"]
-    for name, seconds in found.items():
-        row = {"requests": f"{args.requests}, {name}", "step_ms": round(seconds * 1e3, 2)}
-        recorder.add(row | {"ratio": round(seconds / least, 3)})
+    plain = LLM(**ENGINE, max_num_seqs=args.requests)
+    steered = LLM(**ENGINE, max_num_seqs=args.requests, steer=[AT])
+    kinds = {"without the option": (plain, False), "no vectors": (steered, False), "a vector each": (steered, True)}
+    rounds: dict[str, list[Seconds]] = {name: [] for name in kinds}
+    for _ in range(args.rounds):
+        for name, (llm, adds) in kinds.items():
+            rounds[name].append(step_seconds(llm, args, steered=adds))
+    least = {
+        name: Seconds(min(each.clock for each in found), min(each.processor for each in found))
+        for name, found in rounds.items()
+    }
+    first = least["without the option"]
+    for name, seconds in least.items():
+        recorder.add(
+            {
+                "requests": f"{args.requests}, {name}",
+                "tokens/s": round(args.requests / seconds.clock, 1),
+                "ratio": round(first.clock / seconds.clock, 3),
+                "tokens/processor s": round(args.requests / seconds.processor, 1),
+                "processor ratio": round(first.processor / seconds.processor, 3),
+            }
+        )
+    changed = changed_by_zeros(steered, args)
+    recorder.add({"requests": f"{args.requests}, zero vectors", "changed": changed, "kept": changed == 0})

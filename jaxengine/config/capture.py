@@ -122,15 +122,12 @@ def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ..
     return found
 
 
-def refuse_engine(option: str, options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError, which names `option`, for a pooling model, and for an engine of several stages or processes.
-
-    options: of the engine.
-    """
+def refuse_engine(option: str, options: Mapping[str, Any], model: ModelConfig, *sizes: str) -> None:
+    """Raise ConfigError where the option is given to an engine that cannot have it. sizes: options, nnodes aside, that
+    must be 1."""
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
-        ("pipeline_parallel_size is more than 1", options["pipeline_parallel_size"] > 1),
-        ("nnodes is more than 1", options["nnodes"] > 1),
+        *((f"{name} is more than 1", options[name] > 1) for name in (*sizes, "nnodes")),
     ):
         if is_so:
             problem = f"{option} is given, but {why}, which is not supported yet"

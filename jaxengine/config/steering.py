@@ -57,5 +57,5 @@ def settle_steering(options: Mapping[str, Any], model: ModelConfig) -> dict[str,
                 VECTORS, f"{VECTORS} is given, but nothing is steered", 'give steer, "residual:*"'
             )
         return {}
-    refuse_engine(TAPS, options, model)
+    refuse_engine(TAPS, options, model, "pipeline_parallel_size")
     return {TAPS: tuple(tap.name for tap in taps_for(TAPS, options[TAPS], model, kinds=STEERED))}

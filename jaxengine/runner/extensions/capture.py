@@ -12,12 +12,13 @@ import numpy as np
 from jaxengine.config.capture import TAPS, hidden_state_taps
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.taps import FINAL_NORM, ROUTER, Tap, all_taps, read_taps
+from jaxengine.models.config.taps import FINAL_NORM, RESIDUAL, ROUTER, Tap, all_taps, read_taps
 from jaxengine.models.layers.taps import Taps, check_parts
 from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.stages import Stage
 
 NAME, SECTION = "capture", "taps"
 
@@ -38,51 +39,75 @@ class EngineTaps(NamedTuple):
     """Taps (named points of the model) whose activations an engine captures.
 
     Attributes:
-      named: taps that a request may name; layers: layers of hidden states, in order.
-      hidden, router: all taps, in the order in which Activations joins them.
-      model: the layers that the model is told to return, from `all_taps`.
+      named: taps that a request may name. layers: layers of hidden states, in order.
+      model: the layers of every tap that the model has, from `all_taps`.
     """
 
     named: tuple[Tap, ...]
     layers: tuple[Tap, ...]
-    hidden: tuple[Tap, ...]
-    router: tuple[Tap, ...]
     model: Mapping[str, Sequence[int]]
 
 
+class StageTaps(NamedTuple):
+    """The taps of an engine that one of its stages has, in the order in which its Activations have them."""
+
+    hidden: tuple[Tap, ...]
+    router: tuple[Tap, ...]
+
+    @property
+    def every(self) -> tuple[Tap, ...]:
+        """All of them."""
+        return (*self.hidden, *self.router)
+
+
 def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
-    """Return the taps of the options capture and capture_layers, each once. Raises TapError for a name that the model
-    lacks.
-    """
+    """Return the taps that the options capture and capture_layers name. Raises TapError for one that the model lacks."""
     known = all_taps(model)
-    named = read_taps(config.capture or (), known)
     layers = hidden_state_taps(config.capture_layers or (), model.num_layers)
-    every = tuple(dict.fromkeys((*named, *layers)))
-    is_router = [tap.kind == ROUTER for tap in every]
-    hidden, router = (tuple(tap for tap, is_so in zip(every, is_router, strict=True) if is_so == of) for of in (0, 1))
-    return EngineTaps(named, layers, hidden, router, known)
+    return EngineTaps(read_taps(config.capture or (), known), layers, known)
+
+
+def stage_taps(taps: EngineTaps, stage: Stage) -> StageTaps:
+    """Return the taps of a stage, each once. A residual stream belongs to the stage whose layer produces it."""
+    own = [tap for tap in dict.fromkeys((*taps.named, *taps.layers)) if _is_of(tap, stage)]
+    return StageTaps(tuple(tap for tap in own if tap.kind != ROUTER), tuple(tap for tap in own if tap.kind == ROUTER))
+
+
+def _is_of(tap: Tap, stage: Stage) -> bool:
+    if tap.kind == FINAL_NORM:
+        return stage.is_last
+    if tap.kind == RESIDUAL:
+        return stage.is_first if tap.layer == 0 else tap.layer - 1 in stage.layers
+    return tap.layer in stage.layers
 
 
 class CaptureExtension(DeviceExtension):
-    """Device extension whose forward passes leave the Activations of every token.
+    """Device extension whose forward passes leave the Activations of every token at the taps of its stage.
 
-    There is no epilogue: the host fetches them, in steps where a request asked for them.
+    A stage without taps leaves nothing. There is no epilogue: the host fetches the activations of all stages, in steps
+    where a request asked for them.
+
+    Attributes:
+      taps: the engine's. own: those of its stage.
     """
 
     name = NAME
 
     def __init__(self, shape: StageShape):
         super().__init__(shape)
-        self.taps = engine_taps(shape.config, shape.model.config)
-        config = shape.model.config
-        check_parts(TAPS, config.architecture, shape.model.layers, shape.model.stage.layers, self.taps.hidden)
-        self.description = f"captures {', '.join(tap.name for tap in (*self.taps.hidden, *self.taps.router))}"
+        config, stage = shape.model.config, shape.model.stage
+        self.taps = engine_taps(shape.config, config)
+        self.own = stage_taps(self.taps, stage)
+        check_parts(TAPS, config.architecture, shape.model.layers, stage.layers, self.own.hidden)
+        self.description = f"captures {', '.join(tap.name for tap in self.own.every) or 'nothing'}"
 
     def label(self, bucket: Bucket) -> str:
         return f", {self.description}"
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        hidden, router = self.taps.hidden, self._num_logits
+        hidden, router = self.own.hidden, self._num_logits
+        if not self.own.every:
+            return None
         return Activations(
             self.shape.hidden(num_tokens, len(hidden)) if hidden else None,
             self.shape.rows(num_tokens, jnp.float32, router) if router else None,
@@ -93,18 +118,21 @@ class CaptureExtension(DeviceExtension):
         reading.
         """
         config = self.shape.config
-        num_hidden = len(self.taps.hidden) * self.shape.model.config.hidden_size
+        num_hidden = len(self.own.hidden) * self.shape.model.config.hidden_size
         of_token = num_hidden * jnp.dtype(config.dtype).itemsize + 4 * self._num_logits
         most = max(bucket.num_tokens for bucket in self.shape.buckets)
         return {"captured activations": most * of_token * (config.max_in_flight + 1)}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        every = (*self.taps.hidden, *self.taps.router)
-        return step.with_section(SECTION, Taps(tap for tap in every if tap.kind != FINAL_NORM))
+        if not self.own.every:
+            return step
+        return step.with_section(SECTION, Taps(tap for tap in self.own.every if tap.kind != FINAL_NORM))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        if not self.own.every:
+            return step
         found: Taps = step.batch.sections[SECTION]
-        hidden, router = self.taps.hidden, self.taps.router
+        hidden, router = self.own
         with jax.named_scope("capture"):
             parts: list[Any] = [step.hidden if tap.kind == FINAL_NORM else found[tap] for tap in hidden]
             left = Activations(
@@ -119,7 +147,7 @@ class CaptureExtension(DeviceExtension):
     @property
     def _num_logits(self) -> int:
         """Return the number of router logits of a token that are captured."""
-        return sum(tap.width(self.shape.model.config) for tap in self.taps.router)
+        return sum(tap.width(self.shape.model.config) for tap in self.own.router)
 
 
 class StepActivations(HostExtension):
@@ -132,13 +160,15 @@ class StepActivations(HostExtension):
     def __init__(self, runner: Any, taps: EngineTaps):
         super().__init__(runner)
         self.taps = taps
+        self._stages: list[StageTaps] = [stage.programs.extension(NAME).own for stage in runner.stages]
 
     def keep(self, pending: PendingStep) -> None:
         """Hold on to the activations of a step, to fetch them later. To be called before the step's sampler is
         dispatched.
         """
         assert pending.forwarded is not None
-        pending.outputs[NAME] = pending.forwarded.fields()[NAME]
+        stages = (*pending.forwarded.earlier, pending.forwarded.sections)
+        pending.outputs[NAME] = [sections.get(NAME) for sections in stages]
 
     def fetch(self, pending: PendingStep) -> dict[Tap, np.ndarray]:
         """Return the activations at each tap in a step that was kept, [replicas, T, width]; waits for the step.
@@ -146,8 +176,9 @@ class StepActivations(HostExtension):
         T: tokens of the step's bucket, with padding. Raises KeyError for a step that was not kept.
         """
         found: dict[Tap, np.ndarray] = {}
-        for taps, values in zip((self.taps.hidden, self.taps.router), pending.output(NAME), strict=True):
-            if taps:
-                shape = self.runner.num_ranks, pending.bucket.num_tokens, len(taps), -1
-                found.update(zip(taps, np.moveaxis(values.reshape(shape), 2, 0), strict=True))
+        for own, left in zip(self._stages, pending.output(NAME), strict=True):
+            for taps, values in zip(own, left or (), strict=left is not None):
+                if taps:
+                    shape = self.runner.num_ranks, pending.bucket.num_tokens, len(taps), -1
+                    found.update(zip(taps, np.moveaxis(values.reshape(shape), 2, 0), strict=True))
         return found

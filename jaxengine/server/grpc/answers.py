@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jaxengine.server.captured import captured_file
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.convert import Wanted
 
@@ -79,7 +80,7 @@ class AnswerWriter:
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(new)
         if new:
             self._last_token[index] = new[-1]
-        message = pb.SequenceOutput(index=index, num_tokens=len(new))
+        message = pb.SequenceOutput(index=index, num_tokens=len(new), captured=captured_file(completion))
         if self._wanted.text:
             message.text = completion.text
         if self._wanted.token_ids:

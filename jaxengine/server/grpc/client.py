@@ -22,7 +22,8 @@ from jaxengine.server.grpc.inference_pb2_grpc import InferenceStub
 # A text, token ids, or the messages of a conversation, each with the fields of ChatMessage.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-MAX_MESSAGE_BYTES = 64 << 20
+# As large as what a server sends whose max_captured_bytes is the default.
+MAX_MESSAGE_BYTES = 128 << 20
 
 
 class Client:

@@ -50,6 +50,8 @@ SAMPLING_FIELDS = {
     "response.skip_special_tokens": "skip_special_tokens",
     "response.spaces_between_special_tokens": "spaces_between_special_tokens",
     "response.logprob_token_ids": "logprob_token_ids",
+    "response.capture": "capture",
+    "response.return_hidden_states": "return_hidden_states",
 }
 GROUPS = ("sampling", "decoding", "stopping", "response")
 # Parameter -> field to name in its errors.

@@ -14,6 +14,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.server.captured import check_captured
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
 from jaxengine.server.grpc.auth import key_of
@@ -124,6 +125,8 @@ class InferenceService:
     async def _run(
         self, generation: Generation, lora: str | None, context: Context
     ) -> AsyncGenerator[RequestOutput, None]:
+        prompt_length = len(generation.prompt["prompt_token_ids"])
+        check_captured(self._engine.inputs, self._config, generation.params, [prompt_length])
         timeout = self._timeout(context)
         owner = owner_tag(key_of(context.invocation_metadata()))
         options = RequestOptions(generation.priority, timeout, self._client(context), ARRIVAL.get(), lora, owner)

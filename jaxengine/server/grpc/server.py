@@ -105,7 +105,7 @@ def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_request_bytes),
-        ("grpc.max_send_message_length", MAX_SEND_BYTES),
+        ("grpc.max_send_message_length", MAX_SEND_BYTES + config.max_captured_bytes),
         ("grpc.max_metadata_size", config.max_header_bytes),
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),
         # Only uncompressed messages (bit 0): the size limit applies before decompression.

@@ -13,8 +13,8 @@ from pydantic import Field
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.server.captured import check_captured
 from jaxengine.server.http.answers import NULL_BODY, answers
-from jaxengine.server.http.captured import check_captured
 from jaxengine.server.http.chat.answers import ChatCompletion
 from jaxengine.server.http.chat.completion import ChatAnswer
 from jaxengine.server.http.chat.protocol import ChatRequest, Messages

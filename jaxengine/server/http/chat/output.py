@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
 from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, Logprob, PositionLogprobs
-from jaxengine.server.http.captured import captured_fields
+from jaxengine.server.captured import captured_fields
 from jaxengine.server.http.protocol import NULL_CHOICE, json_logprob, json_position
 from jaxengine.server.http.routed_experts import encoded_experts
 from jaxengine.server.http.sampling_mass import sampling_fields

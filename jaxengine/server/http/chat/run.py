@@ -22,7 +22,7 @@ from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.beam_search import beam_search
-from jaxengine.server.http.captured import check_captured
+from jaxengine.server.captured import check_captured
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use

@@ -18,8 +18,8 @@ from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput, WeightSpan
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.beam_search import beam_search
+from jaxengine.server.captured import check_captured
 from jaxengine.server.http.answers import NULL_BODY, Error, answers
-from jaxengine.server.http.captured import check_captured
 from jaxengine.server.http.completions.answers import Completion, CompletionChunk
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest

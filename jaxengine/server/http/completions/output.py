@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.server.http.captured import captured_fields
+from jaxengine.server.captured import captured_fields
 from jaxengine.server.http.completions.offsets import OutputOffsets, prompt_offsets
 from jaxengine.server.http.protocol import json_logprob, json_position
 from jaxengine.server.http.sampling_mass import sampling_fields

@@ -50,12 +50,14 @@ SAMPLING = {
     "response.skip_special_tokens": False,
     "response.spaces_between_special_tokens": False,
     "response.logprob_token_ids": [7, 3],
+    "response.capture": ["residual:1", "mlp_output:*"],
+    "response.return_hidden_states": True,
 }
 # Sampling parameters of HTTP's requests that gRPC has in another form, and those for which gRPC lacks what they need.
 IN_OTHER_FIELDS = {"logprobs", "prompt_logprobs", "structured_outputs"}
 # A parser, fields of answers, and vectors.
 LACKING = {"thinking_token_budget", "return_sampling_mass", "prompt_logprob_start", "steer"}
-LACKING |= {"routed_experts_prompt_start", "prompt_logprob_token_ids", "capture", "return_hidden_states"}
+LACKING |= {"routed_experts_prompt_start", "prompt_logprob_token_ids"}
 
 
 def constraint(made: Generation) -> tuple[str, Any] | None:
@@ -109,6 +111,8 @@ WRONG: dict[str, list[Any]] = {
     "decoding.extra_args": [{"no_such": 1}, {"x": math.nan}],
     "decoding.trace_decode_token_ids": [[5], [49152]],
     "response.logprob_token_ids": [[49152], list(range(129))],
+    "response.capture": [["residual"], ["layers.3"], ["residual:1"]],  # the engine has none
+    "response.return_hidden_states": [True],
     "decoding.regex": ["", "a" * 11_000],
     "decoding.choice": [{"choices": []}, {"choices": ["a", "a"]}],
     "decoding.grammar": [""],
@@ -347,8 +351,9 @@ async def test_large_messages_are_refused_without_work(chat_engine):
 
 def test_no_scalar_whose_zero_means_something_can_be_left_out_silently():
     """Where the default is not the type's zero, a field says whether it was given."""
+    off = {"stopping.include_stop_strings", "stopping.ignore_eos", "response.return_hidden_states"}
     defaults_other_than_zero = {
-        *(path for path in SAMPLING if path not in ("stopping.include_stop_strings", "stopping.ignore_eos")),
+        *(path for path in SAMPLING if path not in off),
         "response.output_text",
         "messages.add_generation_prompt",
     }

@@ -1,4 +1,4 @@
-"""Activations in answers, for the fields `capture` and `return_hidden_states`: a safetensors file in base64."""
+"""Activations in answers (fields `capture` and `return_hidden_states`): a safetensors file, in JSON as base64."""
 
 from __future__ import annotations
 
@@ -39,13 +39,19 @@ def check_captured(
         raise RequestError(problem, param=field)
 
 
-def captured_fields(output: CompletionOutput) -> dict[str, Any]:
-    """Return the field `captured` of a choice, whose tensors have the names of taps; {} if there are none."""
+def captured_file(output: CompletionOutput) -> bytes:
+    """Return a safetensors file whose tensors have the names of places, and "hidden_states"; empty where there are no
+    rows."""
     tensors = dict(output.captured or {})
     if output.hidden_states is not None:
         tensors[HIDDEN_STATES] = output.hidden_states
     if not any(len(each) for each in tensors.values()):
-        return {}
+        return b""
     # A row has all places side by side; safetensors writes memory as it lies.
-    content = save({name: np.ascontiguousarray(each) for name, each in tensors.items()})
-    return {"captured": base64.b64encode(content).decode()}
+    return save({name: np.ascontiguousarray(each) for name, each in tensors.items()})
+
+
+def captured_fields(output: CompletionOutput) -> dict[str, Any]:
+    """Return the field `captured` of a choice; {} where there are no rows."""
+    content = captured_file(output)
+    return {"captured": base64.b64encode(content).decode()} if content else {}
