@@ -61,7 +61,7 @@ class StageTaps(NamedTuple):
 
 
 def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
-    """Return the taps that the options capture and capture_layers name. Raises TapError for one that the model lacks."""
+    """Return the taps that the options capture and capture_layers name. Raises TapError for one the model lacks."""
     known = all_taps(model)
     layers = hidden_state_taps(config.capture_layers or (), model.num_layers)
     return EngineTaps(read_taps(config.capture or (), known), layers, known)
