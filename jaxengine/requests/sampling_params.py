@@ -425,8 +425,8 @@ class SamplingParams(SamplingFields):
             processors=own,
             uses_counts=any(processors[number].uses_counts for number in own),
             grammar=grammar,
-            reads_prompt=bool(self.skip_reading_prefix_cache),
-            **(captured_fields(self.return_hidden_states, self.capture) if self._captures else {}),
+            **{"reads_prompt": bool(self.skip_reading_prefix_cache)}
+            | (captured_fields(self.return_hidden_states, self.capture) if self._captures else {}),
         )
 
     def clone(self) -> SamplingParams:
