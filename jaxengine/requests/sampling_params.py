@@ -411,6 +411,8 @@ class SamplingParams(SamplingFields):
         if self.thinking_token_budget is not None:
             assert isinstance(self.thinking_words, ThinkingWords)
             grammar = limited(grammar, self.thinking_token_budget, self.thinking_words, encode)
+        more: dict[str, Any] = {"reads_prompt": bool(self.skip_reading_prefix_cache)}
+        more |= captured_fields(self.return_hidden_states, self.capture) if self._captures else {}
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logprobs=self.num_logprobs,
@@ -425,8 +427,7 @@ class SamplingParams(SamplingFields):
             processors=own,
             uses_counts=any(processors[number].uses_counts for number in own),
             grammar=grammar,
-            **{"reads_prompt": bool(self.skip_reading_prefix_cache)}
-            | (captured_fields(self.return_hidden_states, self.capture) if self._captures else {}),
+            **more,
         )
 
     def clone(self) -> SamplingParams:
