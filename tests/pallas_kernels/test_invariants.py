@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -162,8 +163,9 @@ def test_public_operation_equals_the_row_it_picks():
     problem = build(CASE, "float32", "normal")
     kv, batch = pool(problem, "cpu"), ragged_batch(problem)
     want = attend(CASE, problem, "float32", CPU)
-    schedule = attention_schedule(batch, SPEC, num_tokens=96, page_size=16, platform="cpu")
+    schedule = jax.jit(partial(attention_schedule, spec=SPEC, num_tokens=96, page_size=16, platform="cpu"))(batch)
+    run = jax.jit(partial(ragged_paged_attention, spec=SPEC, return_lse=True))
     for given in (None, schedule):
-        got = ragged_paged_attention(jnp.asarray(problem.q), kv, batch, spec=SPEC, schedule=given, return_lse=True)
+        got = run(jnp.asarray(problem.q), kv, batch, schedule=given)
         np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-6)

@@ -151,7 +151,7 @@ CASES |= {
         "latent",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2, "replicate_kv_heads": True}
         | {"enable_expert_parallel": True}
-        | _DRAFTS,
+        | {"speculative_config": _DRAFTS["speculative_config"] | {"num_speculative_tokens": 1}},
     ),
     "drafts moe tp2 dp2 ep": (
         "moe",

@@ -35,8 +35,10 @@ drafts = {"method": "ngram", "num_speculative_tokens": 2}
 names = ("residual:*", "attention_output:0", "mlp_output:*", "router_logits:*", "final_norm")
 options = TINY_OPTIONS | sizes | {"speculative_config": drafts, "compile_cache_dir": sys.argv[1]}
 llm = LLM(**options | {"model": str(checkpoint("qwen3_moe")), "capture": names})
-params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, capture=names)
 prompts = [[7, 8, 9] * 8, [5, 6, 7, 8, 5, 6, 7, 8], list(range(3, 30)), [4]]
+# Whole sequences of one length, whose activations one program computes.
+counts = [49 - len(each) for each in prompts]
+params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=count, capture=names) for count in counts]
 outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
 state = nnx.split(load_recorded("qwen3_moe").model)
 for prompt, output in zip(prompts, outputs, strict=True):
