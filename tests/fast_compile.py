@@ -53,6 +53,7 @@ class _Compiled:
     def __init__(self, compile_and_load: Callable[..., Any]):
         self._compile_and_load = compile_and_load
         self._found: OrderedDict[tuple[str, ...], Any] = OrderedDict()
+        self._payloads: dict[int, bytes] = {}
 
     def get(self, backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
         """Return what jax._src.compiler.backend_compile_and_load does, the same again for the same module."""
@@ -61,11 +62,18 @@ class _Compiled:
             return self._compile_and_load(backend, module, devices, options, host_callbacks)
         key = hashlib.sha256(text.encode()).hexdigest(), str(devices), str(options.SerializeAsString())
         if key not in self._found:
-            self._found[key] = self._compile_and_load(backend, module, devices, options, host_callbacks)
+            made = self._compile_and_load(backend, module, devices, options, host_callbacks)
+            self._found[key] = made
+            with contextlib.suppress(Exception):  # what cannot be serialised is not
+                self._payloads[id(made)] = backend.serialize_executable(made)
         self._found.move_to_end(key)
         if len(self._found) > _MOST_KEPT:
-            self._found.popitem(last=False)
+            self._payloads.pop(id(self._found.popitem(last=False)[1]), None)
         return self._found[key]
+
+    def payload(self, executable: Any) -> bytes | None:
+        """The serialised form of one that is kept: XLA writes it only before an executable has run."""
+        return self._payloads.get(id(executable))
 
 
 @functools.cache
@@ -80,6 +88,7 @@ def fast_compile() -> Iterator[None]:
     """Compile fast, here and in processes that are started; with an accelerator, nothing changes."""
     import jax
     from jax._src import compiler
+    from jax.experimental import serialize_executable
 
     if jax.default_backend() != "cpu":
         yield
@@ -89,12 +98,19 @@ def fast_compile() -> Iterator[None]:
     def in_one_part(*args, env_options_overrides=None, **kwargs):
         return options_of(*args, env_options_overrides={**options, **(env_options_overrides or {})}, **kwargs)
 
+    write = serialize_executable._JaxPjrtPickler.persistent_id
+
+    def persistent_id(pickler, value):
+        payload = _compiled().payload(value)
+        return write(pickler, value) if payload is None else ("exec", payload)
+
     before = jax.config.read("jax_disable_most_optimizations")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in fast_compile_environment().items():
             patch.setenv(name, value)
         patch.setattr(compiler, "get_compile_options", in_one_part)
         patch.setattr(compiler, "backend_compile_and_load", _compiled().get)
+        patch.setattr(serialize_executable._JaxPjrtPickler, "persistent_id", persistent_id)
         jax.config.update("jax_disable_most_optimizations", True)
         try:
             yield
