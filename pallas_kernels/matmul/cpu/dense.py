@@ -13,6 +13,9 @@ from jaxengine.pallas_kernels.matmul.xla import dense as dense_xla
 
 # For float32. XLA:CPU (YNNPACK) adds the products of many rows in blocks of _BLOCK inputs, where there are two or more.
 _BLOCK, _ROW_PARTS = 512, 4
+# Rows of bfloat16 from which on XLA:CPU adds products in one order, on processors with tiles (AMX) too. One row takes
+# it ten times as long as several.
+_FEW = 3
 # For a bfloat16 matrix, by the axis that is summed over. Fewer terms leave more sums, which take memory; more than a
 # dozen elements of a row, each times a vector, exceed the registers, vectors of both do not. Vectors must be full.
 _TERMS, _LANES, _MOST_SUMS_BYTES = (range(8, 13), range(8, 25)), (1, 8), 16 << 20
@@ -31,11 +34,10 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
         # added in order, as those of many rows are; a reduction would add some of them first.
         x, weight = x.reshape(parts, 1, -1), weight.reshape(parts, -1, weight.shape[1])
         return reduce(jnp.add, lax.dot_general(x, weight, (((2,), (1,)), ((0,), (0,)))))
-    if rows == 1 and x.dtype == weight.dtype == jnp.bfloat16:
-        if terms := _num_terms(weight.shape, contract):
+    if rows < _FEW and x.dtype == weight.dtype == jnp.bfloat16:
+        if rows == 1 and (terms := _num_terms(weight.shape, contract)):
             return _row_product(x, weight, contract, terms)
-        # XLA:CPU takes ten times as long for one bfloat16 row as for two.
-        x = jnp.pad(x, ((0, 1), (0, 0)))
+        x = jnp.pad(x, ((0, _FEW - rows), (0, 0)))
     return dense_xla.matmul(x, weight, contract=contract)[:rows]
 
 
