@@ -81,6 +81,8 @@ CHAT = {
     "return_sampling_mass": True,
     "trace_decode_token_ids": [5, 6, 5],
     "routed_experts_prompt_start": 2,
+    "repetition_detection": {"max_pattern_size": 4, "min_count": 2},
+    "stream_interval": 4,
     "max_tokens": 5,
     "max_completion_tokens": 6,
     "tools": TOOLS,
@@ -147,6 +149,7 @@ def test_no_field_is_forgotten():
 def test_what_completions_and_chats_alone_support_is_refused_elsewhere():
     own = {"logprob_token_ids", "prompt_logprob_start", "return_sampling_mass", "steer", "trace_decode_token_ids"}
     own |= {"routed_experts_prompt_start", "prompt_logprob_token_ids", "capture", "return_hidden_states"}
+    own |= {"repetition_detection", "stream_interval"}
     for model in (CompletionRequest, ChatRequest):
         assert own <= model.model_fields.keys() and not own & model.refused.keys()
     for model in (MessagesRequest, ResponsesRequest):
