@@ -113,7 +113,8 @@ def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool =
     Returns a view of it with the tensors that the model declares, and whether a tied head is stored too.
     """
     whole = _whole(model_abstract)
-    source = QuantizedSource(_of_model(model_abstract, source), declared_params(whole), whole.build.scheme)
+    held = _of_model(model_abstract, source)
+    source = QuantizedSource(held, declared_params(whole), whole.build.scheme, partial=partial)
     return source, _check_names(whole, source, partial)
 
 

@@ -7,7 +7,8 @@ anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,13 +32,21 @@ class QuantizedSource(WrappedSource):
     format requires, and for scales that are not finite.
     """
 
-    def __init__(self, source: WeightSource, params: Iterable[DeclaredParam], scheme: Callable[[str], Any]):
+    def __init__(
+        self,
+        source: WeightSource,
+        params: Iterable[DeclaredParam],
+        scheme: Callable[[str], Any],
+        *,
+        partial: bool = False,
+    ):
         """Check the checkpoint. params: the weights whose tensors it has, all stages' for a full checkpoint. scheme: of
-        the model's Build.
+        the model's Build. partial: weights none of whose tensors are there are left out.
         """
         super().__init__(source)
         params = list(params)
         self._present = frozenset(source.names())
+        self._begun = frozenset(part for name in self._present for part in _prefixes(name)) if partial else None
         self._names = dict.fromkeys(source.names())
         self.modules: dict[str, tuple[Quantized, StoredModule]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -74,6 +83,8 @@ class QuantizedSource(WrappedSource):
         return spread(held, scheme.stored.group, module.shape[1], self._shapes[name][1])[:, columns]
 
     def _add(self, param: DeclaredParam, scheme_of: Callable[[str], Any]) -> None:
+        if self._begun is not None and self._begun.isdisjoint(_modules_of(param)):
+            return
         for declared in param.decl.sources:
             module_of, _, kind = declared.name.rpartition(".")
             scheme = scheme_of(module_of)
@@ -126,7 +137,7 @@ class QuantizedSource(WrappedSource):
         for expert in range(param.decl.num_experts or 1):
             names = [tensor_name(declared, expert).rpartition(".")[0] for declared in param.decl.sources]
             for kind in (ORDER, INPUT_SCALE):
-                if f"{names[0]}.{kind}" not in self._shapes:
+                if not all(f"{name}.{kind}" in self._shapes for name in names):
                     continue
                 first = self._of_inputs(f"{names[0]}.{kind}")
                 # Devices take subnormal numbers for 0, and divide by it.
@@ -153,3 +164,15 @@ class QuantizedSource(WrappedSource):
         if stored.reordered:
             values[:, stored.order(module)] = values.copy()
         return values[:, columns]
+
+
+def _modules_of(param: DeclaredParam) -> Iterator[str]:
+    """Yield the names of the modules whose tensors a weight is made of, those of all experts."""
+    for declared, expert in product(param.decl.sources, range(param.decl.num_experts or 1)):
+        yield tensor_name(declared, expert).rpartition(".")[0]
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a tensor, the innermost first: "a.b.weight" gives "a.b" and "a"."""
+    while name := name.rpartition(".")[0]:
+        yield name

@@ -275,7 +275,31 @@ def test_matrices_that_were_rounded_are_rounded_again(tiny_options, tmp_path):
         llm.update_weights(changed(0))
         assert llm.weight_info(checksum=True)["checksums"] == before
         assert tokens_of(llm) != changed_tokens
+        check_parts(llm)
         assert llm.core.runner.compiles.count == 0
+
+
+def check_parts(llm: LLM) -> None:
+    """Some of the weights of an engine whose matrices are rounded: one that is not, and one product of several."""
+    whole, other = changed(0), changed(1)
+    layer = "model.layers.0."
+    norm = [f"{layer}input_layernorm.weight"]
+    product = [f"{layer}self_attn.{name}_proj.weight" for name in "qkv"]
+    known = llm.weight_info(checksum=True)["checksums"]
+    llm.update_weights(other)
+    expected = llm.weight_info(checksum=True)["checksums"]
+    llm.update_weights(whole)
+    for names in (norm, product):
+        llm.update_weights({name: other[name] for name in names}, strict=False)
+        found = llm.weight_info(checksum=True)["checksums"]
+        differ = {path for path in known if found[path] != known[path]}
+        assert differ and all(found[path] == expected[path] for path in differ)
+        assert all(("norm" in path) == (names is norm) for path in differ)
+        llm.update_weights({name: whole[name] for name in names}, strict=False)
+        assert llm.weight_info(checksum=True)["checksums"] == known
+    with pytest.raises(WeightUpdateError, match=r"k_proj.weight: a tensor of int8 .* is missing"):
+        llm.update_weights({product[0]: other[product[0]]}, strict=False)
+    assert llm.weight_info(checksum=True)["checksums"] == known
 
 
 async def crowd(engine: AsyncLLM, updates: list[dict[str, Any]]) -> list[Any]:
