@@ -36,7 +36,8 @@ def test_a_worker_heeds_neither_the_terminals_signals_nor_forks(capfd):
     assert _answer(worker) == Rendered(packed("Hello you"))
     worker.kill()
     worker.process.wait(10)
-    assert capfd.readouterr().err == ""
+    # gRPC, which other tests of this process may have started, says that it does not follow forks.
+    assert [line for line in capfd.readouterr().err.splitlines() if "fork_posix.cc" not in line] == []
 
 
 def test_a_worker_is_heard_whatever_the_number_of_its_descriptor():
