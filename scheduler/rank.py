@@ -25,7 +25,7 @@ from jaxengine.scheduler.token_params import PROMPT_FEATURES
 
 
 class Offer(NamedTuple):
-    """What a replica can do for a waiting request now.
+    """Outcomes of asking a replica to take a waiting request now.
 
     Attributes:
       known: i32[n], the request's known tokens.

@@ -82,7 +82,7 @@ class Run(NamedTuple):
 
 @dataclass
 class Known:
-    """What is noted of a request that runs."""
+    """Notes about a request that runs."""
 
     prompt: list[int]
     has_adapter: bool

@@ -33,7 +33,7 @@ _TPU = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a check compiles on every target.
+    """Work of a check on every target: what it compiles.
 
     Attributes:
       cycles: also profile the blocks of TPU kernels.

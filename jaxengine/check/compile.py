@@ -215,8 +215,9 @@ class Compiler:
         return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + kept, held + of_others)
 
     def _stage_needs(self, stage: StagePrograms, whole: StagePrograms) -> tuple[StageNeeds, dict[str, int], int, int]:
-        """What the programs of a stage take, as the engine foresees it; then figures of the largest forward pass, bytes
-        that the compiled forward passes hold, and that all other programs hold. stage, whole: as of `_plan`."""
+        """Return what the programs of a stage need, as the engine plans it; then figures of the largest forward pass,
+        bytes that all compiled forward passes hold, and bytes that all other programs hold. stage, whole: as of `_plan`.
+        """
         forward, held = self._needs(stage.forward(stage.largest, stage.num_columns))
         held, of_others, beside = held * len(stage.buckets(short=False)), 0, 0
         sizes = stage.epilogues(short=False)

@@ -117,7 +117,7 @@ def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
 
 @dataclass(frozen=True)
 class Products:
-    """What a step's matrix products need on a device, in bytes unless otherwise stated.
+    """Needs of a step's matrix products on a device, in bytes unless otherwise stated.
 
     Attributes:
       flops: operations.

@@ -195,6 +195,6 @@ class Engine:
             each.ended(request)
         request.finished_time = time.monotonic()
         self.uncounted.add(request)
-        if not request.text_ends or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if not request.text_ends or request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             self.record_finish(request)
         self.timeline.ended(request)

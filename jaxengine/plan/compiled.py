@@ -1,4 +1,4 @@
-"""What programs take of a device, as their compiler says: they are compiled as a start compiles them."""
+"""Memory that programs take of a device, by their compiler: they are compiled as a start compiles them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An estimate of what programs will take of a device: what only a compiler knows, told without one.
+"""Estimate of the memory that programs take of a device, which only a compiler knows exactly.
 
 Figures are fitted to what libtpu, XLA:GPU and XLA:CPU reported of published models (`jaxengine check`; the records in
 benchmarks/results). A test compares the estimate with those memory plans.
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class _Compiler(NamedTuple):
-    """What one compiler makes of our programs.
+    """Sizes of our programs as one compiler makes them.
 
     Attributes:
       layer, expert_layer: bytes that a forward pass holds for a layer, without and with experts.

@@ -57,14 +57,14 @@ class Split:
 
 
 class CompiledNeeds(Protocol):
-    """What programs take of a device, as their compiler says."""
+    """Source of the memory that programs take of a device, by their compiler."""
 
     def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
         """The mesh of each stage."""
         ...
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
-        """What the programs of each stage take."""
+        """Return the memory that the programs of each stage take."""
         ...
 
 

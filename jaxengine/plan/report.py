@@ -17,7 +17,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 def as_json(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None) -> Any:
-    """What is known of a model on chips, as JSON values: the best split in full, the others as rows."""
+    """Return the plans of a model on chips as JSON values: the best split in full, the others as rows."""
     best = ranked[0]
     return {
         "chips": str(chips),

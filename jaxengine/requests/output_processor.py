@@ -159,6 +159,7 @@ class _Group:
     metrics: RequestMetrics
     sequences: list[_Sequence] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    flat_prompt_logprobs: FlatLogprobs[PositionLogprobs | None] | None = None  # the same, made when first needed
     num_running: int = 0
 
 
@@ -308,7 +309,9 @@ class OutputProcessor:
     def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:
         if group.prompt_logprobs is None or not group.params.flat_logprobs:
             return group.prompt_logprobs
-        return FlatLogprobs.of(group.prompt_logprobs)
+        if group.flat_prompt_logprobs is None:
+            group.flat_prompt_logprobs = FlatLogprobs.of(group.prompt_logprobs)
+        return group.flat_prompt_logprobs
 
     def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         del self._sequences[sequence.request.tag]
@@ -345,6 +348,7 @@ class OutputProcessor:
         group, params = sequence.group, sequence.group.params
         count, given_ids = params.num_prompt_logprobs, params.prompt_logprob_token_ids or ()
         assert group.prompt_logprobs is not None and count is not None
+        group.flat_prompt_logprobs = None
         first = len(params.logprob_token_ids or ())
         for row in range(len(scores.scores.ranks)):
             position = scores.first + row

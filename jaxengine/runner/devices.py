@@ -39,7 +39,7 @@ BEFORE_LAYERS = ("embed", "layer_inputs")
 
 
 class SplitDraft(NamedTuple):
-    """What drafts at a stage, before its weights are read. source: of them, which is open."""
+    """Draft model or head of a stage before its weights are read. source: the open files of these weights."""
 
     programs: Any
     source: ModelSource

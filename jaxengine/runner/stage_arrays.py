@@ -1,4 +1,4 @@
-"""What an engine allocates for a stage, as shapes: known before its weights are read, and without its devices.
+"""Arrays that an engine allocates for a stage, as shapes: known before its weights are read, and without its devices.
 
 StageRunner allocates these shapes; `jaxengine plan` adds them up. Knows sizes, nothing of what they are for.
 """
@@ -57,7 +57,7 @@ class StageArrays:
         return None if self._draft is None else self._draft.model
 
     def sizes(self, total: int, limit: int | None = None) -> StageSizes:
-        """What `plan_stages` takes. total: bytes of memory of one device. limit: as `plan_memory` has it."""
+        """Return the sizes that `plan_stages` takes. total: bytes of one device. limit: as `plan_memory` has it."""
         weights, page = sum(map(part_bytes, self.params)), self.programs.page_bytes
         if self._draft is not None:
             weights, page = weights + self._draft.weight_bytes(self.draft_params), page + self._draft.page_bytes

@@ -85,7 +85,7 @@ class StageRunner:
 
     @property
     def sizes(self) -> StageSizes:
-        """What the memory plan starts from."""
+        """Sizes of the stage with which the memory plan begins."""
         limit = device_limit(self.programs.mesh.local_devices[0])
         return StageSizes(self.device_memory, self.weight_bytes, self.page_bytes, limit)
 
@@ -333,7 +333,7 @@ class StageRunner:
 
 
 def foreseen_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
-    """What the programs of each stage will take of a device, before the pools' sizes are known.
+    """Return what the programs of each stage will take of a device, before the pools' sizes are known.
 
     Where the user says how large the pool is, steps tell their needs after they have been compiled: then only what
     extensions hold, and nothing is compiled.

@@ -58,7 +58,7 @@ class AdapterSlots:
     that slot's use.
 
     Attributes:
-      loads: (slot, adapter) to be uploaded to the devices, in order; whoever takes them empties the list.
+      loads: (slot, adapter) to be uploaded to the devices, in order; the caller that takes them empties the list.
     """
 
     def __init__(self, num_slots: int):

@@ -66,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.server.batch.lines import read_lines
     from jaxengine.server.batch.results import Results
 
-    server, options = ServerConfig(**given_options(args, ServerConfig)), given_options(args, EngineConfig)
+    of_server, options = given_options(args, ServerConfig), given_options(args, EngineConfig)
+    server = ServerConfig(**of_server)
     config = EngineConfig.from_options(**options)
     lines, digest = read_lines(args.input_file)
-    batch = json.dumps([digest, config.model, sorted(map(str, given_options(args, ServerConfig).items()))])
+    batch = json.dumps([digest, config.model, sorted(map(str, of_server.items()))])
     with Results(args.output_file, batch) as results:
         left = [line for line in lines if line.custom_id not in results.known]
         if len(left) < len(lines):

@@ -72,7 +72,7 @@ async def call(app: ASGIApp, url: str, body: bytes) -> tuple[int, Any]:
 
     async def receive() -> Message:
         nonlocal sent
-        if sent:  # the caller never leaves: whoever asks waits until the answer is there
+        if sent:  # the caller never leaves: a second call waits until it is cancelled
             await asyncio.Event().wait()
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}

@@ -9,6 +9,7 @@ from jaxengine import LLM, FlatLogprobs, RequestOutput, SamplingParams
 from jaxengine.requests.repetition import RepetitionDetectionParams
 from jaxengine.requests.repetition_detector import RepetitionDetector
 from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.scheduler.request import FinishReason
 from tests.conftest import use_scheduler
 from tests.jaxengine.engine.test_logprobs import DRAFTS, ENGINES, prompts_of
 
@@ -29,7 +30,8 @@ def test_a_repetition_ends_an_output(make_llm):
         llm: LLM = make_llm(**options)
         use_scheduler(llm)
         whole = [output.outputs[0].token_ids for output in llm.generate(prompts, LONG, use_tqdm=False)]
-        num_ended = 0
+        num_ended, num_sent, counted = 0, 0, llm.core.engine.request_stats
+        before, tokens = counted.finished[FinishReason.REPETITION], counted.generation_tokens.sum
         for least in (0, 30):
             asked = RepetitionDetectionParams(max_pattern_size=6, min_count=3)
             params = [LONG.clone_with(repetition_detection=asked, min_tokens=least), LONG] * 4
@@ -40,7 +42,11 @@ def test_a_repetition_ends_an_output(make_llm):
                 expected = ("length", None) if end is None else ("repetition", "repetition_detected")
                 assert (own.finish_reason, own.stop_reason) == expected
                 num_ended += end is not None
+                num_sent += len(own.token_ids)
         assert num_ended > 1
+        # As callers saw them: steps ahead may have made more tokens.
+        assert counted.finished[FinishReason.REPETITION] - before == num_ended
+        assert counted.generation_tokens.sum - tokens == num_sent
         assert not llm.core.engine.scheduler.num_unfinished
 
 
@@ -77,6 +83,9 @@ def test_a_request_says_how_many_tokens_are_sent_together(make_llm):
     sizes = [[len(each.outputs[0].token_ids) for each in pieces_of(llm, params)]]
     sizes += [[len(each.outputs[0].token_ids) for each in pieces_of(llm, params.clone_with(stream_interval=5))]]
     assert sizes == [[1] * 12, [1, 5, 5, 1]]
+    flat = pieces_of(llm, params.clone_with(prompt_logprobs=1, flat_logprobs=True))
+    assert len(flat) == 12 and isinstance(flat[0].prompt_logprobs, FlatLogprobs)
+    assert all(each.prompt_logprobs is flat[0].prompt_logprobs for each in flat)  # made once
 
 
 def test_a_prompt_is_computed_whole_where_the_request_says_so(make_llm):
