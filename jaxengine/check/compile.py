@@ -216,7 +216,7 @@ class Compiler:
 
     def _stage_needs(self, stage: StagePrograms, whole: StagePrograms) -> tuple[StageNeeds, dict[str, int], int, int]:
         """Return what the programs of a stage need, as the engine plans it; then figures of the largest forward pass,
-        bytes that all compiled forward passes hold, and bytes that all other programs hold. stage, whole: as of `_plan`.
+        bytes that all compiled forward passes hold, and bytes that all others hold. stage, whole: as of `_plan`.
         """
         forward, held = self._needs(stage.forward(stage.largest, stage.num_columns))
         held, of_others, beside = held * len(stage.buckets(short=False)), 0, 0
