@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxengine.bench.report import machine as host
-from jaxengine.bench.report import record, table
+from jaxengine.results import machine as host
+from jaxengine.results import record, table
 
 Row = dict[str, Any]
 BEGUN = "begun"

@@ -19,6 +19,7 @@ APART = {
         "jaxengine.version",
         "jaxengine.logs",
         "jaxengine.paths",
+        "jaxengine.results",
         "jaxengine.schema_references",
         "jaxengine.vllm_names",
         "jaxengine.turns",
@@ -250,11 +251,24 @@ ROOMS = {
         "jaxengine.models jaxengine.models.layers jaxengine.models.weights.formats jaxengine.sampling jaxengine:base "
         "jaxengine.requests"
     ),
+    "jaxengine.check": (
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
+        "jaxengine.models jaxengine.models.layers jaxengine.models:registry jaxengine.models.weights.adapters "
+        "jaxengine.scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint "
+        "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.extensions "
+        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build "
+        "jaxengine.runner"
+    ),
+    "jaxengine.plan": (
+        "jaxengine.sharding jaxengine.models.params jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages "
+        "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.programs "
+        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions:build jaxengine.runner jaxengine.check"
+    ),
     "jaxengine.api": (
         "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "
         "jaxengine.models.weights jaxengine.rl jaxengine.scheduler jaxengine.config jaxengine.checkpoint "
-        "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling "
-        "jaxengine.requests"
+        "jaxengine.runner jaxengine.plan jaxengine.cluster jaxengine.engine jaxengine.engine:loop "
+        "jaxengine.requests.pooling jaxengine.requests"
     ),
     "jaxengine.rl:bridges": (
         "jaxengine.models jaxengine.models.layers jaxengine.rl jaxengine.runner jaxengine.requests jaxengine.api"
@@ -276,19 +290,6 @@ ROOMS = {
     "jaxengine.server.observe": (
         "jaxengine:base jaxengine.config jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests "
         "jaxengine.api jaxengine.server"
-    ),
-    "jaxengine.check": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
-        "jaxengine.models jaxengine.models.layers jaxengine.models:registry jaxengine.models.weights.adapters "
-        "jaxengine.scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint "
-        "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.extensions "
-        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build "
-        "jaxengine.runner jaxengine.bench"
-    ),
-    "jaxengine.plan": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages "
-        "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.programs "
-        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions:build jaxengine.runner jaxengine.check"
     ),
     "jaxengine.replay": (
         "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "

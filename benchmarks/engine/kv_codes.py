@@ -16,8 +16,8 @@ from benchmarks.engines import engine_options
 from benchmarks.harness import Option
 from benchmarks.recorder import Recorder, Row
 from jaxengine import LLM, SamplingParams
-from jaxengine.bench.report import machine
 from jaxengine.bench.workloads import NAMES, recorded
+from jaxengine.results import machine
 
 EXACT = "auto"
 KINDS = ("bfloat16", "int8_per_token_head", "int8", "fp8_per_token_head", "fp8", "fp8_e5m2")

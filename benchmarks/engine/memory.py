@@ -18,7 +18,7 @@ from benchmarks.engines import write_config
 from benchmarks.harness import Option
 from benchmarks.processes import command, memory
 from benchmarks.recorder import Recorder, Row
-from jaxengine.bench.report import table
+from jaxengine.results import table
 
 MIB = 2**20
 

@@ -37,8 +37,8 @@ from PIL import Image
 from benchmarks.engines import ask, engine_options, serving
 from benchmarks.harness import Option, shared
 from benchmarks.recorder import Recorder
-from jaxengine.bench.report import percentile
 from jaxengine.bench.serve_client import Connections, Sample, Server, stream
+from jaxengine.results import percentile
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 from tests.jaxengine.media.pictures import animation, data_url, saved
 from tests.jaxengine.media.test_images import HOSTILE

@@ -26,11 +26,11 @@ import numpy as np
 from benchmarks.harness import Option, OptionError, shared
 from benchmarks.kernels.attention_cases import AttentionCase, all_cases, step_cases
 from benchmarks.recorder import Recorder
-from jaxengine.bench.report import machine as host
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc, bits, storage_dtype
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
 from jaxengine.pallas_kernels.registry import platform_of
+from jaxengine.results import machine as host
 
 # A chain reads at least this much, more than any cache holds, over at most MAX_LAYERS layers.
 CHAIN_BYTES = 1 << 30

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.kernels.attention import CHAIN_BYTES, MAX_LAYERS, POOL_LIMIT, Timed, shares
 from benchmarks.kernels.attention_cases import AttentionCase
 from benchmarks.recorder import Recorder
-from jaxengine.bench.report import machine as host
+from jaxengine.results import machine as host
 
 ROUNDS = 5
 CALLS = 20

@@ -28,7 +28,7 @@ from benchmarks.harness import RESULTS, Option, shared
 from benchmarks.kernels import conformance
 from benchmarks.processes import ROOT, command, watch
 from benchmarks.recorder import BEGUN, Recorder
-from jaxengine.bench.report import table
+from jaxengine.results import table
 
 
 @dataclass(frozen=True)

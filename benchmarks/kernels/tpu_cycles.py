@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from benchmarks.harness import shared
 from benchmarks.kernels.tpu_profile import profile
 from benchmarks.recorder import Recorder
-from jaxengine.bench.report import machine
 from jaxengine.check.targets import TARGETS
+from jaxengine.results import machine
 
 PAGE_SIZE = 128
 CASES = "benchmarks.kernels.tpu_attention_cases"

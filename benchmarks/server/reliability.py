@@ -22,10 +22,10 @@ from benchmarks.engines import engine_options, greedy_traffic, serving
 from benchmarks.harness import Option
 from benchmarks.processes import memory
 from benchmarks.recorder import Recorder
-from jaxengine.bench.report import percentile
 from jaxengine.bench.serve_client import Connection, Connections, Sample, Server, get_json, stream
 from jaxengine.bench.serve_load import Load, Traffic, arrivals, plan, send
 from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.results import percentile
 from tests.jaxengine.server.server_process import ServerProcess, is_alive, start_server
 
 ENGINE = engine_options(

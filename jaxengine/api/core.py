@@ -64,6 +64,10 @@ class EngineCore:
         self.dead: EngineDeadError | None = None
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
+            if config.fit:
+                from jaxengine.plan.fit import fitted  # of use here only
+
+                config = fitted(config, devices, mesh)
             opened = open_resolved(config, devices, mesh, mesh_axes)
             self.config = opened.config
             self.model_path = opened.source.path

@@ -236,8 +236,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status. A gain that the model or the machine does not have is a row that says
     why.
     """
-    from jaxengine.bench.report import table, write_json
     from jaxengine.config.errors import ConfigError
+    from jaxengine.results import table, write_json
 
     options = given_options(args, EngineConfig)
     sizes = Sizes(args.num_prompts, args.input_len, args.output_len)

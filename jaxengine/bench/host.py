@@ -64,7 +64,7 @@ def _window(text: str) -> int | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from jaxengine.bench.report import table, write_json
+    from jaxengine.results import table, write_json
 
     windows = tuple(args.windows)
     options = {"windows": windows, "width": args.width, "sees": args.sees}

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from jaxengine import LLM
     from jaxengine.bench.engine_run import run_workload
-    from jaxengine.bench.report import percentile, table, write_json
     from jaxengine.bench.workloads import fixed_lengths
+    from jaxengine.results import percentile, table, write_json
 
     llm = LLM(**given_options(args, EngineConfig))
     runner = llm.core.runner

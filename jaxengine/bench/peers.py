@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.bench.peer_process import OURS, PEERS, Peer, PeerError, PeerProcess, install
-from jaxengine.bench.report import table, write_json
 from jaxengine.config.command_line import output_file, positive_int
+from jaxengine.results import table, write_json
 
 # Name -> (recorded workload, whether a prefix shared by its prompts may be computed once).
 RUNS = {"W1": ("W1", True), "W2": ("W2", True), "W3": ("W3", True), "W3-no-sharing": ("W3", False)}

@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from jaxengine.bench.report import write_json
     from jaxengine.bench.serve_report import picture, sweep_table, text
+    from jaxengine.results import write_json
 
     if bool(args.num_prefixes) != bool(args.prefix_len):
         given = f"--num-prefixes {args.num_prefixes} and --prefix-len {args.prefix_len}"

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from jaxengine.bench.report import percentile, record, table
 from jaxengine.bench.serve_client import Sample
 from jaxengine.bench.serve_load import LoadResult
+from jaxengine.results import percentile, record, table
 
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 SHARES = (50, 90, 99)

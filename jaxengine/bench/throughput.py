@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from jaxengine import LLM
-    from jaxengine.bench.report import record, table, write_json
+    from jaxengine.results import record, table, write_json
 
     llm = LLM(**given_options(args, EngineConfig))
     workload = _workload(args, llm)

@@ -39,7 +39,7 @@ def save(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) ->
 
     settings: model and options of the check. rows: figures of each program, as `Compiler.row` returns them.
     """
-    from jaxengine.bench.report import write_json
+    from jaxengine.results import write_json
 
     write_json(path, {"settings": settings, "compilers": compilers(), "rows": list(rows)})
 

@@ -32,7 +32,7 @@ def write_manifest(path: str, settings: dict[str, Any], rows: Sequence[dict[str,
     path: the bundle's folder, which must hold the executables that the rows name as "file". Rows without a "file", of
     programs that did not compile, are left out. settings: model and options of the check.
     """
-    from jaxengine.bench.report import machine
+    from jaxengine.results import machine
 
     folder = Path(path)
     entries = []

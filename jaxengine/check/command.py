@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError for wrong arguments and options, before anything is compiled.
     """
-    from jaxengine.bench.report import write_json
     from jaxengine.check import baseline, bundle, judge, report
     from jaxengine.check.children import Job, check_smallest
     from jaxengine.check.shapes import model_config
+    from jaxengine.results import write_json
 
     targets = [find_target(name) for name in dict.fromkeys(args.targets.split(","))]
     for target in targets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxengine.bench.report import table as plain_table
+from jaxengine.results import table as plain_table
 
 MIB = 2**20
 

@@ -19,6 +19,7 @@ from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encod
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
+from jaxengine.config.fit import FitOptions, check_fit, refuse_fit
 from jaxengine.config.idle_sleep import check_idle_sleep
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_pages, check_scales, kv_dtype
 from jaxengine.config.lengths import WORDS, check_length, given_length
@@ -83,9 +84,10 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, SteeringOptions, TrainingOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions, RecordOptions,
-    SteeringOptions and TrainingOptions.
+class EngineConfig(
+    EncoderOptions, FitOptions, LoraOptions, MediaOptions, RecordOptions, SteeringOptions, TrainingOptions
+):
+    """Engine options, in addition to those of its base classes.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -291,6 +293,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         check_encoder(self)
         check_recording(self)
         check_idle_sleep(self.sleep_idle_seconds, self.nnodes)
+        check_fit(self.fit, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -320,6 +323,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         Raises:
           ConfigError: values contradict each other or the model.
         """
+        refuse_fit(self.fit)
         longest, vocab_size = model.max_position_embeddings, model.vocab_size
         if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
             problem = f"max_logprobs is -1, the whole vocabulary, which has {vocab_size} tokens"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jaxengine.bench.peers import compare
-from jaxengine.bench.report import percentile, record, table, write_json
+from jaxengine.results import percentile, record, table, write_json
 
 
 def test_table_aligns_words_left_and_numbers_right():

@@ -1,4 +1,4 @@
-"""Formats benchmark results: a table for people, JSON for programs, with a description of the machine."""
+"""Results of measurements: a table for people, JSON for programs, with a description of the machine."""
 
 from __future__ import annotations
 
