@@ -109,6 +109,10 @@ ROOMS = {
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
         "jaxengine.pallas_kernels.attention.xla"
     ),
+    "jaxengine.pallas_kernels.proof": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.matmul "
+        "jaxengine.pallas_kernels.attention"
+    ),
     "jaxengine.models.params": "jaxengine.sharding",
     "jaxengine.models.config": "jaxengine.models.params",
     "jaxengine.models.quantization": (
@@ -118,6 +122,7 @@ ROOMS = {
     "jaxengine.models": (
         "jaxengine.sharding jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv "
         "jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.state jaxengine.pallas_kernels.attention "
+        "jaxengine.pallas_kernels.proof "
         "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization"
     ),
     "jaxengine.models.layers": (

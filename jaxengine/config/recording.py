@@ -21,7 +21,8 @@ DETAILS = ("tokens", "layers")
 # computes.
 _LEFT_OUT = """
     tokenizer tokenizer_revision skip_tokenizer_init download_dir hf_token plugins logits_processors chat_template
-    generation_config override_generation_config compile_cache_dir kv_cache_scales gpu_memory_utilization
+    generation_config override_generation_config compile_cache_dir kernel_proof kv_cache_scales
+    gpu_memory_utilization
     kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching enable_chunked_prefill
     long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
     nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
