@@ -347,7 +347,8 @@ ROOMS = {
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
         "jaxengine.models jaxengine.models:registry jaxengine.models.weights.formats "
         "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
-        "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner.extensions:build jaxengine.runner "
+        "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.records jaxengine.runner.executables "
+        "jaxengine.runner.extensions:build jaxengine.runner "
         "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
         "jaxengine.plan jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,7 +67,8 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
             with without_rows(unused):
                 calls = judged_calls(_calls(stages, proof))
             _judge_all(calls, proof)
-            known += [text for call in calls if (text := _text(call, proof)) not in known]
+            judged = verdicts.known()
+            known += [text for call in calls if (text := _text(call, proof)) in judged and text not in known]
             failed = {row: why for row, why in _failed(known, verdicts).items() if row not in unused}
             if not failed:
                 break
@@ -102,21 +104,33 @@ def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
 
 
 def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
-    """Judge the calls that have no verdict, and store what is found. A call whose proof was cut off fails."""
-    known, unfinished = proof.verdicts.known(), proof.verdicts.unfinished()
+    """Judge the calls that have no verdict, and store what is found. A call whose proof was cut off fails; other calls
+    of a kernel that has failed are left out.
+    """
+    verdicts, unfinished = proof.verdicts, proof.verdicts.unfinished()
     for call in calls:
         if (text := _text(call, proof)) in unfinished:
-            proof.verdicts.end(text, Verdict(error=_UNFINISHED)._asdict())
-    waiting = [call for call in calls if (text := _text(call, proof)) not in known and text not in unfinished]
-    for index, call in enumerate(waiting):
-        proof.progress(index, len(waiting), f"{call.op} ({call.kind})")
-        proof.verdicts.begin(_text(call, proof))
-        verdict = _judged(call, proof)
-        proof.verdicts.end(_text(call, proof), verdict._asdict())
+            verdicts.end(text, Verdict(error=_UNFINISHED)._asdict())
+    known = verdicts.known()
+    failed = {call[:3] for call in calls if known.get(_text(call, proof), {}).get("error")}
+    for index, call in enumerate(calls):
+        proof.progress(index, len(calls), f"{call.op} ({call.kind})")
+        if (text := _text(call, proof)) in known or call[:3] in failed:
+            continue
+        verdicts.begin(text)
+        begin = time.monotonic()
+        try:
+            verdict = _judged(call, proof)
+        except KeyboardInterrupt:
+            if time.monotonic() - begin < _LONG:  # somebody in a hurry, of whom the kernel knows nothing
+                verdicts.forget(text)
+            raise
+        verdicts.end(text, verdict._asdict())
+        if verdict.error:
+            failed.add(call[:3])
         if verdict.note:
             logger.warning("the kernel of %s is used without a proof: %s", call.short, verdict.note)
-    if waiting:
-        proof.progress(len(waiting), len(waiting), "done")
+    proof.progress(len(calls), len(calls), "done")
 
 
 def _judged(call: Call, proof: _Proof) -> Verdict:

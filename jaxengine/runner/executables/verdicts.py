@@ -58,9 +58,13 @@ class Verdicts:
 
     def end(self, call: str, verdict: Mapping[str, Any]) -> None:
         """Write down a verdict; nothing of the call is unfinished then."""
+        self._change(lambda found: found["verdicts"].update({call: dict(verdict)}))
+        self.forget(call)
+
+    def forget(self, call: str) -> None:
+        """Delete the note that the proof of a call has begun."""
 
         def change(found: dict[str, Any]) -> None:
-            found["verdicts"][call] = dict(verdict)
             found["running"] = {process: each for process, each in found["running"].items() if each != call}
 
         self._change(change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -10,14 +11,20 @@ import pytest
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.kernel_proof import Verdict
 from jaxengine.runner import kernel_proof
 from jaxengine.runner.executables import verdicts
 from jaxengine.runner.executables.verdicts import Verdicts
+from jaxengine.runner.open import proven
 from tests.jaxengine.runner.planted_kernels import plant
 
 PROMPTS = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (1, 9, 40)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+class Killed(BaseException):
+    """In place of a kernel that ends the process, or waits until somebody does."""
 
 
 def tokens_of(llm: LLM) -> list[list[int]]:
@@ -61,9 +68,9 @@ def test_planted_faults_are_replaced_and_remembered(served, make_llm, monkeypatc
     assert served() == (want, unused, [])
 
 
-def test_a_proof_that_was_cut_off_has_failed(served, make_llm, monkeypatch, tmp_path):
-    want = tokens_of(make_llm())
-    plant(monkeypatch)
+def test_a_proof_that_was_cut_off_has_failed(make_llm, monkeypatch, tmp_path, caplog):
+    stages = make_llm()._core.engine.runner.stages
+    monkeypatch.setattr(stages[0].executables, "unused", frozenset())  # put back afterwards
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     began: list[str] = []
@@ -71,21 +78,40 @@ def test_a_proof_that_was_cut_off_has_failed(served, make_llm, monkeypatch, tmp_
     def judge(call, **options):
         began.append(call.op)
         if call.op == "kv_cache_update":
-            raise KeyboardInterrupt  # stands for a kernel that ends the process, or waits until somebody does
+            raise Killed
         return Verdict()
 
-    monkeypatch.setattr(kernel_proof, "judge", judge)
-    monkeypatch.setattr(verdicts, "_own", lambda: f"{verdicts._boot()} {ended.pid} 1")
-    with pytest.raises(KeyboardInterrupt):
-        served()
-    monkeypatch.undo()
+    def prove() -> frozenset:
+        return kernel_proof.prove_kernels(stages, "quick", str(tmp_path), lambda done, total, what: None)
+
+    with monkeypatch.context() as patched:
+        plant(patched)
+        patched.setattr(kernel_proof, "judge", judge)
+        patched.setattr(verdicts, "_own", lambda: f"{verdicts._boot()} {ended.pid} 1")
+        with pytest.raises(Killed):
+            prove()
     plant(monkeypatch)
-    monkeypatch.setattr(kernel_proof, "judge", lambda call, **options: began.append(call.op) or Verdict())
-    tokens, unused, errors = served()
-    assert tokens == want and unused == {("kv_cache_update", "planted")}
-    (line,) = errors
+    monkeypatch.setattr(kernel_proof, "judge", judge)
+    assert prove() == {("kv_cache_update", "planted")}
+    (line,) = (each.getMessage() for each in caplog.records if each.levelname == "ERROR")
     assert "kernel of kv_cache_update is replaced" in line and "ended the process" in line
-    assert began.count("kv_cache_update") == 1, "what was cut off is not run again"
+    assert began.count("kv_cache_update") == 1, "no call of a kernel that was cut off is run again"
+    assert began.count("ragged_paged_attention") == 2 and prove() == {("kv_cache_update", "planted")}
+
+
+def test_somebody_in_a_hurry_says_nothing_of_a_kernel(make_llm, monkeypatch, tmp_path):
+    stages = make_llm()._core.engine.runner.stages
+    monkeypatch.setattr(stages[0].executables, "unused", frozenset())
+
+    def judge(call, **options):
+        raise KeyboardInterrupt
+
+    plant(monkeypatch)
+    monkeypatch.setattr(kernel_proof, "judge", judge)
+    with pytest.raises(KeyboardInterrupt):
+        kernel_proof.prove_kernels(stages, "full", str(tmp_path), lambda done, total, what: None)
+    (found,) = verdicts.all_verdicts(str(tmp_path))
+    assert not found["running"] and not found["verdicts"]
 
 
 def test_a_process_at_work_is_not_one_that_was_cut_off(tmp_path, monkeypatch):
@@ -103,15 +129,15 @@ def test_a_process_at_work_is_not_one_that_was_cut_off(tmp_path, monkeypatch):
     assert [each["environment"] for each in verdicts.all_verdicts(str(tmp_path))] == [["jax"]]
 
 
-@pytest.mark.parametrize("planted", [False, True], ids=["without kernels", "off"])
-def test_nothing_is_proven(planted, tiny_options, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "jaxengine.runner.kernel_proof", None)  # an import of it would fail
-    if planted:
-        plant(monkeypatch)
-        tiny_options = {**tiny_options, "kernel_proof": "off", "compile_cache_dir": str(tmp_path)}
-    llm = LLM(**{**tiny_options, "enforce_eager": True})
-    assert not llm._core.engine.runner.stages[0].executables.unused
-    llm.shutdown()
+def test_nothing_is_proven_without_kernels_or_when_off(make_llm, monkeypatch):
+    runner = make_llm()._core.engine.runner
+    monkeypatch.setitem(sys.modules, "jaxengine.runner.kernel_proof", None)  # an import of it fails
+    assert proven(runner.stages, runner.config, PLATFORMS["cpu"], False) == frozenset()
+    plant(monkeypatch)
+    off = dataclasses.replace(runner.config, kernel_proof="off")
+    assert proven(runner.stages, off, PLATFORMS["cpu"], False) == frozenset()
+    with pytest.raises(ImportError):
+        proven(runner.stages, runner.config, PLATFORMS["cpu"], False)
 
 
 def test_option_is_checked():
