@@ -151,9 +151,6 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         disable_additional_properties and lenient, with the same meaning as in a request's structured_outputs.
       compile_cache_dir: folder for compiled steps; default JAXENGINE_CACHE_DIR, or else ~/.cache/jaxengine (with
         XDG_CACHE_HOME); "" keeps none. A folder that belongs to root is only read by other users.
-      kernel_proof: at the first start on a kind of device, run the kernels beside plain XLA before serving, and replace
-        those that fail or are slower: "quick", those of the largest and smallest steps; "full", those of all steps,
-        with more mixes of lengths; "off", none. CPUs have no such kernels; see docs/troubleshooting.md.
       max_logprobs: limit of logprobs per token that a request may ask for, at most 1024; -1: the whole vocabulary, if
         it is not larger.
       logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
@@ -230,7 +227,6 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
     compilation_config: CompilationConfig = CompilationConfig()
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     compile_cache_dir: str | None = None
-    kernel_proof: str = "quick"
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
@@ -261,7 +257,6 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             ("scheduling_policy", POLICIES),
             ("logprobs_mode", LOGPROBS_MODES),
             ("all2all_backend", (GATHER, RAGGED)),
-            ("kernel_proof", ("quick", "full", "off")),
             ("runner", ("auto", "generate", "pooling")),
             ("convert", ("auto", "none", *POOLING_TASKS)),
         ):

@@ -105,7 +105,8 @@ def compare(got: Any, want: Any) -> tuple[float, str]:
         with np.errstate(invalid="ignore"):
             apart = np.where(same, 0.0, np.abs(a - b))
             size = np.where(np.isfinite(b), np.abs(b), 0.0).max(axis=1, initial=0.0)
-        share = apart.max(axis=1, initial=0.0) / np.maximum(size, np.finfo(np.float32).tiny)
+        with np.errstate(over="ignore"):
+            share = apart.max(axis=1, initial=0.0) / np.maximum(size, np.finfo(np.float32).tiny)
         largest = max(largest, float(share.max(initial=0.0)))
         if largest > limit:
             text = (
