@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -87,10 +88,10 @@ def recorded_calls(function: Callable, arguments: Sequence[Any], platforms: Coll
 def _abstract(tree: Any) -> Any:
     def shapes(leaf: Any) -> Any:
         if isinstance(leaf, KVPages):
-            own = [None if x is None else shapes(x) for x in (leaf.data, leaf.k_scale, leaf.v_scale)]
-            data = jax.ShapeDtypeStruct((1, *own[0].shape[1:]), own[0].dtype)
+            data: Any = jax.ShapeDtypeStruct((1, *leaf.data.shape[1:]), leaf.data.dtype)
+            scales = [None if x is None else shapes(x) for x in (leaf.k_scale, leaf.v_scale)]
             spec = dataclasses.replace(leaf.spec, num_pages=1)
-            return dataclasses.replace(leaf, data=data, k_scale=own[1], v_scale=own[2], spec=spec)
+            return dataclasses.replace(leaf, data=data, k_scale=scales[0], v_scale=scales[1], spec=spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if _is_array(leaf) else leaf
 
     return jax.tree.map(shapes, tree, is_leaf=lambda leaf: isinstance(leaf, KVPages))
@@ -115,6 +116,8 @@ def _described(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return f"{type(value).__name__}{_described(fields)}"
+    if isinstance(value, partial):
+        return f"{_described(value.func)}{_described((value.args, value.keywords))}"
     if callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return repr(value)

@@ -101,8 +101,8 @@ def _divide(made: dict[str, Any], mix: str, platform: str, rng: np.random.Genera
     """
     x = made["x"]
     num_rows, num_groups = len(x), len(made["w"] if "w" in made else made["codes"])
-    module = group_kernel(platform)
-    step = 1 if module is None or not hasattr(module, "group_step") else module.group_step(num_rows, num_groups)
+    # Groups begin where code that sorts rows has them begin (matmul.grouped.group_step).
+    step = group_kernel(platform).group_step(num_rows, num_groups) if platform == "tpu" else 1
     sizes = np.zeros(num_groups, np.int64)
     if mix == "one":
         sizes[num_groups // 2] = num_rows // step * step

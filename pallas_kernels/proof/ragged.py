@@ -73,8 +73,8 @@ def ragged_batch(
         positions = np.arange(first, length)
         slots = page_table[seq, positions // page_size] * page_size + positions % page_size
         slot_mapping[cu_q_lens[seq] : cu_q_lens[seq + 1]] = slots
-    numbers = np.int32(len(q_lens)), np.int32(num_decode)
-    return Batch(cu_q_lens, kv_lens, page_table, slot_mapping, *map(np.asarray, numbers), unseen)
+    count, decodes = np.asarray(len(q_lens), np.int32), np.asarray(num_decode, np.int32)
+    return Batch(cu_q_lens, kv_lens, page_table, slot_mapping, count, decodes, unseen)
 
 
 def written_slots(num_tokens: int, page_size: int, num_pages: int, rng: np.random.Generator) -> np.ndarray:
@@ -84,7 +84,7 @@ def written_slots(num_tokens: int, page_size: int, num_pages: int, rng: np.rando
     slots, pages = np.full(num_tokens, -1, np.int32), iter(rng.permutation(num_pages))
     used, end = 0, num_tokens - num_tokens // 8
     while used < end:
-        length = int(rng.choice([1, rng.integers(1, 3 * page_size + 1)]))
+        length = 1 if rng.random() < 0.5 else int(rng.integers(1, 3 * page_size + 1))
         length, first = min(length, end - used), int(rng.integers(0, page_size))
         positions = np.arange(first, first + length)
         own = [next(pages, None) for _ in range(positions[-1] // page_size + 1)]

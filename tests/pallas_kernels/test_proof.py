@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ SPEC = AttentionSpec(4, 2, 64, 64, 0.125)
 judged = partial(judge, thorough=False, timed=False, compile_lowered=lambda lowered: lowered.compile())
 
 
-def shape(dtype, *sizes):
+def shape(dtype, *sizes: int) -> Any:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
