@@ -37,10 +37,16 @@ _UNFINISHED = "ended the process, or did not end: it was not finished when the p
 
 
 class _Proof(NamedTuple):
-    """What a proof works with: the verdicts known so far, how thorough it is, and how it reports."""
+    """What a proof works with: the verdicts known so far, how thorough it is, and how it reports.
+
+    Attributes:
+      timed: whether kernels are measured: not on a CPU, whose other load decides, and not by several processes, which
+        must come to the same verdicts.
+    """
 
     verdicts: Verdicts
     thorough: bool
+    timed: bool
     device: Any
     progress: Progress
 
@@ -55,7 +61,9 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
     """
     device = stages[0].programs.mesh.local_devices[0]
     verdicts = Verdicts(directory, stages[0].executables.environment)
-    proof = _Proof(verdicts, mode == FULL, device, progress)
+    processes = {each.process_index for stage in stages for each in stage.programs.mesh.devices.flat}
+    timed = device.platform != "cpu" and len(processes) == 1
+    proof = _Proof(verdicts, mode == FULL, timed, device, progress)
     engine = _digest(stages, mode)
     unused: Rows = frozenset()
     if (known := verdicts.calls_of(engine)) is not None:
@@ -149,9 +157,7 @@ def _judged(call: Call, proof: _Proof) -> Verdict:
     try:
         compile_lowered = partial(compile_program, backend=proof.device.platform)
         with jax.default_device(proof.device):
-            # The host's load decides how long an interpreted or emulated kernel takes.
-            timed = proof.device.platform != "cpu"
-            return judge(call, thorough=proof.thorough, timed=timed, compile_lowered=compile_lowered)
+            return judge(call, thorough=proof.thorough, timed=proof.timed, compile_lowered=compile_lowered)
     finally:
         timer.cancel()
 

@@ -140,13 +140,13 @@ def load_runner(
         raise ConfigError.because("kv_cache_scales", problem, advice)
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
+    unused = proven(stages, config, platform, show)
     if coded:
         if scales is None:
             logger.info("measuring scales of keys and values on random tokens")
             scales = scales_of(measure(stages, config, platform), config.kv_cache_dtype)
         for stage in stages:
             stage.kv_scales = scales
-    unused = proven(stages, config, platform, show)
     with ProgressBar("Loading steps", "step", show) as bar, without_rows(unused):
         for cache in [cache for stage in stages for cache in stage.caches]:
             cache.on_compile = partial(bar.rename, "Compiling steps")

@@ -39,7 +39,7 @@ def attention_case(call: Call) -> Case:
         tree = given["tree_mask"]
         most = None if tree is None else max(min(32 * tree.shape[1], sizes.num_tokens // num_seqs), 1)
         made = ragged_batch(mix, sizes, spec, rng, most_new=most)
-        fields = {name: jnp.asarray(getattr(made, name)) for name in RaggedBatch._fields}
+        fields: dict[str, Any] = {name: jnp.asarray(getattr(made, name)) for name in RaggedBatch._fields}
         if given["batch"].num_decode is None:
             fields["num_decode"] = None
         rest = {name: _further(name, given[name], made, rng) for name in ("q_rest", "sinks", "tree_mask")}
@@ -108,10 +108,13 @@ def _pool(
     values = normal(rng, shape, dtype)
     if unseen is not None and spec is not None and jnp.issubdtype(dtype, jnp.floating):
         values = jnp.where(_slots_of(kv, spec, unseen), jnp.asarray(jnp.nan, dtype), values)
-    scales = [
-        None if x is None else uniform(rng, x.shape, x.dtype, 1 / typical(dtype)) for x in (kv.k_scale, kv.v_scale)
-    ]
-    return KVPages(bits(values, kv.data.dtype), *scales, replace(kv.spec, num_pages=num_pages), kv.layout, kv.lanes)
+    data, own = bits(values, kv.data.dtype), replace(kv.spec, num_pages=num_pages)
+    return KVPages(data, _scale(kv.k_scale, dtype, rng), _scale(kv.v_scale, dtype, rng), own, kv.layout, kv.lanes)
+
+
+def _scale(shape: Any, dtype: Any, rng: np.random.Generator) -> jax.Array | None:
+    """Return scales with which codes of `dtype` stand for values of about 1; None for no scales."""
+    return None if shape is None else uniform(rng, shape.shape, shape.dtype, 1 / typical(dtype))
 
 
 def _slots_of(kv: KVPages, spec: AttentionSpec, slots: np.ndarray) -> jax.Array:

@@ -24,6 +24,10 @@ from jaxengine.pallas_kernels.proof.calls import Call, recorded_calls
 from jaxengine.pallas_kernels.proof.judge import Verdict, compare, judge, judged_calls, too_slow
 from jaxengine.pallas_kernels.proof.ragged import MIXES, Sizes, least_pages, ragged_batch
 from tests.jaxengine.runner.planted_kernels import plant
+from tests.pallas_kernels.cases import BY_NAME
+from tests.pallas_kernels.checks import SLOTS
+from tests.pallas_kernels.conformance import check_attention, check_update
+from tests.pallas_kernels.implementations import Implementation
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 SPEC = AttentionSpec(4, 2, 64, 64, 0.125)
@@ -141,6 +145,17 @@ def test_rows_that_are_not_used(monkeypatch):
         for op, platform in registry.KERNELS:
             assert not registry.is_kernel(op, platform)
             assert op in fused or registry.kernel(op, platform), (op, platform)
+
+
+def test_plain_xla_reads_and_writes_the_pages_of_tpus():
+    """What runs in place of TPU kernels, over their layout of pages, against the float64 oracle."""
+    plain = Implementation("plain XLA over TPU pages", "tpu", default_dims=(64, 64))
+    with registry.without_rows([("ragged_paged_attention", "tpu"), ("kv_cache_update", "tpu")]):
+        for name in ("mixed", "latent decodes", "fp8 e4m3 keys and values", "window 17"):
+            check_attention(BY_NAME[name], "bfloat16", "needle", plain)
+        for dtype, in_keys in (("bfloat16", False), ("int8", False), ("float32", True)):
+            slots = SLOTS["runs"]
+            check_update(dtype, slots, plain, values_in_keys=in_keys)
 
 
 def _silu(gate, up):
