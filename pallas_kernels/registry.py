@@ -8,9 +8,10 @@ host imports the kernels of its own platform only.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 # The kinds of implementations that a platform takes, the best first: an operation runs as the first one that has a row.
@@ -26,6 +27,8 @@ UNPAGED = "unpaged"
 # a row of its own there.
 EXACT = "exact"
 _KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,), EXACT: (EXACT, *PLATFORMS["cpu"])}
+# Kinds in plain XLA. Implementations of other kinds are kernels, which a device has to prove (pallas_kernels.proof).
+PLAIN_KINDS = frozenset(("cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
@@ -88,12 +91,16 @@ KERNELS = tuple(
     for platform, kinds in PLATFORMS.items()
     if any((op, kind) in _ROWS for kind in kinds)
 )
+# Modules in place of kernels that are not used, for operations whose platforms have no row in plain XLA.
+_STAND_INS = {"lora_product": "matmul.xla.lora"}
+# Operations of which one reads what the other makes: neither runs as a kind that the other does not have.
+_TOGETHER = (("attention_schedule", "ragged_paged_attention"), ("kv_update_schedule", "kv_cache_update"))
 # Modules that can compile a block of attention by itself for a profile.
 _PROFILES = {"tpu": "attention.tpu.profile"}
 # Modules that list candidate sizes for products with quantised matrices, for `jaxengine tune`.
 _CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"}
 # Products of groups whose kernels add the bias of a row's group to its sums. Elsewhere it is added to the product.
-ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", "tpu")))
+_ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", "tpu")))
 # Modules that say how a platform's grouped kernels lay out rows: `group_step` and `multiplied_rows`.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
@@ -107,6 +114,8 @@ _MOSAIC_CAPABILITIES = ("9.0",)
 _TCGEN05_CAPABILITIES = ("10.0",)
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
 _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
+_UNUSED: ContextVar[frozenset[tuple[str, str]]] = ContextVar("unused rows", default=frozenset())
+_OBSERVER: ContextVar[Callable[..., Any] | None] = ContextVar("observer of calls", default=None)
 
 
 @contextmanager
@@ -149,20 +158,73 @@ def has_tcgen05(capability: str) -> bool:
     return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
 
 
+@contextmanager
+def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
+    """Context manager in which operations do not run as these kinds, (operation, kind), but as the next one of their
+    platform's, in addition to those of a context around it. Operations that share a work list are left out together.
+    """
+    left_out = {*_UNUSED.get(), *rows}
+    for op, kind in tuple(left_out):
+        left_out |= {(other, kind) for ops in _TOGETHER if op in ops for other in ops}
+    token = _UNUSED.set(frozenset(left_out))
+    try:
+        yield
+    finally:
+        _UNUSED.reset(token)
+
+
+@contextmanager
+def observed(observer: Callable[..., Any]) -> Iterator[None]:
+    """Context manager in which `observer(op, platform, function, *arguments, **options)` is called in place of each
+    implementation, and calls it; for code that lists the calls of a trace.
+    """
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def kernel_kind(op: str, platform: str) -> str | None:
+    """Return the kind as which `op` runs on `platform`; None if it has no row there."""
+    unused = _UNUSED.get()
+    kinds = (kind for kind in _KINDS.get(platform, ()) if (op, kind) in _ROWS and (op, kind) not in unused)
+    return next(kinds, None)
+
+
+def is_kernel(op: str, platform: str) -> bool:
+    """Whether `op` runs on `platform` as a kernel, not in plain XLA."""
+    kind = kernel_kind(op, platform)
+    return kind is not None and kind not in PLAIN_KINDS
+
+
+def has_kernels(platform: str) -> bool:
+    """Whether any operation runs on `platform` as a kernel."""
+    return any(is_kernel(op, own) for op, own in KERNELS if own == platform)
+
+
+def adds_bias(op: str, platform: str) -> bool:
+    """Whether the implementation of a grouped product adds the bias of a row's group to its sums."""
+    return (op, platform) in _ADDS_BIAS and is_kernel(op, platform)
+
+
 def kernel_module(op: str, platform: str) -> str:
     """Return the name of the module that implements `op` on `platform`. Raises ValueError naming the platforms that
     have one.
     """
-    kinds = _KINDS.get(platform, ())
-    if (kind := next((kind for kind in kinds if (op, kind) in _ROWS), None)) is not None:
+    if (kind := kernel_kind(op, platform)) is not None:
         return _ROWS[op, kind]
+    if (op, platform) in KERNELS and op in _STAND_INS:
+        return _STAND_INS[op]
     platforms = sorted(allowed for row_op, allowed in KERNELS if row_op == op)
     raise ValueError(f"{op} is not implemented for platform {platform!r}, allowed: {', '.join(platforms) or 'none'}")
 
 
 def kernel(op: str, platform: str) -> Callable:
     """Return the function that implements `op` on `platform`. Raises as `kernel_module` does."""
-    return getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
+    function = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
+    observer = _OBSERVER.get()
+    return function if observer is None else partial(observer, op, platform, function)
 
 
 def kernel_rows(platform: str) -> dict[str, str]:
@@ -203,6 +265,10 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
     """
     family = platform.partition("_")[0]
     modules = {kernel_module(op, row) for op, row in KERNELS if row.partition("_")[0] == family}
+    for op, row in KERNELS:  # and what runs in place of a kernel that fails its proof
+        if row.partition("_")[0] == family and is_kernel(op, row):
+            plain = {_ROWS[op, kind] for kind in _KINDS[row] if (op, kind) in _ROWS}
+            modules |= plain | ({_STAND_INS[op]} if op in _STAND_INS else set())
     if family == "cpu":
         modules |= {module for (_, kind), module in _ROWS.items() if kind == EXACT}
     return tuple(sorted(f"jaxengine.pallas_kernels.{module}" for module in modules))

@@ -110,6 +110,10 @@ ROOMS = {
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
         "jaxengine.pallas_kernels.attention.xla"
     ),
+    "jaxengine.pallas_kernels.proof": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.matmul "
+        "jaxengine.pallas_kernels.attention"
+    ),
     "jaxengine.models.params": "jaxengine.sharding",
     "jaxengine.models.config": "jaxengine.models.params",
     "jaxengine.models.quantization": (
@@ -119,6 +123,7 @@ ROOMS = {
     "jaxengine.models": (
         "jaxengine.sharding jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv "
         "jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.state jaxengine.pallas_kernels.attention "
+        "jaxengine.pallas_kernels.proof "
         "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization"
     ),
     "jaxengine.models.layers": (
@@ -343,7 +348,8 @@ ROOMS = {
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
         "jaxengine.models jaxengine.models:registry jaxengine.models.weights.formats "
         "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
-        "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner.extensions:build jaxengine.runner "
+        "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.records jaxengine.runner.executables "
+        "jaxengine.runner.extensions:build jaxengine.runner "
         "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
         "jaxengine.plan jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
     ),

@@ -107,7 +107,8 @@ class Cluster(Peers):
         plans = {worker: worker.plan.fields for worker in self._workers.values() if worker.plan is not None}
         for worker, plan in plans.items():
             if plan["programs"] != programs:
-                raise ClusterError(f"{worker} has another model or other sizes than host 0 under the same options")
+                problem = "has another model, other sizes or other kernels (kernel_proof) than host 0"
+                raise ClusterError(f"{worker} {problem} under the same options")
         num_pages = min(num_pages, *(plan["num_pages"] for plan in plans.values()))
         self.announce("plan", num_pages=num_pages, programs=programs)
         return num_pages

@@ -1,1 +1,1 @@
-"""The command line, and its commands chat, complete, generate, demo, convert, calibrate, tune and collect-env."""
+"""The command line, and its commands chat, generate, demo, convert, tune, report and others like them."""

@@ -18,7 +18,7 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.bench import gains, host, latency, peers, serve, throughput
 from jaxengine.check import command as check
 from jaxengine.cluster.channel import ClusterError
-from jaxengine.commands import collect_env, complete, tune
+from jaxengine.commands import collect_env, complete, report, tune
 from jaxengine.commands.remote import add_url_options, check_sampling_options, remote_model
 from jaxengine.commands.sampling_options import SAMPLING_OPTIONS
 from jaxengine.config.command_line import add_options, given_options, positive_int
@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "replay", "Run a step that record_steps wrote again, here.", replay.add_arguments)
     command(commands, "tune", "Tune tile sizes of products with quantised matrices for a chip.", tune.add_arguments)
     command(commands, "collect-env", "Print what a bug report should say of this machine.", collect_env.add_arguments)
+    command(commands, "report", "Write one file for a bug report: machine, kernels, a step.", report.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)

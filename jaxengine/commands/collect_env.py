@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for line in collected():
+        print(line, flush=True)
+    return 0
+
+
+def collected() -> Iterator[str]:
+    """Yield the lines of the text, as they become known."""
     for title, lines in (
         ("jaxengine", _ours()),
         ("system", _system()),
@@ -50,10 +57,8 @@ def run(args: argparse.Namespace) -> int:
         ("devices", _devices()),
         ("environment", variables(os.environ)),
     ):
-        print(f"== {title}")
-        for line in lines:
-            print(without_home(line), flush=True)
-    return 0
+        yield f"== {title}"
+        yield from map(without_home, lines)
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[str]:

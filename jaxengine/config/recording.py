@@ -1,5 +1,5 @@
-"""The option record_steps: an engine writes the inputs and results of its last steps to files, for
-`jaxengine replay`.
+"""Options that find what a device computes wrongly. record_steps: an engine writes the inputs and results of its last
+steps to files, for `jaxengine replay`. kernel_proof: kernels are run beside plain XLA before the engine serves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
 
 DETAILS = ("tokens", "layers")
+PROOFS = ("quick", "full", "off")
 # Options that a record has not: secrets, code to run, folders of a machine, and what does not decide what a step
 # computes.
 _LEFT_OUT = """
     tokenizer tokenizer_revision skip_tokenizer_init download_dir hf_token plugins logits_processors chat_template
-    generation_config override_generation_config compile_cache_dir kv_cache_scales gpu_memory_utilization
+    generation_config override_generation_config compile_cache_dir kernel_proof kv_cache_scales
+    gpu_memory_utilization
     kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching enable_chunked_prefill
     long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
     nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
@@ -34,7 +36,7 @@ _LEFT_OUT = """
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """The fields of EngineConfig about recorded steps.
+    """The fields of EngineConfig about recorded steps and the proof of kernels.
 
     Attributes:
       record_steps: a folder for the last steps, which `jaxengine replay` runs again on this or another machine; see
@@ -43,16 +45,22 @@ class RecordOptions:
       record_steps_bytes: bytes that all of them may take; a step that is larger alone is left out.
       record_steps_detail: "tokens" keeps inputs, pages written, logits and tokens; "layers" also the hidden states
         after each layer, whose steps are compiled for that.
+      kernel_proof: at the first start on a kind of device, run the kernels beside plain XLA before serving, and replace
+        those that fail or are slower: "quick", those of the largest and smallest steps; "full", those of all steps,
+        with more mixes of lengths; "off", none. CPUs have no such kernels; see docs/troubleshooting.md.
     """
 
     record_steps: str | None = None
     record_steps_limit: int = 16
     record_steps_bytes: int = 1 << 30
     record_steps_detail: str = "tokens"
+    kernel_proof: str = "quick"
 
 
 def check_recording(options: RecordOptions) -> None:
     """Raise ConfigError for values that are not allowed, alone or together."""
+    if options.kernel_proof not in PROOFS:
+        raise ConfigError("kernel_proof", options.kernel_proof, ", ".join(PROOFS))
     for name, most in (("record_steps_limit", 10**8), ("record_steps_bytes", 2**60)):
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ConfigError(name, value, f"1 to {most}")

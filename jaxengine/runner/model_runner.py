@@ -95,7 +95,8 @@ class ModelRunner:
         return_free_memory()
         before = self.memory_in_use()
         plan = self._plan_memory(foreseen_needs(stages, config))
-        programs = hashlib.sha256(repr([stage.programs.description for stage in stages]).encode()).hexdigest()
+        facts = [(stage.programs.description, sorted(stage.executables.unused)) for stage in stages]
+        programs = hashlib.sha256(repr(facts).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
         self._warm_up(progress or (lambda done, total, what: None))
         return_free_memory()

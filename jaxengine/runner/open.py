@@ -20,7 +20,8 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedCo
 from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS, Platform
-from jaxengine.models.cache import platform_of
+from jaxengine.models.cache import platform_of, product_platform_of
+from jaxengine.models.kernel_rows import has_kernels, without_rows
 from jaxengine.runner.card import claim_card
 from jaxengine.runner.devices import choose_devices, open_stages, plan_shapes
 from jaxengine.runner.extensions.settle import item_sizes, settled
@@ -29,6 +30,7 @@ from jaxengine.runner.memory import TooLong
 from jaxengine.runner.mesh_axes import engine_mesh
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import ALONE, Peers
+from jaxengine.runner.stage_runner import StageRunner
 
 logger = logging.getLogger(__name__)
 
@@ -138,16 +140,32 @@ def load_runner(
         raise ConfigError.because("kv_cache_scales", problem, advice)
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
+    unused = proven(stages, config, platform, show)
     if coded:
         if scales is None:
             logger.info("measuring scales of keys and values on random tokens")
             scales = scales_of(measure(stages, config, platform), config.kv_cache_dtype)
         for stage in stages:
             stage.kv_scales = scales
-    with ProgressBar("Loading steps", "step", show) as bar:
+    with ProgressBar("Loading steps", "step", show) as bar, without_rows(unused):
         for cache in [cache for stage in stages for cache in stage.caches]:
             cache.on_compile = partial(bar.rename, "Compiling steps")
         return ModelRunner(stages, config, progress=bar.update, peers=peers)
+
+
+def proven(
+    stages: Sequence[StageRunner], config: ResolvedConfig, platform: Platform, show: bool
+) -> frozenset[tuple[str, str]]:
+    """Prove the kernels of the stages' programs where that is to be done, and return the rows that they are then
+    compiled without. Imports nothing for a platform without kernels.
+    """
+    platforms = {platform.name, product_platform_of(stages[0].programs.mesh.local_devices[0])}
+    if config.kernel_proof == "off" or not any(map(has_kernels, platforms)):
+        return frozenset()
+    from jaxengine.runner.kernel_proof import prove_kernels
+
+    with ProgressBar("Proving kernels", "kernel", show) as bar:
+        return prove_kernels(stages, config.kernel_proof, config.compile_cache_dir, bar.update)
 
 
 class ProgressBar:

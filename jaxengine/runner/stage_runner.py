@@ -202,7 +202,9 @@ class StageRunner:
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
         """Return another StageRunner with the same weights and these programs, of which nothing has been compiled."""
-        return StageRunner(programs, self.params, self._cache_dir)
+        other = StageRunner(programs, self.params, self._cache_dir)
+        other.executables.unused = self.executables.unused
+        return other
 
     def largest(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the largest magnitudes of keys and of values in the pool, f32[layers with pages, K KV heads] each,

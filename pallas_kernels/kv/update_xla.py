@@ -1,4 +1,4 @@
-"""Write of new keys and values with XLA: one in-place scatter each, on the layouts of CPU and GPU."""
+"""Write of new keys and values with XLA: one in-place scatter each, or one of both on the layout of TPUs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,28 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tunin
 def kv_cache_update(
     kv: KVPages, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, schedule: Any
 ) -> KVPages:
-    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool by one scatter each; return the pool.
+    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool by scatters; return the pool.
 
     Arguments are those of kv.update.kv_cache_update, which has checked them.
     """
     spec = kv.spec
     page = jnp.where(slot_mapping < 0, kv.data.shape[0], slot_mapping // spec.page_size)  # out of range: dropped
     offset = slot_mapping % spec.page_size
+    if kv.layout == "tpu":
+        return replace(kv, data=_with_token_rows(kv, k, v, page, offset))
     data = _scatter_rows(kv.data, to_storage(k, spec, kv.layout, kv.k_scale), page, offset * spec.key_width)
     if v is not None:
         column = spec.page_size * spec.key_width + offset * spec.value_width
         data = _scatter_rows(data, to_storage(v, spec, kv.layout, kv.v_scale), page, column)
     return replace(kv, data=data)
+
+
+def _with_token_rows(kv: KVPages, k: jax.Array, v: jax.Array | None, page: jax.Array, offset: jax.Array) -> jax.Array:
+    """Return the data of a pool of layout "tpu" with a row for each token, at these pages and offsets, i32[T] each."""
+    new = [to_storage(x, kv.spec, kv.layout, at) for x, at in ((k, kv.k_scale), (v, kv.v_scale)) if x is not None]
+    rows, (first, end) = jnp.concatenate(new, axis=-1).reshape(len(k), -1), kv.lanes_of_page
+    rows = jnp.pad(rows, ((0, 0), (0, end - first - rows.shape[1])))
+    return kv.data.at[page, offset, first:end].set(rows, mode="drop", unique_indices=True)
 
 
 def _scatter_rows(data: jax.Array, rows: jax.Array, page: jax.Array, column: jax.Array) -> jax.Array:

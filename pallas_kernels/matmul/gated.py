@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxengine.pallas_kernels.registry import ADDS_BIAS, KERNELS, kernel, platform_rows
+from jaxengine.pallas_kernels.registry import adds_bias, kernel, kernel_kind, platform_rows
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -
         return biased(product(*operands[:-1]), group_sizes, bias)
 
     return {
-        platform: products[platform] if (op, row) in ADDS_BIAS else partial(product_then_bias, products[platform])
+        platform: products[platform] if adds_bias(op, row) else partial(product_then_bias, products[platform])
         for platform, row in platform_rows().items()
     }
 
@@ -63,7 +63,7 @@ def gated_products(
 
     return {
         platform: partial(kernel(op, row), activation=activation, out_dtype=out_dtype, **options)
-        if (op, row) in KERNELS
+        if kernel_kind(op, row) is not None
         else partial(product_then_activation, products[platform])
         for platform, row in platform_rows().items()
     }

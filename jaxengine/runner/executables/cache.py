@@ -22,6 +22,7 @@ import jaxlib.version
 
 from jaxengine.config.user_code import UnknownCodeError, changed_code, code_digest
 from jaxengine.models.cache import kernel_modules, platform_of
+from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
 from jaxengine.runner.executables.layer_chain import Executable, NotStorableError, compile_parts, load, serialize
 from jaxengine.runner.executables.program_sources import (
@@ -80,6 +81,7 @@ class ExecutableCache:
     Attributes:
       num_compiled, num_loaded: number of programs that `get` has compiled and loaded.
       on_compile: callback before a program is compiled, which takes long.
+      unused: rows of kernels, (operation, kind), that programs are compiled without. Part of the key.
     """
 
     def __init__(self, directory: str | None, devices: Sequence[Any], *, family: type | None = None):
@@ -92,6 +94,7 @@ class ExecutableCache:
         self.num_compiled = 0
         self.num_loaded = 0
         self.on_compile: Callable[[], None] = lambda: None
+        self.unused: frozenset[tuple[str, str]] = frozenset()
         self._devices = devices
         self._traces, self._said_why = object(), False
         self._family = None if family is None else _source_file(family)
@@ -151,13 +154,18 @@ class ExecutableCache:
         places: a pytree of the results' shardings; None where they follow from the arguments.
         """
         backend = self._devices[0].platform
-        with _ENGINE(self._traces):
+        with _ENGINE(self._traces), without_rows(self.unused):
             traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
             in_parts = None
             if backend == "cpu" and len(self._devices) == 1:
                 one = functools.partial(compile_program, backend=backend)
                 in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
             return in_parts or compile_program(traced.lower(), backend)
+
+    @property
+    def environment(self) -> tuple[str, ...]:
+        """Facts that the machine code of every program depends on: sources, versions, devices, flags."""
+        return *_environment(self._devices[0], self._family), *_compiler_options(), self._changed
 
     def stored_bytes(
         self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
@@ -185,7 +193,7 @@ class ExecutableCache:
     ) -> str:
         shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves((arguments, results))]
         devices = [device.id for device in self._devices]
-        environment = (*_environment(self._devices[0], self._family), *_compiler_options(), self._changed)
+        environment = *self.environment, sorted(self.unused)
         structure = str(jax.tree.structure((arguments, results)))
         return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
 

@@ -85,6 +85,11 @@ class ExecutableFiles:
                 return payload
         return None
 
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of files that begin so, sorted; `read` says which of them are sound."""
+        found = (name for folder in self._folders for name in os.listdir(folder.descriptor))
+        return sorted({name for name in found if name.startswith(prefix)})
+
     def can_keep(self) -> bool:
         """Whether `write` stores anything. If not, one warning says that the next start takes longer."""
         if self._own is None and self._why_not is not None:

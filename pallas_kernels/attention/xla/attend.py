@@ -1,4 +1,5 @@
-"""Paged attention for the CPU, and for GPUs without a kernel: plain XLA whose cost follows the actual lengths.
+"""Paged attention for the CPU, and where a device has no kernel that works: plain XLA whose cost follows the actual
+lengths.
 
 Online softmax over kv blocks (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv
 2205.14135) on the work list of schedule.py: one loop with a dynamic trip count takes one (tile, kv
@@ -44,7 +45,7 @@ def ragged_paged_attention(
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv.data.shape[1]  # inside shard_map fewer than the spec of the pool says
+    num_kv_heads = num_q_heads // spec.group_size  # inside shard_map fewer than the spec of the pool says
     # bfloat16 queries over a bfloat16 pool: both products take bfloat16 operands, sums stay float32.
     operand_dtype = jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32
     rows = q.astype(operand_dtype).reshape(num_tokens, num_kv_heads, -1, head_dim)
@@ -239,6 +240,8 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     times as long.
     """
     kv, spec = step.kv, step.kv.spec
+    if kv.layout == "tpu":
+        return _gather_token_rows(tiles, tile, block, step)
     num_pages, num_kv_heads, _ = kv.data.shape
     block_kv = block_kv_of(step.sizes, spec.page_size, tiles.start[0].size)
     block_pages = block_kv // spec.page_size
@@ -266,6 +269,24 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     gathered = lax.cond(is_whole, unmasked, masked)
     keys, values = (each.reshape(num_seqs, num_kv_heads, block_kv, -1) for each in (gathered[0], gathered[-1]))
     return keys, values
+
+
+def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
+    """Gather as `_gather_block` from a pool in which a token is one row, head after head: of layout "tpu"."""
+    kv, spec = step.kv, step.kv.spec
+    num_seqs, num_kv_heads = tiles.seqs.shape[1], len(step.scale)
+    block_pages = block_kv_of(step.sizes, spec.page_size, tiles.start[0].size) // spec.page_size
+    column = block * block_pages + jnp.arange(block_pages, dtype=jnp.int32)
+    column = jnp.minimum(column, step.batch.page_table.shape[1] - 1)
+    page_ids = step.batch.page_table[tiles.seqs[tile][:, None], column]
+    first, _ = kv.lanes_of_page
+    rows = kv.data.at[page_ids].get(mode="clip")[..., first : first + num_kv_heads * spec.token_width]
+    rows = rows.reshape(num_seqs, -1, num_kv_heads, spec.token_width).swapaxes(1, 2)
+    keys = rows if spec.values_in_keys else rows[..., : spec.key_width]
+    positions = block * rows.shape[2] + jnp.arange(rows.shape[2], dtype=jnp.int32)
+    in_use = (positions >= tiles.low[tile][:, None]) & (positions < tiles.high[tile][:, None])
+    values = keys if spec.values_in_keys else rows[..., spec.key_width :]
+    return keys, jnp.where(in_use[:, None, :, None], values, 0)
 
 
 def _operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:

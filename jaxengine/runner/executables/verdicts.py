@@ -1,0 +1,125 @@
+"""Verdicts on kernels, kept beside the executables: a JSON file for each environment.
+
+The name of a proof is written before it begins. If the process ends in the middle, because a kernel has killed it or
+somebody had to, the next start finds the name and counts the kernel as failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxengine.runner.executables.executable_files import ExecutableFiles
+
+_PREFIX, _SUFFIX = "kernel-proof-", ".xla"  # files with this suffix are deleted when no start has used them for a month
+_PARTS = "verdicts", "running", "engines"
+
+
+class Verdicts:
+    """Verdicts of one environment, by the text of a call.
+
+    Several processes may use the file at once: each change reads it anew. A change that is lost is made again.
+    """
+
+    def __init__(self, directory: str | None, environment: Sequence[str]):
+        """Open the folder, as ExecutableFiles does, with its ConfigError. environment: facts on which verdicts depend,
+        the first a digest of sources.
+        """
+        self._files = ExecutableFiles(directory)
+        self._about = list(environment[1:7])  # the rest is long, or says what flags were set
+        self._name = f"{_PREFIX}{hashlib.sha256(repr(environment).encode()).hexdigest()[:32]}{_SUFFIX}"
+        self._here: dict[str, Any] | None = None  # what this process knows, if nothing can be kept
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """Return the fields of each verdict."""
+        return self._read()["verdicts"]
+
+    def calls_of(self, engine: str) -> list[str] | None:
+        """Return the calls that an engine of this digest makes, if all of them have been judged and no proof of theirs
+        was cut off; else None.
+        """
+        found = self._read()
+        calls, running = found["engines"].get(engine), self.unfinished()
+        if calls is None or any(call not in found["verdicts"] or call in running for call in calls):
+            return None
+        return calls
+
+    def unfinished(self) -> list[str]:
+        """Return the calls whose proof was begun by a process that has ended since."""
+        return [call for process, call in self._read()["running"].items() if process == _own() or not _lives(process)]
+
+    def begin(self, call: str) -> None:
+        """Write down that this process begins the proof of a call."""
+        self._change(lambda found: found["running"].update({_own(): call}))
+
+    def end(self, call: str, verdict: Mapping[str, Any]) -> None:
+        """Write down a verdict; nothing of the call is unfinished then."""
+        self._change(lambda found: found["verdicts"].update({call: dict(verdict)}))
+        self.forget(call)
+
+    def forget(self, call: str) -> None:
+        """Delete the note that the proof of a call has begun."""
+
+        def change(found: dict[str, Any]) -> None:
+            found["running"] = {process: each for process, each in found["running"].items() if each != call}
+
+        self._change(change)
+
+    def engine(self, engine: str, calls: Sequence[str]) -> None:
+        """Write down the calls that an engine of this digest makes."""
+        self._change(lambda found: found["engines"].update({engine: list(calls)}))
+
+    def _change(self, change: Any) -> None:
+        found = self._read()
+        change(found)
+        self._here = found
+        content = {"environment": self._about, **found}
+        self._files.write(self._name, json.dumps(content, indent=1).encode())
+
+    def _read(self) -> dict[str, Any]:
+        return _parsed(self._files.read(self._name)) or self._here or {part: {} for part in _PARTS}
+
+
+def all_verdicts(directory: str | None) -> list[dict[str, Any]]:
+    """Return the content of every file of verdicts in the folder of executables."""
+    files = ExecutableFiles(directory)
+    return [found for name in files.names(_PREFIX) if (found := _parsed(files.read(name))) is not None]
+
+
+def _parsed(content: bytes | None) -> dict[str, Any] | None:
+    """Return the content of a file; None if there is none, or it is of another form."""
+    try:
+        found = json.loads(content or b"")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and all(isinstance(found.get(part), dict) for part in _PARTS) else None
+
+
+def _own() -> str:
+    return f"{_boot()} {os.getpid()} {_started(os.getpid())}"
+
+
+def _lives(process: str) -> bool:
+    """Whether the process that `_own` named still runs; processes of another host or boot do not count as running."""
+    boot, pid, started = process.rsplit(" ", 2)
+    return boot == _boot() and _started(int(pid)) == started
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, in clock ticks since the host was; "-" if there is none, or no /proc."""
+    try:
+        # The name, which comes second and in parentheses, may contain anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return "-"

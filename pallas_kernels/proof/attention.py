@@ -1,0 +1,131 @@
+"""Cases of attention and of the write of keys and values, with pools in which what nobody may read is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import KVPages, bits
+from jaxengine.pallas_kernels.proof.calls import Call
+from jaxengine.pallas_kernels.proof.case import Case
+from jaxengine.pallas_kernels.proof.ragged import MIXES, Sizes, least_pages, ragged_batch, written_slots
+from jaxengine.pallas_kernels.proof.random_arrays import normal, typical, uniform
+from jaxengine.pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.tuning import tuning_of
+
+# What a pool that is read, and one that is written, takes unless the sequences need more.
+_POOL_BYTES, _WRITTEN_BYTES = 256 << 20, 32 << 20
+
+
+def attention_case(call: Call) -> Case:
+    """Make the case of a call of `ragged_paged_attention`: the schedule, then attention."""
+    names = "q", "kv", "batch", "schedule"
+    given = dict(zip(names, call.arguments, strict=True)) | call.options
+    spec, q, kv = given["spec"], given["q"], given["kv"]
+    num_seqs, num_columns = given["batch"].page_table.shape
+    sizes = Sizes(len_of(q), num_seqs, num_columns, kv.page_size, _num_pages(kv, num_seqs))
+
+    def run(q: Any, kv: KVPages, batch: RaggedBatch, rest: dict[str, Any]) -> Any:
+        shape = {"num_tokens": q.shape[0], "page_size": kv.page_size, "tuning": tuning_of(call.platform)}
+        schedule = kernel("attention_schedule", call.platform)(batch, spec, **shape)
+        return kernel(call.op, call.platform)(q, kv, batch, schedule, spec=spec, **rest)
+
+    def inputs(mix: str, rng: np.random.Generator) -> tuple[Any, ...]:
+        tree = given["tree_mask"]
+        most = None if tree is None else max(min(32 * tree.shape[1], sizes.num_tokens // num_seqs), 1)
+        made = ragged_batch(mix, sizes, spec, rng, most_new=most)
+        fields: dict[str, Any] = {name: jnp.asarray(getattr(made, name)) for name in RaggedBatch._fields}
+        if given["batch"].num_decode is None:
+            fields["num_decode"] = None
+        rest = {name: _further(name, given[name], made, rng) for name in ("q_rest", "sinks", "tree_mask")}
+        query = normal(rng, q.shape, q.dtype)
+        return query, _pool(kv, sizes.num_pages, spec, made.unseen, rng), RaggedBatch(**fields), rest
+
+    return Case(run, inputs, MIXES)
+
+
+def update_case(call: Call) -> Case:
+    """Make the case of a call of `kv_cache_update`: its schedule, then the write."""
+    kv, k, v, slot_mapping = call.arguments
+    num_tokens, page_size = slot_mapping.shape[0], kv.page_size
+    num_pages = max(2 * (num_tokens // page_size + 1) + num_tokens, 4)
+    num_pages = min(num_pages, max(_WRITTEN_BYTES // _page_bytes(kv), num_tokens // page_size + 3))
+
+    def run(kv: KVPages, k: Any, v: Any, slot_mapping: Any) -> Any:
+        build = kernel("kv_update_schedule", call.platform)
+        schedule = build(slot_mapping, page_size=page_size, tuning=tuning_of(call.platform))
+        return kernel(call.op, call.platform)(kv, k, v, slot_mapping, schedule=schedule).data
+
+    def inputs(mix: str, rng: np.random.Generator) -> tuple[Any, ...]:
+        new = [None if x is None else normal(rng, x.shape, x.dtype) for x in (k, v)]
+        slots = written_slots(num_tokens, page_size, num_pages, rng)
+        return _pool(kv, num_pages, None, None, rng), *new, jnp.asarray(slots)
+
+    return Case(run, inputs, ("ragged",))
+
+
+def len_of(shape: Any) -> int:
+    """Return the length of the first axis of an array or ShapeDtypeStruct."""
+    return shape.shape[0]
+
+
+def _page_bytes(kv: KVPages) -> int:
+    return int(np.prod(kv.data.shape[1:])) * kv.data.dtype.itemsize
+
+
+def _num_pages(kv: KVPages, num_seqs: int) -> int:
+    return max(least_pages(num_seqs), min(2 * num_seqs + 64, _POOL_BYTES // _page_bytes(kv)))
+
+
+def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
+    if shape is None:
+        return None
+    if name != "tree_mask":
+        return normal(rng, shape.shape, shape.dtype)
+    mask = np.zeros(shape.shape, np.uint32)  # a token sees itself and some of those before it
+    for first, end in zip(made.cu_q_lens, made.cu_q_lens[1 : int(made.num_seqs) + 1], strict=False):
+        for column, token in enumerate(range(first, end)):
+            for seen in range(column + 1):
+                if seen == column or rng.random() < 0.5:
+                    mask[token, seen // 32] |= np.uint32(1 << seen % 32)
+    return jnp.asarray(mask)
+
+
+def _pool(
+    kv: KVPages, num_pages: int, spec: AttentionSpec | None, unseen: np.ndarray | None, rng: np.random.Generator
+) -> KVPages:
+    """Make a pool like `kv`, of shapes, with `num_pages` random pages.
+
+    unseen: bool[pages, page_size], slots that are NaN, if the dtype has it. spec: of the attention, which counts the
+    heads; None where nothing is unseen.
+    """
+    shape, dtype = (num_pages, *kv.data.shape[1:]), kv.dtype
+    values = normal(rng, shape, dtype)
+    if unseen is not None and spec is not None and jnp.issubdtype(dtype, jnp.floating):
+        values = jnp.where(_slots_of(kv, spec, unseen), jnp.asarray(jnp.nan, dtype), values)
+    data, own = bits(values, kv.data.dtype), replace(kv.spec, num_pages=num_pages)
+    return KVPages(data, _scale(kv.k_scale, dtype, rng), _scale(kv.v_scale, dtype, rng), own, kv.layout, kv.lanes)
+
+
+def _scale(shape: Any, dtype: Any, rng: np.random.Generator) -> jax.Array | None:
+    """Return scales with which codes of `dtype` stand for values of about 1; None for no scales."""
+    return None if shape is None else uniform(rng, shape.shape, shape.dtype, 1 / typical(dtype))
+
+
+def _slots_of(kv: KVPages, spec: AttentionSpec, slots: np.ndarray) -> jax.Array:
+    """Return the elements of a pool that belong to slots, bool[pages, page_size], in a form that broadcasts to its
+    data.
+    """
+    if kv.layout == "tpu":
+        first, _ = kv.lanes_of_page
+        lane = np.arange(kv.data.shape[2])
+        own = (lane >= first) & (lane < first + spec.num_kv_heads * kv.spec.token_width)
+        return jnp.asarray(slots[:, :, None] & own)
+    widths = [kv.spec.key_width] if kv.spec.values_in_keys else [kv.spec.key_width, kv.spec.value_width]
+    columns = np.concatenate([np.repeat(np.arange(kv.page_size), width) for width in widths])
+    return jnp.asarray(slots[:, None, columns])

@@ -1,0 +1,123 @@
+"""Calls of kernels that a program contains, found by tracing it: nothing runs, and no family is known by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.registry import is_kernel, kernel_kind, observed, without_rows
+
+# Every trace that jax remembers has this in its key: a function that was traced before is traced anew.
+_ANEW = jax.make_user_context(None)
+# Places of arguments that follow from the others.
+_WORK_LISTS = {"ragged_paged_attention": 3, "lora_product": 4}
+
+
+class Call(NamedTuple):
+    """Call of an implementation, with shapes in place of arrays.
+
+    Attributes:
+      op, platform: as `registry.kernel` takes them; kind: as which it ran.
+      arguments, options: those of the implementation; an array is a ShapeDtypeStruct. A pool has one page: how many
+        there are is nothing to a kernel.
+    """
+
+    op: str
+    platform: str
+    kind: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Return a text that names operation, kind, shapes and options; equal for equal calls of any process.
+
+        Arrays of a work list come last, without their shapes, which follow from the others.
+        """
+        given = [each for place, each in enumerate(self.arguments) if place != _WORK_LISTS.get(self.op)]
+        given += [each for name, each in self.options.items() if name != "schedule"]
+        shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in _arrays(given))
+        return f"{self.op} ({self.kind}): {shapes}; {_described((self.arguments, self.options))}"
+
+    @property
+    def short(self) -> str:
+        """Return operation, kind and shapes for a person to read."""
+        return self.text.partition("; ")[0]
+
+
+class _NotTraceable(Exception):
+    """Raised where a kernel fails while it is traced; its row is the argument."""
+
+
+def recorded_calls(function: Callable, arguments: Sequence[Any], platforms: Collection[str]) -> list[Call]:
+    """Trace a function of these arguments, arrays or shapes, and return its calls of kernels on `platforms`, without
+    repetitions.
+
+    Where an operation is chosen at compilation, all platforms' implementations are traced; those of others do not
+    count. Operations in plain XLA do not either. A kernel that fails while it is traced is one of the calls, and the
+    rest is traced without it.
+    """
+    found: dict[str, Call] = {}
+    unused: set[tuple[str, str]] = set()
+
+    def observer(op: str, platform: str, implementation: Callable, *operands: Any, **options: Any) -> Any:
+        kind = kernel_kind(op, platform)
+        if kind is None or platform not in platforms or not is_kernel(op, platform):
+            return implementation(*operands, **options)
+        call = Call(op, platform, kind, *_abstract((operands, options)))
+        found.setdefault(call.text, call)
+        try:
+            return implementation(*operands, **options)
+        except Exception as error:
+            raise _NotTraceable(op, kind) from error
+
+    while True:
+        try:
+            with _ANEW(object()), observed(observer), without_rows(unused):
+                jax.eval_shape(function, *arguments)
+            return list(found.values())
+        except _NotTraceable as error:
+            unused.add(error.args)
+
+
+def _abstract(tree: Any) -> Any:
+    def shapes(leaf: Any) -> Any:
+        if isinstance(leaf, KVPages):
+            data: Any = jax.ShapeDtypeStruct((1, *leaf.data.shape[1:]), leaf.data.dtype)
+            scales = [None if x is None else shapes(x) for x in (leaf.k_scale, leaf.v_scale)]
+            spec = dataclasses.replace(leaf.spec, num_pages=1)
+            return dataclasses.replace(leaf, data=data, k_scale=scales[0], v_scale=scales[1], spec=spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if _is_array(leaf) else leaf
+
+    return jax.tree.map(shapes, tree, is_leaf=lambda leaf: isinstance(leaf, KVPages))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_array(leaf)]
+
+
+def _described(value: Any) -> str:
+    """Return the static parts of a value as text; functions by their names, arrays as a mark."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "*"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_described, value))})"
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{name}={_described(each)}' for name, each in sorted(value.items()))})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return f"{type(value).__name__}{_described(fields)}"
+    if isinstance(value, partial):
+        return f"{_described(value.func)}{_described((value.args, value.keywords))}"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return repr(value)

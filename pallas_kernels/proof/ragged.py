@@ -1,0 +1,121 @@
+"""Ragged batches for the proof of attention: lengths, page tables and slots that a scheduler could have made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+
+# Mixes of lengths: decodes, then runs, with padding after them; one sequence with all tokens; a single token.
+MIXES = ("ragged", "one", "least")
+# Most keys of a sequence: longer ones repeat what these do, and take plain XLA long.
+MOST_KEYS = 4096
+
+
+class Sizes(NamedTuple):
+    """Static sizes of a batch: T tokens, S sequences, W page-table columns, pages of a pool."""
+
+    num_tokens: int
+    num_seqs: int
+    num_columns: int
+    page_size: int
+    num_pages: int
+
+
+class Batch(NamedTuple):
+    """Batch in numpy, int32, and the slots that nobody may read.
+
+    Attributes:
+      unseen: bool[pages, page_size], slots of the pool that no token sees.
+    """
+
+    cu_q_lens: np.ndarray
+    kv_lens: np.ndarray
+    page_table: np.ndarray
+    slot_mapping: np.ndarray
+    num_seqs: np.ndarray
+    num_decode: np.ndarray
+    unseen: np.ndarray
+
+
+def least_pages(num_seqs: int) -> int:
+    """Return the fewest pages of a pool in which a batch of `num_seqs` sequences has room: a page that nobody reads,
+    a last page of each sequence, and some that they share.
+    """
+    return num_seqs + 1 + 8
+
+
+def ragged_batch(
+    mix: str, sizes: Sizes, spec: AttentionSpec, rng: np.random.Generator, *, most_new: int | None = None
+) -> Batch:
+    """Make a batch of this mix, one of MIXES. most_new: limit of a sequence's new tokens, None for none."""
+    q_lens, num_decode = _new_tokens(mix, sizes, rng, min(most_new or sizes.num_tokens, sizes.num_tokens))
+    longest, page_size = sizes.num_columns * sizes.page_size, sizes.page_size
+    context = np.minimum(rng.integers(0, min(longest, MOST_KEYS), len(q_lens)), longest - q_lens)
+    context[0] = 0 if mix == "least" else min(longest, MOST_KEYS) - q_lens[0]
+    context[-1] = context[-1] if len(q_lens) == 1 else 0
+    context = np.maximum(context, 0)
+    kv_lens = np.zeros(sizes.num_seqs, np.int32)
+    kv_lens[: len(q_lens)] = context + q_lens
+    page_table = np.zeros((sizes.num_seqs, sizes.num_columns), np.int32)
+    unseen = np.zeros((sizes.num_pages, page_size), np.bool_)
+    unseen[0] = True  # where entries point that nobody may follow
+    slot_mapping = np.full(sizes.num_tokens, -1, np.int32)
+    cu_q_lens = np.full(sizes.num_seqs + 1, q_lens.sum(), np.int32)
+    cu_q_lens[: len(q_lens) + 1] = np.concatenate([[0], np.cumsum(q_lens)])
+    for seq, (first, length) in enumerate(zip(context, kv_lens, strict=False)):
+        count, seen = -(-length // page_size), _first_seen(first, spec) // page_size
+        page_table[seq, seen:count] = rng.integers(sizes.num_seqs + 1, sizes.num_pages, count - seen)
+        page_table[seq, count - 1] = seq + 1
+        unseen[seq + 1, length - (count - 1) * page_size :] = True
+        positions = np.arange(first, length)
+        slots = page_table[seq, positions // page_size] * page_size + positions % page_size
+        slot_mapping[cu_q_lens[seq] : cu_q_lens[seq + 1]] = slots
+    count, decodes = np.asarray(len(q_lens), np.int32), np.asarray(num_decode, np.int32)
+    return Batch(cu_q_lens, kv_lens, page_table, slot_mapping, count, decodes, unseen)
+
+
+def written_slots(num_tokens: int, page_size: int, num_pages: int, rng: np.random.Generator) -> np.ndarray:
+    """Return i32[T] slots to write: runs of consecutive ones that begin anywhere in a page, singles, and -1 at the
+    end. Pages of a run are not neighbours.
+    """
+    slots, pages = np.full(num_tokens, -1, np.int32), iter(rng.permutation(num_pages))
+    used, end = 0, num_tokens - num_tokens // 8
+    while used < end:
+        length = 1 if rng.random() < 0.5 else int(rng.integers(1, 3 * page_size + 1))
+        length, first = min(length, end - used), int(rng.integers(0, page_size))
+        positions = np.arange(first, first + length)
+        own = [next(pages, None) for _ in range(positions[-1] // page_size + 1)]
+        if None in own:
+            break
+        slots[used : used + length] = np.asarray(own)[positions // page_size] * page_size + positions % page_size
+        used += length
+    return slots
+
+
+def _new_tokens(mix: str, sizes: Sizes, rng: np.random.Generator, most: int) -> tuple[np.ndarray, int]:
+    """Return the new tokens of each sequence that has some, and how many of them come first with one each."""
+    num_tokens, num_seqs = sizes.num_tokens, sizes.num_seqs
+    if mix == "least":
+        return np.ones(1, np.int64), 1
+    if num_tokens <= num_seqs:  # decodes alone
+        count = num_tokens if mix == "one" else max(num_tokens - num_tokens // 4, 1)
+        return np.ones(count, np.int64), count
+    if mix == "one" and most == num_tokens:
+        return np.full(1, num_tokens), 0
+    singles = min(num_seqs // 2, num_tokens // 4)
+    lengths, left = [1] * singles, num_tokens - num_tokens // 8 - singles
+    while left > 0 and len(lengths) < num_seqs:
+        limit = min(left, most)
+        lengths.append(limit if len(lengths) == num_seqs - 1 else int(rng.integers(min(2, limit), limit + 1)))
+        left -= lengths[-1]
+    return np.asarray(lengths), singles
+
+
+def _first_seen(position: int, spec: AttentionSpec) -> int:
+    """Return the first position of which a token at `position` sees the key."""
+    if spec.chunk is not None:
+        return position // spec.chunk * spec.chunk
+    return 0 if spec.window is None else max(position - spec.window + 1, 0)

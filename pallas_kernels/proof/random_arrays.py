@@ -1,0 +1,31 @@
+"""Random values for the inputs of a proof: arrays of any dtype that kernels take, from a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jnp.ndarray:
+    """Return normally distributed values times `scale`; of an integer dtype, uniform values of its whole range."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        least = int(limits.min) + (limits.min < 0)  # codes are symmetric
+        return jnp.asarray(rng.integers(least, int(limits.max) + 1, shape, dtype=np.int64).astype(dtype))
+    return jnp.asarray((rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(dtype))
+
+
+def uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jnp.ndarray:
+    """Return values between `scale` / 2 and 3 `scale` / 2."""
+    return jnp.asarray((rng.uniform(0.5, 1.5, shape) * scale).astype(np.float32)).astype(dtype)
+
+
+def typical(dtype: Any) -> float:
+    """Return about the standard deviation of `normal`'s values of a dtype of codes: one of floating point, or of
+    integers.
+    """
+    dtype = jnp.dtype(dtype)
+    return 1.0 if not jnp.issubdtype(dtype, jnp.integer) else float(jnp.iinfo(dtype).max) / 3**0.5

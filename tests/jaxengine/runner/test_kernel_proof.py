@@ -1,0 +1,145 @@
+"""An engine proves its kernels before it serves: planted faults are found, replaced, and not looked for again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.kernel_proof import Verdict
+from jaxengine.runner import kernel_proof
+from jaxengine.runner.executables import verdicts
+from jaxengine.runner.executables.verdicts import Verdicts
+from jaxengine.runner.open import proven
+from tests.jaxengine.runner.planted_kernels import plant
+
+PROMPTS = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (1, 9, 40)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+class Killed(BaseException):
+    """In place of a kernel that ends the process, or waits until somebody does."""
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture
+def served(tiny_options, tmp_path, caplog):
+    """Start an engine, return its tokens, the rows that it does not use, and the errors logged meanwhile."""
+
+    def serve(**options):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            llm = LLM(**{**tiny_options, "compile_cache_dir": str(tmp_path), **options})
+        try:
+            unused = llm._core.engine.runner.stages[0].executables.unused
+            return tokens_of(llm), unused, [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+        finally:
+            llm.shutdown()
+
+    return serve
+
+
+def test_planted_faults_are_replaced_and_remembered(served, make_llm, monkeypatch):
+    want = tokens_of(make_llm())
+    plant(monkeypatch, attention="wrong scale", update="does not compile", matmul="NaN at one shape")
+    tokens, unused, errors = served()
+    assert tokens == want
+    replaced = {op for op, _ in unused}
+    assert replaced == {"ragged_paged_attention", "kv_cache_update", "matmul"}, errors
+    for op, what in (
+        ("ragged_paged_attention", "differs by"),
+        ("kv_cache_update", "does not compile: NotImplementedError: no lowering of this primitive"),
+        ("matmul", "NaN"),
+    ):
+        (line,) = (each for each in errors if f"kernel of {op} " in each)
+        assert what in line and "float32[" in line and "jaxengine report" in line, line
+    # A warm start reads the verdicts: it traces, runs and compiles nothing.
+    monkeypatch.setattr(kernel_proof, "judge", None)
+    monkeypatch.setattr(kernel_proof, "recorded_calls", None)
+    assert served() == (want, unused, [])
+
+
+def test_a_proof_that_was_cut_off_has_failed(make_llm, monkeypatch, tmp_path, caplog):
+    stages = make_llm()._core.engine.runner.stages
+    monkeypatch.setattr(stages[0].executables, "unused", frozenset())  # put back afterwards
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    began: list[str] = []
+
+    def judge(call, **options):
+        began.append(call.op)
+        if call.op == "kv_cache_update":
+            raise Killed
+        return Verdict()
+
+    def prove() -> frozenset:
+        return kernel_proof.prove_kernels(stages, "quick", str(tmp_path), lambda done, total, what: None)
+
+    with monkeypatch.context() as patched:
+        plant(patched)
+        patched.setattr(kernel_proof, "judge", judge)
+        patched.setattr(verdicts, "_own", lambda: f"{verdicts._boot()} {ended.pid} 1")
+        with pytest.raises(Killed):
+            prove()
+    plant(monkeypatch)
+    monkeypatch.setattr(kernel_proof, "judge", judge)
+    assert prove() == {("kv_cache_update", "planted")}
+    (line,) = (each.getMessage() for each in caplog.records if each.levelname == "ERROR")
+    assert "kernel of kv_cache_update is replaced" in line and "ended the process" in line
+    assert began.count("kv_cache_update") == 1, "no call of a kernel that was cut off is run again"
+    assert began.count("ragged_paged_attention") == 2 and prove() == {("kv_cache_update", "planted")}
+
+
+def test_somebody_in_a_hurry_says_nothing_of_a_kernel(make_llm, monkeypatch, tmp_path):
+    stages = make_llm()._core.engine.runner.stages
+    monkeypatch.setattr(stages[0].executables, "unused", frozenset())
+
+    def judge(call, **options):
+        raise KeyboardInterrupt
+
+    plant(monkeypatch)
+    monkeypatch.setattr(kernel_proof, "judge", judge)
+    with pytest.raises(KeyboardInterrupt):
+        kernel_proof.prove_kernels(stages, "full", str(tmp_path), lambda done, total, what: None)
+    (found,) = verdicts.all_verdicts(str(tmp_path))
+    assert not found["running"] and not found["verdicts"]
+
+
+def test_a_process_at_work_is_not_one_that_was_cut_off(tmp_path, monkeypatch):
+    environment = ["digest", "jax"]
+    found = Verdicts(str(tmp_path), environment)
+    found.begin("a")
+    monkeypatch.setattr(verdicts, "_own", lambda: "another boot 1 2")
+    assert Verdicts(str(tmp_path), environment).unfinished() == []
+    found.begin("b")
+    assert found.unfinished() == ["b"]
+    found.engine("engine", ["b"])
+    found.end("b", Verdict()._asdict())
+    assert found.unfinished() == [] and found.calls_of("engine") == ["b"]
+    assert Verdicts(str(tmp_path), ["digest", "other jax"]).calls_of("engine") is None
+    assert [each["environment"] for each in verdicts.all_verdicts(str(tmp_path))] == [["jax"]]
+
+
+def test_nothing_is_proven_without_kernels_or_when_off(make_llm, monkeypatch):
+    runner = make_llm()._core.engine.runner
+    monkeypatch.setitem(sys.modules, "jaxengine.runner.kernel_proof", None)  # an import of it fails
+    assert proven(runner.stages, runner.config, PLATFORMS["cpu"], False) == frozenset()
+    plant(monkeypatch)
+    off = dataclasses.replace(runner.config, kernel_proof="off")
+    assert proven(runner.stages, off, PLATFORMS["cpu"], False) == frozenset()
+    with pytest.raises(ImportError):
+        proven(runner.stages, runner.config, PLATFORMS["cpu"], False)
+
+
+def test_option_is_checked():
+    with pytest.raises(ConfigError, match="kernel_proof is 'slow'; allowed: quick, full, off"):
+        EngineConfig(kernel_proof="slow")
