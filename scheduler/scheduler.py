@@ -379,13 +379,15 @@ class Scheduler:
         and warn of the first and of every fiftieth after it.
         """
         self._put_back(request)
+        modes = [mode for each in self.extensions if (mode := each.preempted(request))]
         if self.num_preemptions % 50 == 0:
             logger.warning(
-                "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space. "
+                "Request %s is preempted by PreemptionMode.%s mode because there is not enough KV cache space. "
                 "This can affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size "
                 "to provide more KV cache memory, or lower max_num_seqs or max_num_batched_tokens. "
                 "total_num_cumulative_preemption=%d",
                 request.request_id,
+                modes[0] if modes else "RECOMPUTE",
                 self.num_preemptions + 1,
             )
         self.num_preemptions += 1

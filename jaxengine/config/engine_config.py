@@ -30,6 +30,7 @@ from jaxengine.config.logits_processors import (
 )
 from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
 from jaxengine.config.multimodal import READERS, MediaOptions
+from jaxengine.config.offload import KVOffloadOptions, KVTransferConfig, check_offload, settle_offload
 from jaxengine.config.option_names import chosen_options
 from jaxengine.config.pipeline import check_stages, read_layers
 from jaxengine.config.platforms import Platform
@@ -66,6 +67,7 @@ SIZES = (
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
+    "kv_transfer_config": KVTransferConfig.read,
     "structured_outputs_config": StructuredOutputsConfig.read,
     "pooler_config": PoolerConfig.read,
     "speculative_config": SpeculativeConfig.read,
@@ -83,9 +85,11 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, SteeringOptions, TrainingOptions):
-    """Engine options, in addition to those of EncoderOptions, LoraOptions, MediaOptions, RecordOptions,
-    SteeringOptions and TrainingOptions.
+class EngineConfig(
+    EncoderOptions, KVOffloadOptions, LoraOptions, MediaOptions, RecordOptions, SteeringOptions, TrainingOptions
+):
+    """Engine options, in addition to those of EncoderOptions, KVOffloadOptions, LoraOptions, MediaOptions,
+    RecordOptions, SteeringOptions and TrainingOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -290,6 +294,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         check_lora(self, self.nnodes)
         check_encoder(self)
         check_recording(self)
+        check_offload(self, self.nnodes)
         check_idle_sleep(self.sleep_idle_seconds, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
@@ -368,6 +373,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"])
         chosen.update(settle_encoder(chosen, model, platform, pictures))
         settle_recording(chosen, model)
+        settle_offload(chosen, model)
         check_speculation(chosen, model)
         check_training(chosen, model)
         chosen.update(settle_exact(chosen, model, platform.name))

@@ -70,6 +70,10 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.logits_processors import ProcessorsExtension
 
         yield ProcessorsExtension(shape)
+    if config.kv_offloading_bytes:
+        from jaxengine.runner.extensions.offload import OffloadExtension
+
+        yield OffloadExtension(shape)
     if config.record_steps is not None:
         from jaxengine.runner.extensions.recording import RecordingExtension
 
