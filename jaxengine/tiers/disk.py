@@ -96,6 +96,9 @@ class DiskTier:
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # used last
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
         return np.frombuffer(body, np.uint8)
 
     def flush(self, seconds: float) -> bool:

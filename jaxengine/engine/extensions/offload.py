@@ -29,6 +29,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.weight_update import checksums
 from jaxengine.scheduler.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.extensions.offload import NAME, Load, RankOffload
+from jaxengine.scheduler.extensions.offload import Offload as Orders
 from jaxengine.scheduler.request import Request
 from jaxengine.tiers.disk import DiskTier
 from jaxengine.tiers.host import LRU, HostTier
@@ -154,11 +155,20 @@ class Offload(LoopExtension):
         self._generation = 0
         self._is_closing = False
 
+    @property
+    def _orders(self) -> Orders:
+        """The scheduler's part, which finds the tiers through this."""
+        found = self.loop.scheduler.extension(NAME)
+        found.store = self.tiers
+        return found
+
+    @property
+    def _ranks(self) -> Sequence[RankOffload]:
+        return self._orders.ranks
+
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
-        self._orders = loop.scheduler.extension(NAME)
-        self._orders.store = self.tiers
-        self._ranks: Sequence[RankOffload] = self._orders.ranks
+        _ = self._orders
 
     def poll(self) -> Events:
         self._something.clear()
@@ -290,7 +300,8 @@ class Offload(LoopExtension):
                     self.tiers.disk.write(key, block)
 
     def _start_loads(self) -> None:
-        loads, self._orders.loads = self._orders.loads, []
+        orders = self._orders
+        loads, orders.loads = orders.loads, []
         for load in loads:
             found = {key: self.tiers.find(key) for key in load.keys}
             loading = _Loading(load, self._generation)
