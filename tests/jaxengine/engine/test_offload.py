@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxengine import LLM, ConfigError
+from jaxengine import LLM
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.offload_cases import Poisoned, over_devices, params_of, passes, prompts_of
-from tests.tables import each_row
 
 MODELS = TINY_CHECKPOINT.parent
 SMALL = {"num_gpu_blocks_override": 40, "max_model_len": 64, "max_num_seqs": 4, "kv_offloading_size": 0.05}
@@ -139,19 +139,3 @@ def test_a_folder_is_shared_by_restarts(tiny_options, tmp_path, plain_tokens):
         assert orders.store.disk.num_bad > 0 and 0 < orders.num_hits < 8 * 36
     with LLM(**options | {"block_size": 8, "num_gpu_blocks_override": 20}) as other:
         assert not len(other.core.engine.extensions.by_name["offload"].tiers.disk)
-
-
-@each_row(
-    "options, message",
-    (
-        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "enable_prefix_caching is off"),
-        ({"preemption_mode": "swap"}, "give kv_offloading_size"),
-        ({"kv_offloading_path": "/tmp"}, "kv_offloading_path needs host memory"),
-        ({"kv_offloading_size": -1}, "kv_offloading_size is -1"),
-        ({"kv_offloading_size": 1, "kv_offloading_path": "/proc/kv"}, "a folder that can be written"),
-        ({"kv_offloading_size": 1, "kv_transfer_config": '{"kv_connector": "NixlConnector"}'}, "NixlConnector"),
-    ),
-)
-def test_refused_options(options, message):
-    with pytest.raises(ConfigError, match=message):
-        LLM(**TINY_OPTIONS | {"model": str(TINY_CHECKPOINT), "max_model_len": 64} | options)
