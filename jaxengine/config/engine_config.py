@@ -88,8 +88,7 @@ _READERS = {
 class EngineConfig(
     EncoderOptions, KVOffloadOptions, LoraOptions, MediaOptions, RecordOptions, SteeringOptions, TrainingOptions
 ):
-    """Engine options, in addition to those of EncoderOptions, KVOffloadOptions, LoraOptions, MediaOptions,
-    RecordOptions, SteeringOptions and TrainingOptions.
+    """Engine options, in addition to those of the classes that this one extends.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
@@ -372,10 +371,8 @@ class EngineConfig(
         )
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"])
         chosen.update(settle_encoder(chosen, model, platform, pictures))
-        settle_recording(chosen, model)
-        settle_offload(chosen, model)
-        check_speculation(chosen, model)
-        check_training(chosen, model)
+        for settle in (settle_recording, settle_offload, check_speculation, check_training):
+            settle(chosen, model)
         chosen.update(settle_exact(chosen, model, platform.name))
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors

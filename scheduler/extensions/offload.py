@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+import numpy as np
+
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.groups import page_key
 from jaxengine.scheduler.pages.reach import reach, state_key
@@ -86,12 +88,14 @@ class Load:
 
     Attributes:
       rank: replica that the request is likely to run on.
-      keys: of pages, in order of their columns, then of a state.
+      pages: keys of the pages of the prefix, in order of their columns.
+      keys: of pages that the replica lacks, then of a state.
       num_tokens: tokens that need not be computed if all of it comes.
     """
 
     request: Request
     rank: int
+    pages: list[bytes]
     keys: list[bytes]
     num_tokens: int
 
@@ -193,7 +197,7 @@ class Offload(SchedulerExtension):
         found = reach(rank.pages, digests, self.store.has)
         gain = found.num_columns - offer.hits.num_columns
         keys = found.missing if gain > 0 else []
-        return Load(request, rank.index, keys, max(0, gain) * rank.config.page_size)
+        return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size)
 
     def _is_wanted(self, request: Request, load: Load) -> bool:
         """Whether a request is to wait for what it lacks: always, but for a preempted one if it computes instead."""
@@ -230,17 +234,21 @@ class RankOffload(RankExtension):
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
         self._offload.admitted(request, hits.num_columns * self._tables.page_size)
 
-    def take(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+    def take(self, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[tuple[bytes, int]]:
         """Give pages to these keys, from which they can be found, before the next step is scheduled; return (key, page)
         of each. Keys that are there already are left out, and the last ones if too few pages are free.
+
+        prefix: keys of the prefix that they belong to, whose pages are not taken and count as used last.
         """
         pool = self._tables.pool
+        here = [page for key in prefix if (page := pool.find(key)) is not None]
+        pool.acquire(np.array(here, np.int32))
         keys = [key for key in keys if pool.find(key) is None][: pool.num_free]
-        pages = pool.allocate(len(keys))
-        for key, page in zip(keys, pages.tolist(), strict=True):
+        pages = pool.allocate(len(keys)).tolist()
+        for key, page in zip(keys, pages, strict=True):
             pool.register(page, key)
-        pool.free(pages)
-        return list(zip(keys, pages.tolist(), strict=True))
+        pool.free(np.array([page for key in prefix if (page := pool.find(key)) is not None], np.int32))
+        return list(zip(keys, pages, strict=True))
 
     def take_state(self, key: bytes) -> int | None:
         """Return the snapshot that a key's state is to be written to, from which it can be found; None for none."""

@@ -13,10 +13,12 @@ class Reach(NamedTuple):
 
     Attributes:
       num_columns: columns of the prefix.
-      missing: keys of the pages and of the state that it needs and the pool lacks, pages in order of their columns.
+      pages: keys of the pages that it needs, in order of their columns.
+      missing: those that the pool lacks, and then the key of the state if it is needed and no snapshot has it.
     """
 
     num_columns: int
+    pages: list[bytes]
     missing: list[bytes]
 
 
@@ -54,4 +56,4 @@ def reach(tables: PageTables, digests: Sequence[bytes], is_stored: Callable[[byt
     missing = [key for key in keys if pool.find(key) is None]
     if run and states is not None and not states.has(digests[run - 1]):
         missing.append(state_key(digests[run - 1]))
-    return Reach(run, missing)
+    return Reach(run, keys, missing)

@@ -12,23 +12,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jaxengine.config.errors import ConfigError
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.extensions.page_loads import Loading, PageLoads
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.metric_types import Counter, Gauge, Metric
 from jaxengine.engine.output import EngineOutput
-from jaxengine.runner.extensions.offload import MAX_COMING, MAX_LEAVING, SIZES, Coming, Leaving, PageMover
+from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, PageMover
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.weight_update import checksums
 from jaxengine.scheduler.batch import ScheduledStep, StepResult
-from jaxengine.scheduler.extensions.offload import NAME, Load, RankOffload
+from jaxengine.scheduler.extensions.offload import NAME, RankOffload
 from jaxengine.scheduler.extensions.offload import Offload as Orders
 from jaxengine.scheduler.request import Request
 from jaxengine.tiers.disk import DiskTier
@@ -88,27 +88,6 @@ class Tiers:
         return found if found is not None else self.arriving.get(key)
 
 
-class _Loading:
-    """Pages on their way to the devices for one request.
-
-    Attributes:
-      generation: number of times that pages had been forgotten when it began; start: time.monotonic seconds.
-      num_parts, num_found: parts that have come, and pages and states in them that got a place.
-      future: its result is the number of parts.
-    """
-
-    def __init__(self, load: Load, generation: int):
-        self.load, self.generation, self.start = load, generation, time.monotonic()
-        self.num_found = 0
-        self.future: Future[int] | None = None
-        self.num_parts = 0
-
-    def is_done(self) -> bool:
-        """Whether nothing more will come."""
-        assert self.future is not None
-        return self.future.done() and (self.future.exception() is not None or self.num_parts >= self.future.result())
-
-
 class OffloadStats:
     """Counts of moved pages and states: of each way ("load", "store") the number, bytes and seconds, of dropped ones
     the number.
@@ -144,16 +123,12 @@ class Offload(LoopExtension):
             raise ConfigError.because("kv_offloading_size", f"{host.capacity} bytes hold no page", f"give {size}")
         self.tiers, self.stats = Tiers(host, _open_disk(runner, self._mover)), OffloadStats()
         self._copies = ThreadPoolExecutor(1, "kv-copies")
-        self._loads = ThreadPoolExecutor(1, "kv-loads")
-        self._leaving: deque[tuple[Leaving, Future[dict[bytes, np.ndarray]], float]] = deque()
-        self._loading: list[_Loading] = []
-        self._come: deque[tuple[_Loading, Coming, int]] = deque()
-        self._room = threading.Semaphore(MAX_COMING)
         self._something = threading.Event()
+        self._loads = PageLoads(self._mover, self._something)
+        self._leaving: deque[tuple[Leaving, Future[dict[bytes, np.ndarray]], float]] = deque()
         # Copies that wait hold device memory, which on a CPU is the host's.
         self._max_leaving = 1 << 30 if runner.on_cpu else MAX_LEAVING * SIZES[-1]
         self._generation = 0
-        self._is_closing = False
 
     @property
     def _orders(self) -> Orders:
@@ -176,10 +151,8 @@ class Offload(LoopExtension):
         self._save()
         self._keep()
         self._install()
-        done = [each for each in self._loading if each.is_done()]
-        if not done:
+        if not (done := self._loads.take_done()):
             return NO_EVENTS
-        self._loading = [each for each in self._loading if each not in done]
         for each in done:
             self._finish_load(each)
         return Events(ready=[each.load.request for each in done])
@@ -189,7 +162,10 @@ class Offload(LoopExtension):
 
     def after_forward(self, step: InFlight | None) -> Events:
         self._save(filled=True)
-        self._start_loads()
+        orders, tiers = self._orders, self.tiers
+        for load in orders.loads:
+            self._loads.start(load, {key: tiers.find(key) for key in load.keys}, tiers.disk, self._generation)
+        orders.loads = []
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
@@ -201,17 +177,15 @@ class Offload(LoopExtension):
         self._save(filled=True)
 
     def wait(self, seconds: float) -> bool:
-        if not self._loading:
+        if not self._loads.is_busy:
             return False
         self._something.wait(seconds)
         return True
 
     def shutdown(self) -> None:
         """End the threads, after what has left the devices is written to the folder."""
-        self._is_closing = True
         self._copies.shutdown()
-        self._room.release(len(self._loading) + len(self._come) + 1)
-        self._loads.shutdown(cancel_futures=True)
+        self._loads.shutdown()
         self._keep()
         if self.tiers.disk is not None:
             self.tiers.disk.shutdown()
@@ -299,75 +273,14 @@ class Offload(LoopExtension):
                 if self.tiers.disk is not None:
                     self.tiers.disk.write(key, block)
 
-    def _start_loads(self) -> None:
-        orders = self._orders
-        loads, orders.loads = orders.loads, []
-        for load in loads:
-            found = {key: self.tiers.find(key) for key in load.keys}
-            loading = _Loading(load, self._generation)
-            loading.future = self._loads.submit(self._bring, loading, found)
-            loading.future.add_done_callback(lambda _: self._something.set())
-            self._loading.append(loading)
-
-    def _bring(self, loading: _Loading, found: Mapping[bytes, Any]) -> int:
-        """Send the pages and the state of a load to the devices, and return in how many parts. On a thread of its own.
-
-        found: of each key what `Tiers.find` returned.
-        """
-        disk, rank, num_parts = self.tiers.disk, loading.load.rank, 0
-        pages: list[tuple[bytes, np.ndarray]] = []
-
-        def send(make: Callable[[], Coming], size: int) -> None:
-            try:
-                self._come.append((loading, make(), size))
-            except Exception:  # such as too little memory
-                self._room.release()
-                raise
-            self._something.set()
-
-        def flush() -> int:
-            if not pages or not self._make_room():
-                return 0
-            send(lambda: self._mover.send(rank, pages), sum(block.nbytes for _, block in pages))
-            pages.clear()
-            return 1
-
-        for key, block in found.items():
-            if isinstance(block, Future):
-                block = block.result().get(key)
-            elif block is None and disk is not None:
-                block = disk.read(key)
-            is_state = len(key) > _PAGE_KEY_BYTES
-            if block is None or block.nbytes != (self._mover.state_bytes if is_state else self._mover.page_bytes):
-                continue
-            if is_state:
-                if self._make_room():
-                    send(partial(self._mover.send_state, rank, key, block), block.nbytes)
-                    num_parts += 1
-                continue
-            pages.append((key, block))
-            if len(pages) == SIZES[-1]:
-                num_parts += flush()
-        return num_parts + flush()
-
-    def _make_room(self) -> bool:
-        """Wait until another part may be on the devices. Returns False if the engine ends."""
-        while not self._is_closing and threading.main_thread().is_alive():
-            if self._room.acquire(timeout=0.1):
-                return not self._is_closing
-        return False
-
     def _install(self) -> None:
         """Give pages to what has come to the devices, and dispatch the writing."""
-        while self._come:
-            loading, coming, size = self._come.popleft()
-            self._room.release()
-            loading.num_parts += 1
+        for loading, coming, size in self._loads.take_parts():
             if loading.generation != self._generation:
                 continue
             rank = self._ranks[coming.rank]
             if coming.size:
-                entries = rank.take(coming.keys)
+                entries = rank.take(coming.keys, loading.load.pages)
             else:
                 snapshot = rank.take_state(coming.keys[0])
                 entries = [] if snapshot is None else [(coming.keys[0], snapshot)]
@@ -377,10 +290,9 @@ class Offload(LoopExtension):
             loading.num_found += len(entries)
             self.stats.count("load", len(entries), size, 0.0)
 
-    def _finish_load(self, loading: _Loading) -> None:
+    def _finish_load(self, loading: Loading) -> None:
         """Count a load of which nothing more will come."""
-        assert loading.future is not None
-        if (error := loading.future.exception()) is not None:
+        if (error := loading.error) is not None:
             logger.error("pages could not be brought back; they are computed: %s", error)
         seconds = time.monotonic() - loading.start
         self.stats.seconds["load"] += seconds
@@ -393,10 +305,6 @@ class Offload(LoopExtension):
             self._generation = self._orders.num_forgotten
             self.tiers.host.clear()
             self.tiers.arriving.clear()
-
-
-# A digest, and the number of a group.
-_PAGE_KEY_BYTES = 33
 
 
 def _open_disk(runner: ModelRunner, mover: PageMover) -> DiskTier | None:

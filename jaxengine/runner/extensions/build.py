@@ -58,6 +58,12 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
         yield ScoresExtension(shape)
         yield StructuredExtension(shape)
+    yield from _of_options(shape)
+
+
+def _of_options(shape: StageShape) -> Iterator[DeviceExtension]:
+    """Yield the DeviceExtensions that options alone ask for."""
+    config = shape.config
     if config.enable_trace_replay and shape.samples:
         from jaxengine.runner.extensions.trace import TraceExtension
 

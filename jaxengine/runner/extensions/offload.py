@@ -146,9 +146,6 @@ class PageCopies(StageExtension):
         names = {f"{each.name} of {self._stage.programs.model.stage}": each for each in programs}
         self._compiled = {own.name: (own, self._stage.compiled(own._replace(name=name))) for name, own in names.items()}
 
-    def _ids(self, size: int) -> Any:
-        return self._shape.rows(size, np.int32)
-
     def _pool_rows(self, ids: jax.Array) -> jax.Array:
         """Return the rows of a device's pool that pages i32[n] take, i32[n, places]; one past its end for none (-1)."""
         rows = jnp.arange(self._places)[None] * self._num_pages + ids[:, None]
@@ -158,14 +155,14 @@ class PageCopies(StageExtension):
         def gather(data: jax.Array, ids: jax.Array) -> jax.Array:
             return jnp.take(data, self._pool_rows(ids), axis=0, mode="clip")
 
-        arguments = self._data, self._ids(size)
+        arguments = self._data, self._shape.rows(size, np.int32)
         return program_on(self._shape.mesh, f"gather {size}", gather, arguments, self._pages(size), ())
 
     def _scatter(self, size: int) -> Program:
         def scatter(data: jax.Array, ids: jax.Array, pages: jax.Array) -> jax.Array:
             return data.at[self._pool_rows(ids)].set(pages, mode="drop")
 
-        arguments = self._data, self._ids(size), self._pages(size)
+        arguments = self._data, self._shape.rows(size, np.int32), self._pages(size)
         return program_on(self._shape.mesh, f"scatter {size}", scatter, arguments, self._data, (0,))
 
     def _gather_states(self) -> Program:
@@ -173,7 +170,7 @@ class PageCopies(StageExtension):
             rows = jnp.clip(ids + self._first_row, 0)
             return [leaf[rows] for leaf in leaves]
 
-        arguments = self._states, self._ids(1)
+        arguments = self._states, self._shape.rows(1, np.int32)
         return program_on(self._shape.mesh, "gather states", gather, arguments, self._rows, ())
 
     def _scatter_states(self) -> Program:
@@ -181,7 +178,7 @@ class PageCopies(StageExtension):
             places = jnp.where(ids < 0, leaves[0].shape[0], ids + self._first_row)
             return [leaf.at[places].set(row, mode="drop") for leaf, row in zip(leaves, rows, strict=True)]
 
-        arguments = self._states, self._ids(1), self._rows
+        arguments = self._states, self._shape.rows(1, np.int32), self._rows
         return program_on(self._shape.mesh, "scatter states", scatter, arguments, self._states, (0,))
 
 

@@ -69,9 +69,10 @@ def test_the_longest_prefix_is_found(windows, num_snapshots):
         wanted = [key for key in needed(longest, windows) if key not in here]
         if num_snapshots and longest and DIGESTS[longest - 1] not in states:
             wanted.append(state_key(DIGESTS[longest - 1]))
-        assert sorted(found.missing) == sorted(wanted)
+        assert sorted(found.missing) == sorted(wanted) and sorted(found.pages) == sorted(needed(longest, windows))
         # Without a store it is what the pool alone serves, and once all has come, the pool serves it.
-        assert reach(tables, DIGESTS, lambda key: False) == (tables.lookup(DIGESTS).num_columns, [])
+        alone = reach(tables, DIGESTS, lambda key: False)
+        assert (alone.num_columns, alone.missing) == (tables.lookup(DIGESTS).num_columns, [])
         for page, key in zip(tables.pool.allocate(len(wanted)).tolist(), wanted, strict=True):
             if len(key) > 33:
                 assert tables.snapshots is not None and tables.snapshots.put(key[:32]) is not None
