@@ -28,9 +28,9 @@ class HostTier:
         self._is_arc = policy == ARC
         self._once: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._again: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        # Of evicted blocks the sizes, and how many bytes blocks that were used once should have.
-        self._once_gone: OrderedDict[bytes, int] = OrderedDict()
-        self._again_gone: OrderedDict[bytes, int] = OrderedDict()
+        # Keys of evicted blocks, and how many blocks that were used once there should be.
+        self._once_gone: OrderedDict[bytes, None] = OrderedDict()
+        self._again_gone: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0
         self._pins: dict[bytes, int] = {}
 
@@ -54,7 +54,7 @@ class HostTier:
         """
         if key in self:
             return True
-        is_again = self._adapt(key, block.nbytes)
+        is_again = self._adapt(key)
         if not self._make_room(block.nbytes):
             return False
         (self._again if is_again else self._once)[key] = block
@@ -78,18 +78,20 @@ class HostTier:
             each.clear()
         self.num_bytes = self._target = 0
 
-    def _adapt(self, key: bytes, size: int) -> bool:
+    def _adapt(self, key: bytes) -> bool:
         """Whether a new block's key was evicted not long ago, so that it counts as used again; then the share of the
         list that evicted it grows.
         """
         if not self._is_arc:
             return False
-        once, again = sum(self._once_gone.values()), sum(self._again_gone.values())
-        if self._once_gone.pop(key, None) is not None:
-            self._target = min(self.capacity, self._target + size * max(1, again // max(1, once)))
+        once, again = len(self._once_gone), len(self._again_gone)
+        if key in self._once_gone:
+            del self._once_gone[key]
+            self._target = min(len(self), self._target + max(1, again // max(1, once)))
             return True
-        if self._again_gone.pop(key, None) is not None:
-            self._target = max(0, self._target - size * max(1, once // max(1, again)))
+        if key in self._again_gone:
+            del self._again_gone[key]
+            self._target = max(0, self._target - max(1, once // max(1, again)))
             return True
         return False
 
@@ -98,13 +100,13 @@ class HostTier:
         if size > self.capacity:
             return False
         while self.num_bytes + size > self.capacity:
-            once_first = not self._again or sum(each.nbytes for each in self._once.values()) > self._target
+            once_first = not self._again or len(self._once) > self._target
             lists = [(self._once, self._once_gone), (self._again, self._again_gone)]
             if not any(self._evict(*own) for own in (lists if once_first else lists[::-1])):
                 return False
         return True
 
-    def _evict(self, blocks: OrderedDict[bytes, np.ndarray], gone: OrderedDict[bytes, int]) -> bool:
+    def _evict(self, blocks: OrderedDict[bytes, np.ndarray], gone: OrderedDict[bytes, None]) -> bool:
         """Evict the least recently used block of a list that is not pinned. Returns False if there is none."""
         key = next((key for key in blocks if key not in self._pins), None)
         if key is None:
@@ -113,7 +115,7 @@ class HostTier:
         self.num_bytes -= block.nbytes
         self.num_evicted += 1
         if self._is_arc:
-            gone[key] = block.nbytes
-            while sum(gone.values()) > self.capacity:
+            gone[key] = None
+            if len(gone) > len(self) + 1:  # as many as there are blocks
                 gone.popitem(last=False)
         return True

@@ -28,7 +28,7 @@ from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, Pag
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.weight_update import checksums
 from jaxengine.scheduler.batch import ScheduledStep, StepResult
-from jaxengine.scheduler.extensions.offload import NAME, RankOffload
+from jaxengine.scheduler.extensions.offload import NAME
 from jaxengine.scheduler.extensions.offload import Offload as Orders
 from jaxengine.scheduler.request import Request
 from jaxengine.tiers.disk import DiskTier
@@ -122,6 +122,7 @@ class Offload(LoopExtension):
             size = f"{self._mover.page_bytes} bytes, one page at least"
             raise ConfigError.because("kv_offloading_size", f"{host.capacity} bytes hold no page", f"give {size}")
         self.tiers, self.stats = Tiers(host, _open_disk(runner, self._mover)), OffloadStats()
+        self._disk = self.tiers.disk
         self._copies = ThreadPoolExecutor(1, "kv-copies")
         self._something = threading.Event()
         self._loads = PageLoads(self._mover, self._something)
@@ -136,10 +137,6 @@ class Offload(LoopExtension):
         found = self.loop.scheduler.extension(NAME)
         found.store = self.tiers
         return found
-
-    @property
-    def _ranks(self) -> Sequence[RankOffload]:
-        return self._orders.ranks
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
@@ -187,8 +184,8 @@ class Offload(LoopExtension):
         self._copies.shutdown()
         self._loads.shutdown()
         self._keep()
-        if self.tiers.disk is not None:
-            self.tiers.disk.shutdown()
+        if self._disk is not None:
+            self._disk.shutdown()
 
     def flush(self, seconds: float = 30.0) -> bool:
         """Wait until what has left the devices so far is stored, for `seconds` at most; return whether it is."""
@@ -236,7 +233,7 @@ class Offload(LoopExtension):
             self.tiers.disk = None
         for states in (False, True):
             ranks = []
-            for rank in self._ranks:
+            for rank in self._orders.ranks:
                 orders = rank.states if states else rank.pages
                 due = orders.leaving | (orders.filled if filled else {})
                 orders.leaving.clear()
@@ -278,7 +275,7 @@ class Offload(LoopExtension):
         for loading, coming, size in self._loads.take_parts():
             if loading.generation != self._generation:
                 continue
-            rank = self._ranks[coming.rank]
+            rank = self._orders.ranks[coming.rank]
             if coming.size:
                 entries = rank.take(coming.keys, loading.load.pages)
             else:
