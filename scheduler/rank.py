@@ -134,7 +134,7 @@ class Rank:
         """
         request.compute_with(self.weights_digest)
         known = request.known_token_ids()
-        hits = self._cached_pages(request, known)
+        hits = self.pages.lookup(self.findable(request, known) if self.config.enable_prefix_caching else ())
         cached = hits.num_columns * self.config.page_size
         count = self._chunk(request, cached, len(known) - cached, hits)
         if not count or (count < len(known) - cached and not self.config.enable_chunked_prefill):
@@ -374,16 +374,14 @@ class Rank:
             count = extension.chunk(request, start, count, hits)
         return count
 
-    def _cached_pages(self, request: Request, known: np.ndarray) -> Hits:
-        """Return the cached pages that hold a prefix of the request's tokens `known` i32[n], in whole pages; at least
-        one token is left to compute, and at most `most_cached` come from the cache. Finds none without prefix caching.
+    def findable(self, request: Request, known: np.ndarray) -> Sequence[bytes]:
+        """Return the digests of the leading pages of a request's tokens `known` i32[n] that need not be computed if
+        they are found; at least one token is left to compute, and at most `most_cached` come from a cache.
         """
-        if not self.config.enable_prefix_caching:
-            return self.pages.lookup(())
         hashes = request.extend_page_hashes(known, self.config.page_size)
         most = request.params.most_cached
         most = len(known) - 1 if most is None else min(most, len(known) - 1)
-        return self.pages.lookup(hashes[: most // self.config.page_size])
+        return hashes[: most // self.config.page_size]
 
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
         """Register in the prefix cache those pages of the slot whose tokens are all among its first `num_computed`.

@@ -26,6 +26,13 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 logger = logging.getLogger(__name__)
 
+_PREEMPTED = (
+    "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space. "
+    "This can affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size "
+    "to provide more KV cache memory, or lower max_num_seqs or max_num_batched_tokens. "
+    "total_num_cumulative_preemption=%d"
+)
+
 
 class Scheduler:
     """Scheduler that decides what each step computes: `schedule` -> the device -> `update`, in that order for every
@@ -379,15 +386,10 @@ class Scheduler:
         and warn of the first and of every fiftieth after it.
         """
         self._put_back(request)
+        modes = [mode for each in self.extensions if (mode := each.preempted(request))]
         if self.num_preemptions % 50 == 0:
-            logger.warning(
-                "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space. "
-                "This can affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size "
-                "to provide more KV cache memory, or lower max_num_seqs or max_num_batched_tokens. "
-                "total_num_cumulative_preemption=%d",
-                request.request_id,
-                self.num_preemptions + 1,
-            )
+            text = _PREEMPTED.replace("RECOMPUTE", modes[0] if modes else "RECOMPUTE")
+            logger.warning(text, request.request_id, self.num_preemptions + 1)
         self.num_preemptions += 1
 
     def _put_back(self, request: Request) -> None:

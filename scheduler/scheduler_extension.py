@@ -44,5 +44,14 @@ class SchedulerExtension:
     def complete(self, step: ScheduledStep) -> None:
         """Add this capability's data to the step of all replicas."""
 
+    def preempted(self, request: Request) -> str | None:
+        """Note that a request has lost its slot for want of pages. Returns how it gets them back, for the log, if not
+        by computing them again.
+        """
+        return None
+
+    def weights_replaced(self) -> None:
+        """Note that requests go on with other weights than those that the digests of their pages name."""
+
     def reset_cache(self) -> None:
         """Drop cached state that only later requests could use."""

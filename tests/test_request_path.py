@@ -81,6 +81,10 @@ NAMED = {
         r"snapshots?\b(?!,)|state_rows\b|StateRows|keeps_states",
         "jaxengine/sampling/sampler.py scheduler/config.py scheduler/rank.py",
     ),
+    "offload": (
+        r"offload|\bswap\b|\btiers?\b",
+        "",
+    ),
     "scores": (
         r"prompt_logprobs|prompt_scores|score_prompts",
         "jaxengine/requests/output_processor.py scheduler/token_params.py",

@@ -190,6 +190,7 @@ ROOMS = {
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine:base jaxengine.config",
     "jaxengine.records": "jaxengine.models",
+    "jaxengine.tiers": "",
     "jaxengine.runner:base": (
         "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages jaxengine.sampling "
         "jaxengine.config"
@@ -235,8 +236,8 @@ ROOMS = {
     "jaxengine.engine": "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner.programs jaxengine.runner",
     "jaxengine.engine.extensions": (
         "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions "
-        "jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records jaxengine.runner.extensions.adapters "
-        "jaxengine.runner "
+        "jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records jaxengine.tiers "
+        "jaxengine.runner.extensions jaxengine.runner.extensions.adapters jaxengine.runner "
         "jaxengine.engine"
     ),
     "jaxengine.engine:loop": (

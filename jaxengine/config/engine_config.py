@@ -14,39 +14,40 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.capture import read_capture, read_capture_layers, settle_capture
 from jaxengine.config.chat_template import read_chat_template
+from jaxengine.config.checks import check_options
 from jaxengine.config.compilation_config import CompilationConfig
-from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
+from jaxengine.config.encoder import EncoderOptions, settle_encoder
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
-from jaxengine.config.fit import FitOptions, check_fit, refuse_fit
-from jaxengine.config.idle_sleep import check_idle_sleep
-from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_pages, check_scales, kv_dtype
-from jaxengine.config.lengths import WORDS, check_length, given_length
+from jaxengine.config.fit import FitOptions, refuse_fit
+from jaxengine.config.kv_cache import check_pages, kv_dtype
+from jaxengine.config.lengths import WORDS, given_length
 from jaxengine.config.logits_processors import (
     processor_classes,
     processors_digest,
     read_processors,
     source_file,
 )
-from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
+from jaxengine.config.lora import LoraOptions, check_lora_model
 from jaxengine.config.multimodal import READERS, MediaOptions
+from jaxengine.config.offload import KVOffloadOptions, KVTransferConfig, settle_offload
 from jaxengine.config.option_names import chosen_options
 from jaxengine.config.pipeline import check_stages, read_layers
 from jaxengine.config.platforms import Platform
 from jaxengine.config.plugins import read_plugins
-from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
+from jaxengine.config.pooler_config import PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.profiler_config import ProfilerConfig
-from jaxengine.config.recording import RecordOptions, check_recording, settle_recording
+from jaxengine.config.recording import RecordOptions, settle_recording
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
 from jaxengine.config.step_tokens import rank_tokens, step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.training import TrainingOptions, check_training
-from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
+from jaxengine.config.values import dtype_name, plain, read_size, whole_number
 from jaxengine.scheduler.buckets import Buckets
-from jaxengine.scheduler.config import POLICIES, SchedulerConfig
+from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.token_params import MAX_LOGPROBS
 from jaxengine.sharding.layout import GATHER, RAGGED, MeshLayout
 
@@ -55,9 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
-DTYPES = ("auto", "float32", "bfloat16")
-LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 SIZES = (
     "max_model_len",
     "max_num_batched_tokens",
@@ -67,6 +65,7 @@ SIZES = (
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
+    "kv_transfer_config": KVTransferConfig.read,
     "structured_outputs_config": StructuredOutputsConfig.read,
     "pooler_config": PoolerConfig.read,
     "speculative_config": SpeculativeConfig.read,
@@ -85,7 +84,14 @@ _READERS = {
 
 @dataclass(frozen=True)
 class EngineConfig(
-    EncoderOptions, FitOptions, LoraOptions, MediaOptions, RecordOptions, SteeringOptions, TrainingOptions
+    EncoderOptions,
+    FitOptions,
+    KVOffloadOptions,
+    LoraOptions,
+    MediaOptions,
+    RecordOptions,
+    SteeringOptions,
+    TrainingOptions,
 ):
     """Engine options, in addition to those of its base classes.
 
@@ -252,56 +258,7 @@ class EngineConfig(
     def __post_init__(self):
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, self._read(field))
-        for name, choices in (
-            ("load_format", LOAD_FORMATS),
-            ("dtype", DTYPES),
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
-            ("scheduling_policy", POLICIES),
-            ("logprobs_mode", LOGPROBS_MODES),
-            ("all2all_backend", (GATHER, RAGGED)),
-            ("runner", ("auto", "generate", "pooling")),
-            ("convert", ("auto", "none", *POOLING_TASKS)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(name, getattr(self, name), ", ".join(choices))
-        for field in dataclasses.fields(self):
-            if wanted := kind_missed(getattr(self, field.name), str(field.type)):
-                raise ConfigError(field.name, getattr(self, field.name), wanted)
-        for name, least, most in (
-            ("seed", -(2**63), 2**63 - 1),
-            ("max_model_len", 2, 2**24),
-            ("max_num_seqs", 1, 4096),
-            ("max_num_batched_tokens", 1, 2**20),
-            ("block_size", 1, 1024),
-            ("kv_cache_memory_bytes", 1, 2**60),
-            ("num_gpu_blocks_override", 1, 2**31 - 1),
-            ("long_prefill_token_threshold", 0, 2**24),
-            ("max_logprobs", -1, MAX_LOGPROBS),
-            ("num_state_snapshots", 0, 2**16),
-            *((f"{kind}_parallel_size", 1, 1024) for kind in ("tensor", "data", "pipeline")),
-            ("nnodes", 1, 1024),
-            ("stream_interval", 1, 2**20),
-            ("master_port", 1, 65535),
-            ("cluster_timeout", 1, 86400),
-        ):
-            value = given_length(self.max_model_len) if name == "max_model_len" else getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(name, value, f"{least} to {most}")
-        check_length(self.max_model_len, self.nnodes)
-        check_scales(self.kv_cache_dtype, self.kv_cache_scales)
-        check_lora(self, self.nnodes)
-        check_encoder(self)
-        check_recording(self)
-        check_idle_sleep(self.sleep_idle_seconds, self.nnodes)
-        check_fit(self.fit, self.nnodes)
-        if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
-            raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
-        if self.all2all_backend != GATHER and not self.enable_expert_parallel:
-            raise ConfigError("all2all_backend", self.all2all_backend, f"{GATHER} without enable_expert_parallel")
-        if self.hf_token is not None and not isinstance(self.hf_token, (str, bool)):
-            raise ConfigError.because("hf_token", "hf_token is not a string", "give the token, True, False or None")
-        if self.override_generation_config is not None and not isinstance(self.override_generation_config, Mapping):
-            raise ConfigError("override_generation_config", self.override_generation_config, "a dict, or None")
+        check_options(self)
         if self.pipeline_layers is not None:
             layers = read_layers(self.pipeline_layers, self.pipeline_parallel_size)
             object.__setattr__(self, "pipeline_layers", layers)
@@ -371,9 +328,8 @@ class EngineConfig(
         )
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"])
         chosen.update(settle_encoder(chosen, model, platform, pictures))
-        settle_recording(chosen, model)
-        check_speculation(chosen, model)
-        check_training(chosen, model)
+        for settle in (settle_recording, settle_offload, check_speculation, check_training):
+            settle(chosen, model)
         chosen.update(settle_exact(chosen, model, platform.name))
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors

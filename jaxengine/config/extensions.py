@@ -8,8 +8,8 @@ from jaxengine.scheduler.config import ExtensionOptions
 
 
 def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
-    """Return the options of the scheduler's extensions that a ResolvedConfig determines alone: images, snapshots and
-    adapters.
+    """Return the options of the scheduler's extensions that a ResolvedConfig determines alone: images, snapshots,
+    adapters and stored pages.
 
     Options of drafts depend on grammars too, so the engine's own extensions make them.
     """
@@ -27,4 +27,10 @@ def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
         from jaxengine.scheduler.extensions.adapters import AdapterOptions
 
         options.append(AdapterOptions(config.max_loras))
+    if config.kv_offloading_bytes:
+        from jaxengine.scheduler.extensions.offload import OffloadOptions
+
+        at_once, transfer = config.kv_offloading_folder is not None, config.kv_transfer_config
+        threshold = 0 if transfer is None else transfer.store_threshold
+        options.append(OffloadOptions(at_once, config.preemption_mode, threshold))
     return tuple(options)

@@ -29,12 +29,13 @@ GROUPS: dict[str, str] = {
     """,
     "CacheConfig": """
         block_size gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype kv_cache_scales
-        enable_prefix_caching num_state_snapshots
+        enable_prefix_caching num_state_snapshots kv_offloading_size kv_offloading_path kv_offloading_disk_size
+        kv_transfer_config
     """,
     "SchedulerConfig": """
         max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_token_threshold scheduling_policy
         async_scheduling disable_hybrid_kv_cache_manager max_num_batched_encoder_tokens disable_chunked_mm_input
-        stream_interval
+        stream_interval preemption_mode
     """,
     "ParallelConfig": """
         tensor_parallel_size replicate_kv_heads data_parallel_size enable_expert_parallel all2all_backend

@@ -87,6 +87,20 @@ HELP = {
     "jaxengine:page_slots_used": "Token slots in use of the pages that running requests hold, summed over steps.",
     "jaxengine:page_slots_empty": "Token slots empty of the pages that running requests hold, summed over steps.",
     "jaxengine:num_pages": "KV pages.",
+    "vllm:kv_offload_load_bytes": "Bytes of KV pages and states brought back to the devices.",
+    "vllm:kv_offload_load_time": "Seconds that requests waited for pages to be brought back, summed over requests.",
+    "vllm:kv_offload_store_bytes": "Bytes of KV pages and states copied from the devices.",
+    "vllm:kv_offload_store_time": "Seconds from the dispatch of such copies until host memory had them, summed.",
+    "vllm:kv_offload_cpu_cache_usage_perc": "Share of the host memory for KV pages that is in use, 0 to 1.",
+    "vllm:external_prefix_cache_queries": "Tokens that the pool lacked and requests looked for outside of the devices.",
+    "vllm:external_prefix_cache_hits": "Tokens of these that came back and were not computed.",
+    "jaxengine:kv_offload_load_pages": "KV pages and states brought back to the devices.",
+    "jaxengine:kv_offload_store_pages": "KV pages and states copied from the devices.",
+    "jaxengine:kv_offload_dropped_pages": "KV pages and states not copied because too many copies were on their way.",
+    "jaxengine:kv_offload_disk_bytes": "Bytes of the files of KV pages that this engine knows.",
+    "jaxengine:kv_offload_disk_bad_files": "Files of KV pages that were damaged, and removed.",
+    "jaxengine:kv_offload_disk_failed_writes": "KV pages that could not be written to the folder.",
+    "jaxengine:num_preemptions_by_mode": "Preempted requests, by how they get their pages back: recompute or swap.",
 }
 # Counters that every engine shows, at 0 while nothing of their kind has been asked of it.
 ALWAYS = ("jaxengine:masks", "jaxengine:mask_seconds", "vllm:mm_cache_queries", "vllm:mm_cache_hits")

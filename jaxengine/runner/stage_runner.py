@@ -124,7 +124,7 @@ class StageRunner:
     def program_bytes(self) -> int:
         """Return the bytes of one device that all programs hold; they must be compiled."""
         programs, kv = self.programs, self._kv_shapes
-        forwards = [self._held(programs.forward(key, self.params, kv), own) for key, own in self._forwards.items()]
+        forwards = [self.held(programs.forward(key, self.params, kv), own) for key, own in self._forwards.items()]
         own = sum(each.program_bytes for each in self.extensions.values())
         return sum(forwards) + own + self._held_beside_forwards
 
@@ -273,10 +273,18 @@ class StageRunner:
         """The KV pool as the newest forward pass leaves it."""
         return self._kv
 
+    @pages.setter
+    def pages(self, kv: Any) -> None:
+        self._kv = kv
+
     @property
     def slots(self) -> SlotState:
         """The slot state as the newest forward pass leaves it."""
         return self._state.slots
+
+    @slots.setter
+    def slots(self, slots: SlotState) -> None:
+        self._state = self._state._replace(slots=slots)
 
     def everywhere(self, x: jax.Array) -> jax.Array:
         """Return x [replicas, ...], which is split by replica, in a form that this process can read: whole on every
@@ -301,12 +309,12 @@ class StageRunner:
     @property
     def _held_beside_forwards(self) -> int:
         programs = self.programs
-        changes = [self._held(change, self._changes[name]) for name, change in programs.state_changes().items()]
-        epilogues = [self._held(programs.epilogue(*key, self.params), own) for key, own in self._epilogues.items()]
-        own = [self._held(self._own_program(*key), program) for key, program in self._programs.items()]
+        changes = [self.held(change, self._changes[name]) for name, change in programs.state_changes().items()]
+        epilogues = [self.held(programs.epilogue(*key, self.params), own) for key, own in self._epilogues.items()]
+        own = [self.held(self._own_program(*key), program) for key, program in self._programs.items()]
         return sum(changes) + sum(epilogues) + sum(own)
 
-    def _held(self, program: Program, compiled: Executable) -> int:
+    def held(self, program: Program, compiled: Executable) -> int:
         """Return the bytes that a compiled program holds."""
         return held_by(program, compiled, self.executables, self.programs.description, self._backend)
 

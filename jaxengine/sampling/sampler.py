@@ -114,7 +114,7 @@ def sample(
     which reads no state and is greedy. positions i32[S]: position of the token being sampled. flags: features that some
     row needs; parts whose flag is False are skipped. A row's token depends on its logits, its slot's parameters and its
     position, never on its neighbours or on S; it is -1, none, where the logits hold NaN or +inf or every token is
-    forbidden. max_logprobs: best tokens reported for each row. logprobs_mode is one of vLLM's (config.LOGPROBS_MODES):
+    forbidden. max_logprobs: best tokens reported for each row. logprobs_mode: vLLM's (config.checks.LOGPROBS_MODES);
     the raw ones report the given logits, the processed ones those sampled from, temperature and truncation included.
 
     Each of the following may be None, if no row has any. assumed i32[S, k]: output tokens of each row that

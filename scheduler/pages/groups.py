@@ -48,7 +48,7 @@ class PageTables:
     Attributes:
       pool: the pool that pages come from.
       table: i32[G, max_num_seqs, columns], page ids, -1 where a slot holds no page.
-      num_groups: cache groups.
+      num_groups: cache groups; whole: those that keep all keys; windowed: (group, window) of the others.
       num_columns: i32[max_num_seqs], columns that a slot has begun.
       snapshots: recurrent states of prefixes; None if none are kept.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
@@ -60,13 +60,13 @@ class PageTables:
         groups, slots = len(config.windows), config.max_num_seqs
         count = config.num_snapshots
         self.snapshots = Snapshots(count, slots, config.page_size) if count else None
-        self._windowed = [(group, window) for group, window in enumerate(config.windows) if window is not None]
-        self._whole = [group for group, window in enumerate(config.windows) if window is None]
+        self.windowed = [(group, window) for group, window in enumerate(config.windows) if window is not None]
+        self.whole = [group for group, window in enumerate(config.windows) if window is None]
         # Columns behind a token that begins one, of which its window shows something: those and its own are all that a
         # decode holds, i64[g, 1] of the groups with windows.
-        behind = [min(-(-(window - 1) // self.page_size), config.max_pages_per_seq) for _, window in self._windowed]
+        behind = [min(-(-(window - 1) // self.page_size), config.max_pages_per_seq) for _, window in self.windowed]
         self._behind_new = np.array(behind, np.int64)[:, None]
-        self._window_groups = np.array([group for group, _ in self._windowed], np.int64)[:, None]
+        self._window_groups = np.array([group for group, _ in self.windowed], np.int64)[:, None]
         # The tables in one piece, with columns without pages in front, so that every column has some behind it.
         pad = 1 + max(behind, default=0)
         places = np.full((groups, slots, pad + config.max_pages_per_seq), -1, np.int32)
@@ -74,11 +74,11 @@ class PageTables:
         self.num_groups = groups
         self.num_columns = np.zeros(slots, np.int32)
         # Of the groups with windows: columns whose pages a slot holds, the last ones.
-        self._held = np.zeros((len(self._windowed), slots), np.int32)
+        self._held = np.zeros((len(self.windowed), slots), np.int32)
         self.deltas: list[Deltas] = []
         self._num_registered = np.zeros(slots, np.int32)
         # A slot's first row is its own number; those of groups with windows stand in front.
-        order = [group for group, _ in self._windowed] + self._whole
+        order = [group for group, _ in self.windowed] + self.whole
         self._first_rows = slots * np.array(order, np.int64)[:, None]
 
     @property
@@ -92,7 +92,7 @@ class PageTables:
 
     def count_held(self, slots: np.ndarray) -> int:
         """Return the number of pages that `slots` i64[n] hold, over all groups."""
-        return len(self._whole) * int(self.num_columns[slots].sum()) + int(self._held[:, slots].sum())
+        return len(self.whole) * int(self.num_columns[slots].sum()) + int(self._held[:, slots].sum())
 
     def num_missing(self, slot: int, num_tokens: int) -> int:
         """Return the number of pages that must be added so that the slot's first `num_tokens` tokens have pages."""
@@ -109,7 +109,7 @@ class PageTables:
         """Return the number of free pages that one more column for each of `slots` i64[n] takes, less those that
         windows free.
         """
-        return len(self._whole) * len(slots) + int(np.count_nonzero(self._held[:, slots] <= self._behind_new))
+        return len(self.whole) * len(slots) + int(np.count_nonzero(self._held[:, slots] <= self._behind_new))
 
     def can_take(self, hits: Hits, num_pages: int) -> bool:
         """Whether the pool has `num_pages` free pages in addition to those of `hits`."""
@@ -122,32 +122,32 @@ class PageTables:
         digests: of the prefix's pages, in order. Nothing is reserved: the pages may be given to others until `begin`.
         """
         run, whole = len(digests), {}
-        for group in self._whole:
+        for group in self.whole:
             whole[group] = self.pool.lookup([page_key(digest, group) for digest in digests[:run]])
             run = len(whole[group])
-        found = [[self.pool.find(page_key(digest, group)) for digest in digests[:run]] for group, _ in self._windowed]
+        found = [[self.pool.find(page_key(digest, group)) for digest in digests[:run]] for group, _ in self.windowed]
         # For each column, how many before it are there without a gap.
-        gapless = [_gapless(pages) for pages in found]
+        counts = [gapless([page is not None for page in pages]) for pages in found]
         num_known = run
         while run and (
             (self.snapshots is not None and not self.snapshots.has(digests[run - 1]))
             or any(
-                count[run] < run - self._behind(run * self.page_size, window)
-                for count, (_, window) in zip(gapless, self._windowed, strict=True)
+                count[run] < run - self.behind(run * self.page_size, window)
+                for count, (_, window) in zip(counts, self.windowed, strict=True)
             )
         ):
             run -= 1
         pages: list[np.ndarray] = [np.empty(0, np.int32)] * self.num_groups
         for group, every in whole.items():
             pages[group] = every[:run]
-        for each, (group, window) in zip(found, self._windowed, strict=True):
-            pages[group] = np.array(each[self._behind(run * self.page_size, window) : run], np.int32)
+        for each, (group, window) in zip(found, self.windowed, strict=True):
+            pages[group] = np.array(each[self.behind(run * self.page_size, window) : run], np.int32)
         return Hits(run, tuple(pages), num_known)
 
     def begin(self, slot: int, hits: Hits) -> None:
         """Give a slot without pages those of a cached prefix, the result of `lookup`."""
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
-        self._held[:, slot] = [len(hits.pages[group]) for group, _ in self._windowed]
+        self._held[:, slot] = [len(hits.pages[group]) for group, _ in self.windowed]
         for group, pages in enumerate(hits.pages):
             if len(pages):
                 self.pool.acquire(pages)
@@ -175,14 +175,14 @@ class PageTables:
         columns, count = self.num_columns[slots], len(slots)
         rows = slots + self._first_rows
         places = rows * self._width + (columns + self._pad)
-        if not self._windowed:
+        if not self.windowed:
             pages = self.pool.allocate(self.num_groups * count)
         else:
-            behind = places[: len(self._windowed)] - (1 + self._behind_new)
+            behind = places[: len(self.windowed)] - (1 + self._behind_new)
             pages = self._places[behind].ravel()
             self._places[behind] = -1
             if self.pool.are_nameless(pages):
-                pages = np.concatenate((pages, self.pool.allocate(len(self._whole) * count)))
+                pages = np.concatenate((pages, self.pool.allocate(len(self.whole) * count)))
             else:
                 self._held[:, slots] += (pages < 0).reshape(-1, count)
                 self.pool.free(pages[pages >= 0])
@@ -204,9 +204,9 @@ class PageTables:
         does it, too.
         """
         columns = int(self.num_columns[slot])
-        for index, (group, window) in enumerate(self._windowed):
+        for index, (group, window) in enumerate(self.windowed):
             first = columns - int(self._held[index, slot])
-            if (end := min(self._behind(position, window), columns)) > first:
+            if (end := min(self.behind(position, window), columns)) > first:
                 self.pool.free(self.table[group, slot, first:end].copy())
                 self.table[group, slot, first:end] = -1
                 self._held[index, slot] = columns - end
@@ -264,7 +264,7 @@ class PageTables:
     def _columns(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def _behind(self, position: int, window: int) -> int:
+    def behind(self, position: int, window: int) -> int:
         """Return the number of leading columns that a token at `position`, and all later ones, do not see through this
         window.
         """
@@ -276,9 +276,9 @@ def page_key(digest: bytes, group: int) -> bytes:
     return digest + bytes((group,)) if group else digest
 
 
-def _gapless(pages: Sequence[int | None]) -> list[int]:
-    """Return, for each n from 0 to len(pages), how many of the first n pages at their end are there without a gap."""
+def gapless(is_there: Sequence[bool]) -> list[int]:
+    """Return, for each n from 0 to len(is_there), how many of the first n at their end are true without a gap."""
     counts = [0]
-    for page in pages:
-        counts.append(0 if page is None else counts[-1] + 1)
+    for each in is_there:
+        counts.append(counts[-1] + 1 if each else 0)
     return counts

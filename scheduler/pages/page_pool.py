@@ -7,8 +7,24 @@ content can be looked up by its digest until the page is allocated again).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+
+
+class PageListener(Protocol):
+    """Observer of what can be found in a pool of pages, or among snapshots. A page's content is that of the steps
+    dispatched so far, until the next one is.
+    """
+
+    def registered(self, digest: bytes, page: int) -> None:
+        """Note that a page can be found under a digest. The step being scheduled may be the one that fills it."""
+
+    def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Note that pages have been taken for other content and are no longer found under their digests."""
+
+    def forgotten(self) -> None:
+        """Note that nothing can be found any more."""
 
 
 class PagePool:
@@ -17,7 +33,12 @@ class PagePool:
     Blank pages are allocated first, then the cached ones least recently freed. The cached ones are ordered by a ring of
     page ids in which a page that was found again leaves a stale entry: an entry counts only while `_position[page]`
     names it.
+
+    Attributes:
+      listener: what observes the cached pages; None for nothing.
     """
+
+    listener: PageListener | None = None
 
     def __init__(self, num_pages: int, *, enable_caching: bool = True):
         if num_pages < 1:
@@ -104,6 +125,8 @@ class PagePool:
             self._page_of[digest] = page
             self._digest_of[page] = digest
             self._named[page] = True
+            if self.listener is not None:
+                self.listener.registered(digest, page)
 
     def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
         """Return the pages of the longest known prefix of a digest chain, i32[n]; n is 0 if the first digest is
@@ -134,6 +157,8 @@ class PagePool:
         self._blank[self._num_blank : self._num_blank + len(cached)] = cached
         self._num_blank += len(cached)
         self._num_cached = self._head = self._tail = 0
+        if self.listener is not None:
+            self.listener.forgotten()
 
     def page_states(self) -> np.ndarray:
         """Return u8[num_pages]: 0 blank, 1 cached, 2 referenced once, 3 shared by several. O(num_pages), for the status
@@ -189,6 +214,8 @@ class PagePool:
             taken += pages[valid].tolist()
             full = len(taken) == count
             self._head = int(window[valid[-1]]) + 1 if full else int(window[-1]) + 1
+        if self.listener is not None:
+            self.listener.evicted([self._digest_of[page] or b"" for page in taken], taken)
         for page in taken:
             digest = self._digest_of[page]
             assert digest is not None

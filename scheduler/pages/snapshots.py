@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxengine.scheduler.pages.page_pool import PageListener
+
 LOAD, POSITION, SAVE = range(3)
 
 
@@ -38,7 +40,12 @@ class Snapshots:
 
     A snapshot can be found only from the step after the one that saves it, because a step's rows read and write states
     in no order. For the same reason a snapshot that a step reads or writes is not reused within that step.
+
+    Attributes:
+      listener: what observes the states that can be found; None for nothing.
     """
+
+    listener: PageListener | None = None
 
     def __init__(self, num_snapshots: int, max_num_seqs: int, page_size: int):
         self.page_size = page_size
@@ -102,14 +109,34 @@ class Snapshots:
         digest = digests[computed // self.page_size - 1]
         if digest in self._of or digest in self._made:
             return
-        if not self._free:
-            unused = next((old for old, snapshot in self._of.items() if snapshot not in self._busy), None)
-            if unused is None:
-                return
-            self._free.append(self._of.pop(unused))
+        if not self._make_room():
+            return
         self._made[digest] = snapshot = self._free.pop()
         self._busy.add(snapshot)
         self._entries[slot, POSITION], self._entries[slot, SAVE] = computed, snapshot
+        if self.listener is not None:
+            self.listener.registered(digest, snapshot)
+
+    def put(self, digest: bytes) -> int | None:
+        """Return the snapshot that a state is to be written to before the next step, from which it can be found; None
+        if it is stored already, or if the newest step uses every snapshot.
+        """
+        if digest in self._of or digest in self._made or not self._make_room():
+            return None
+        self._of[digest] = snapshot = self._free.pop()
+        return snapshot
+
+    def _make_room(self) -> bool:
+        """Whether a snapshot is free, in place of the least recently used one that the newest step does not use."""
+        if self._free:
+            return True
+        unused = next((old for old, snapshot in self._of.items() if snapshot not in self._busy), None)
+        if unused is None:
+            return False
+        self._free.append(self._of.pop(unused))
+        if self.listener is not None:
+            self.listener.evicted([unused], self._free[-1:])
+        return True
 
     def reset(self) -> None:
         """Forget every stored state; those that steps in flight write or read are not affected."""

@@ -98,6 +98,8 @@ class Adapters(LoopExtension):
             for request in scheduler.requests:
                 if request.adapter is old:
                     request.adapter = new
+        for extension in scheduler.extensions:
+            extension.weights_replaced()
         if kv == "drop":
             scheduler.reset_prefix_cache()
             for extension in scheduler.extensions:

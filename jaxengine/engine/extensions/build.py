@@ -65,6 +65,7 @@ class Extensions:
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
+            "offload": "offload" in runner.extensions,
             "recording": "recording" in runner.extensions,
             "routed_experts": "routed_experts" in runner.extensions,
             "trace": "trace" in runner.extensions,
@@ -208,6 +209,11 @@ class Extensions:
         media = None if self._inputs is None else self._inputs.media
         return Pictures(None if media is None else media.cache)
 
+    def _offload(self) -> LoopExtension:
+        from jaxengine.engine.extensions.offload import Offload
+
+        return Offload(self._runner)
+
     def _structured(self) -> LoopExtension:
         if self._tokenizer is None or self._inputs is None:
             raise RequestError("structured_outputs needs a tokenizer", param="structured_outputs")
@@ -299,6 +305,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "drafts": Extensions._drafts,
     "idle_sleep": _idle_sleep,
     "logits_processors": _logits_processors,
+    "offload": Extensions._offload,
     "pictures": Extensions._pictures,
     "pooling": _pooling,
     "recording": _recording,

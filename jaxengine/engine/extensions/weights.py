@@ -141,6 +141,7 @@ class Weights(Pauses):
         if kv == "drop":
             scheduler.reset_prefix_cache()
         for extension in scheduler.extensions:
+            extension.weights_replaced()
             extension.reset_cache()
         if sleep.are_present(self.loop.runner):  # else some are still in host memory, such as adapters
             self._asleep.discard(WEIGHTS)

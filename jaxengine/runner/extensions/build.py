@@ -58,6 +58,12 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
         yield ScoresExtension(shape)
         yield StructuredExtension(shape)
+    yield from _of_options(shape)
+
+
+def _of_options(shape: StageShape) -> Iterator[DeviceExtension]:
+    """Yield the DeviceExtensions that options alone ask for."""
+    config = shape.config
     if config.enable_trace_replay and shape.samples:
         from jaxengine.runner.extensions.trace import TraceExtension
 
@@ -70,6 +76,10 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.logits_processors import ProcessorsExtension
 
         yield ProcessorsExtension(shape)
+    if config.kv_offloading_bytes:
+        from jaxengine.runner.extensions.offload import OffloadExtension
+
+        yield OffloadExtension(shape)
     if config.record_steps is not None:
         from jaxengine.runner.extensions.recording import RecordingExtension
 

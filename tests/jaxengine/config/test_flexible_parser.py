@@ -84,7 +84,7 @@ def test_words_after_two_hyphens_stay():
         ("serve --help=max_model_len", "--max-model-len", "--max-num-seqs"),
         ("serve --help=ModelConfig", "--tokenizer-revision", "--block-size"),
         ("serve --help=cacheconfig", "--block-size", "--tokenizer-revision"),
-        ("serve --help=listgroup", "SchedulerConfig: 10", "--block-size"),
+        ("serve --help=listgroup", "SchedulerConfig: 11", "--block-size"),
         ("bench latency --help=all", "--block-size", "SchedulerConfig"),
         ("serve --help=cpu-offload-gb", "without an effect here, or refused: --cpu-offload-gb", "--block-size"),
     ],

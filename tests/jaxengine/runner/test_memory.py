@@ -15,7 +15,7 @@ def test_every_loaded_program_counts(make_llm):
     (stage,) = runner.stages
     num_programs = len(runner.buckets) + len(stage.programs.epilogue_sizes()) + len(stage.programs.state_changes())
     whole = stage.program_bytes
-    held = [stage._held(each, None) for each in _programs(stage)]  # remembered by now
+    held = [stage.held(each, None) for each in _programs(stage)]  # remembered by now
     assert len(held) == num_programs and min(held) > 0
     assert whole == sum(held) > 3 * max(held)
 
@@ -28,7 +28,7 @@ def test_a_program_that_was_loaded_counts_as_when_it_was_compiled(tiny_options, 
     def held(**options) -> list[int]:
         runner = LLM(**options).core.engine.runner
         (stage,) = runner.stages
-        return [stage._held(program, stage._changes[name]) for name, program in stage.programs.state_changes().items()]
+        return [stage.held(program, stage._changes[name]) for name, program in stage.programs.state_changes().items()]
 
     LLM(**options)
     for file in tmp_path.glob("*.xla"):

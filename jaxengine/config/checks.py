@@ -1,0 +1,89 @@
+"""Checks of engine options that need neither a model nor a platform."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jaxengine.config.encoder import check_encoder
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.fit import check_fit
+from jaxengine.config.idle_sleep import check_idle_sleep
+from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales
+from jaxengine.config.lengths import check_length, given_length
+from jaxengine.config.lora import check_lora
+from jaxengine.config.offload import check_offload
+from jaxengine.config.pooler_config import POOLING_TASKS
+from jaxengine.config.recording import check_recording
+from jaxengine.config.values import kind_missed
+from jaxengine.scheduler.config import POLICIES
+from jaxengine.scheduler.token_params import MAX_LOGPROBS
+from jaxengine.sharding.layout import GATHER, RAGGED
+
+if TYPE_CHECKING:
+    from jaxengine.config.engine_config import EngineConfig
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
+DTYPES = ("auto", "float32", "bfloat16")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+_CHOICES = {
+    "load_format": LOAD_FORMATS,
+    "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "scheduling_policy": POLICIES,
+    "logprobs_mode": LOGPROBS_MODES,
+    "all2all_backend": (GATHER, RAGGED),
+    "runner": ("auto", "generate", "pooling"),
+    "convert": ("auto", "none", *POOLING_TASKS),
+}
+# Option -> its least and its largest value.
+_RANGES = {
+    "seed": (-(2**63), 2**63 - 1),
+    "max_model_len": (2, 2**24),
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 2**20),
+    "block_size": (1, 1024),
+    "kv_cache_memory_bytes": (1, 2**60),
+    "num_gpu_blocks_override": (1, 2**31 - 1),
+    "long_prefill_token_threshold": (0, 2**24),
+    "max_logprobs": (-1, MAX_LOGPROBS),
+    "num_state_snapshots": (0, 2**16),
+    **{f"{kind}_parallel_size": (1, 1024) for kind in ("tensor", "data", "pipeline")},
+    "nnodes": (1, 1024),
+    "stream_interval": (1, 2**20),
+    "master_port": (1, 65535),
+    "cluster_timeout": (1, 86400),
+}
+
+
+def check_options(config: EngineConfig) -> None:
+    """Raise ConfigError for the first option that has a value of another kind or out of its range, or that contradicts
+    another one.
+    """
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ConfigError(name, getattr(config, name), ", ".join(choices))
+    for field in dataclasses.fields(config):
+        if wanted := kind_missed(getattr(config, field.name), str(field.type)):
+            raise ConfigError(field.name, getattr(config, field.name), wanted)
+    for name, (least, most) in _RANGES.items():
+        value = given_length(config.max_model_len) if name == "max_model_len" else getattr(config, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(name, value, f"{least} to {most}")
+    check_length(config.max_model_len, config.nnodes)
+    check_scales(config.kv_cache_dtype, config.kv_cache_scales)
+    check_lora(config, config.nnodes)
+    check_encoder(config)
+    check_recording(config)
+    check_offload(config, config.nnodes)
+    check_idle_sleep(config.sleep_idle_seconds, config.nnodes)
+    check_fit(config.fit, config.nnodes)
+    if (share := config.gpu_memory_utilization) is not None and not 0 < share <= 1:
+        raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
+    if config.all2all_backend != GATHER and not config.enable_expert_parallel:
+        raise ConfigError("all2all_backend", config.all2all_backend, f"{GATHER} without enable_expert_parallel")
+    if config.hf_token is not None and not isinstance(config.hf_token, (str, bool)):
+        raise ConfigError.because("hf_token", "hf_token is not a string", "give the token, True, False or None")
+    if config.override_generation_config is not None and not isinstance(config.override_generation_config, Mapping):
+        raise ConfigError("override_generation_config", config.override_generation_config, "a dict, or None")

@@ -1,0 +1,139 @@
+"""Loads of stored pages: a thread reads them from files where host memory lacks them, and sends them to the devices.
+
+What has come to the devices is handed to the engine's thread part by part, and few parts are there at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from jaxengine.runner.extensions.offload import MAX_COMING, SIZES, Coming, PageMover
+from jaxengine.scheduler.extensions.offload import Load
+from jaxengine.tiers.disk import DiskTier
+
+# Content in host memory, a copy that brings it there, or neither.
+Block = np.ndarray | Future[dict[bytes, np.ndarray]] | None
+# Of the key of a page: a digest, and the number of a group.
+_PAGE_KEY_BYTES = 33
+
+
+class Loading:
+    """Pages on their way to the devices for one request.
+
+    Attributes:
+      generation: number of times that pages had been forgotten when it began; start: time.monotonic seconds.
+      num_found: pages and states that got a place.
+      error: what ended it early; None for nothing.
+    """
+
+    def __init__(self, load: Load, generation: int):
+        self.load, self.generation, self.start = load, generation, time.monotonic()
+        self.num_found = self.num_taken = 0
+        self.num_parts: int | None = None
+        self.error: BaseException | None = None
+
+
+class PageLoads:
+    """Loads that have begun. Methods are for the engine's thread."""
+
+    def __init__(self, mover: PageMover, something: threading.Event):
+        """Start without any. something: is set whenever there is something to take."""
+        self._mover, self._something = mover, something
+        self._thread = ThreadPoolExecutor(1, "kv-loads")
+        self._loading: list[Loading] = []
+        self._come: deque[tuple[Loading, Coming, int]] = deque()
+        self._room = threading.Semaphore(MAX_COMING)
+        self._is_closing = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a load has begun and was not taken as done."""
+        return bool(self._loading)
+
+    def start(self, load: Load, found: Mapping[bytes, Block], disk: DiskTier | None, generation: int) -> None:
+        """Begin a load. found: each of its keys, with its content if host memory has it. disk: for those that it lacks.
+        generation: as of Loading.
+        """
+        self._loading.append(loading := Loading(load, generation))
+        self._thread.submit(self._run, loading, found, disk)
+
+    def take_parts(self) -> Iterator[tuple[Loading, Coming, int]]:
+        """Yield what has come to the devices: the load, its part, and the part's bytes."""
+        while self._come:
+            loading, coming, size = self._come.popleft()
+            self._room.release()
+            loading.num_taken += 1
+            yield loading, coming, size
+
+    def take_done(self) -> list[Loading]:
+        """Return the loads whose parts have all been taken, and forget them."""
+        done = [each for each in self._loading if each.num_parts == each.num_taken]
+        if done:
+            self._loading = [each for each in self._loading if each not in done]
+        return done
+
+    def shutdown(self) -> None:
+        """End the thread; loads that have begun do not end any more."""
+        self._is_closing = True
+        self._thread.shutdown(cancel_futures=True)
+
+    def _run(self, loading: Loading, found: Mapping[bytes, Block], disk: DiskTier | None) -> None:
+        parts = 0
+        try:
+            for size, send in self._parts(loading.load.rank, found, disk):
+                if not self._make_room():
+                    break
+                self._come.append((loading, self._sent(send), size))
+                parts += 1
+                self._something.set()
+        except Exception as error:  # such as too little memory on the devices
+            loading.error = error
+        loading.num_parts = parts
+        self._something.set()
+
+    def _parts(
+        self, rank: int, found: Mapping[bytes, Block], disk: DiskTier | None
+    ) -> Iterator[tuple[int, Callable[[], Coming]]]:
+        """Yield bytes, and the function that sends them to the devices, of each part. Blocks of another size than the
+        model's are left out.
+        """
+        mover = self._mover
+        pages: list[tuple[bytes, np.ndarray]] = []
+        for key, block in found.items():
+            if isinstance(block, Future):
+                block = block.result().get(key)
+            elif block is None and disk is not None:
+                block = disk.read(key)
+            is_state = len(key) > _PAGE_KEY_BYTES
+            if block is None or block.nbytes != (mover.state_bytes if is_state else mover.page_bytes):
+                continue
+            if is_state:
+                yield block.nbytes, partial(mover.send_state, rank, key, block)
+                continue
+            pages.append((key, block))
+            if len(pages) == SIZES[-1]:
+                yield len(pages) * mover.page_bytes, partial(mover.send, rank, pages)
+                pages = []
+        if pages:
+            yield len(pages) * mover.page_bytes, partial(mover.send, rank, pages)
+
+    def _sent(self, send: Callable[[], Coming]) -> Coming:
+        try:
+            return send()
+        except Exception:
+            self._room.release()
+            raise
+
+    def _make_room(self) -> bool:
+        """Wait until another part may be on the devices. Returns False if the engine or the process ends."""
+        while not self._is_closing and threading.main_thread().is_alive():
+            if self._room.acquire(timeout=0.1):
+                return True
+        return False

@@ -1,0 +1,344 @@
+"""Offload: copies pages and recurrent states between the devices and host memory, beside the steps.
+
+Pages that leave are gathered into an array of their own, in the order of the steps, and copied to the host while later
+steps run. Pages that come back are sent to the devices first, and written into the pool once they are there. The
+programs have few sizes, which are compiled at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxengine.models.cache import kv_partition, num_places, page_bytes_of_group
+from jaxengine.runner.extension import DeviceExtension, HostExtension, StageExtension, StageShape
+from jaxengine.runner.memory import workspace_bytes
+from jaxengine.runner.program import Program, program_on
+from jaxengine.scheduler.buckets import Bucket
+
+NAME, STATES = "offload", "states"
+# Pages of a replica that one launch copies.
+SIZES = (4, 32)
+# Arrays of the largest size that may be on their way at once, to the host and back.
+MAX_LEAVING, MAX_COMING = 4, 2
+
+Entry = tuple[bytes, int]  # key, row
+
+
+class OffloadExtension(DeviceExtension):
+    """Device extension of copies of pages and states. It adds nothing to steps."""
+
+    name = NAME
+
+    def memory(self) -> Mapping[str, int]:
+        layout = self.shape.platform.name
+        page = page_bytes_of_group(self.shape.groups, layout=layout)
+        return {"pages on their way": (MAX_LEAVING + MAX_COMING) * SIZES[-1] * page}
+
+    def at_stage(self, stage: Any) -> StageExtension:
+        return PageCopies(stage)
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return PageMover(runner)
+
+
+class PageCopies(StageExtension):
+    """Stage extension with the programs that copy rows of one stage's pool and states.
+
+    Attributes:
+      page_shape, page_dtype: one page of a replica, over all devices and layers of a group.
+      state_rows: shape and dtype of one row of each array of states.
+    """
+
+    name = NAME
+
+    def __init__(self, stage: Any):
+        self._stage = stage
+        self._shape: StageShape = stage.programs.shape
+        self._places = num_places(self._shape.groups)
+        self._compiled: dict[str, tuple[Program, Any]] = {}
+        state = stage.programs.state_shapes.slots.sections.get(STATES, ())
+        self._states = jax.tree.leaves(state) if self._shape.config.num_state_snapshots else []
+        ranks = self._shape.num_ranks
+        self._first_row = self._shape.num_slots
+        self.state_rows = [(leaf.shape[1:], np.dtype(leaf.dtype)) for leaf in self._states]
+        self._rows = [
+            self._shape.shape((ranks, *leaf.shape[1:]), leaf.dtype, leaf.sharding.spec) for leaf in self._states
+        ]
+
+    @property
+    def program_bytes(self) -> int:
+        return sum(self._stage.held(*own) for own in self._compiled.values())
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max((workspace_bytes(own.memory_analysis()) for _, own in self._compiled.values()), default=0)
+
+    def plan_pool(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        kv = self._stage.programs.kv_shapes(num_pages)
+        self._data, spec = kv.data, kv_partition(kv).data
+        self._spec = PartitionSpec(spec[0], None, *spec[1:])
+        self.page_shape, self.page_dtype = (self._places, *kv.data.shape[1:]), np.dtype(kv.data.dtype)
+
+    def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        if not self._compiled:
+            self._compile()
+
+    def allocate(self) -> None:
+        if not self._compiled:  # enforce_eager
+            self._compile()
+
+    def gather(self, ids: np.ndarray) -> jax.Array:
+        """Dispatch the copying of pages i32[replicas * n], -1 for none, to an array [replicas * n, *page_shape]."""
+        size = len(ids) // self._shape.num_ranks
+        return self._launched(self._compiled[f"gather {size}"][1](self._stage.pages.data, ids))
+
+    def place(self, pages: np.ndarray) -> jax.Array:
+        """Send pages [replicas * n, *page_shape] to the devices, as `scatter` takes them; any thread may."""
+        return jax.device_put(pages, self._pages(len(pages) // self._shape.num_ranks).sharding)
+
+    def scatter(self, ids: np.ndarray, pages: jax.Array) -> None:
+        """Dispatch the writing of pages, as `place` returns them, to pages i32[replicas * n], -1 for none."""
+        size = len(ids) // self._shape.num_ranks
+        kv = self._stage.pages
+        self._stage.pages = replace(kv, data=self._launched(self._compiled[f"scatter {size}"][1](kv.data, ids, pages)))
+
+    def gather_states(self, ids: np.ndarray) -> list[jax.Array]:
+        """Dispatch the copying of a snapshot of each replica, i32[replicas], -1 for none, to arrays [replicas, ...]."""
+        if not self._states:
+            return []
+        leaves = jax.tree.leaves(self._stage.slots.sections[STATES])
+        return list(self._launched(self._compiled["gather states"][1](leaves, ids)))
+
+    def place_states(self, rows: Sequence[np.ndarray]) -> list[jax.Array]:
+        """Send one state of each replica to the devices, as `scatter_states` takes them; any thread may."""
+        return [jax.device_put(row, like.sharding) for row, like in zip(rows, self._rows, strict=True)]
+
+    def scatter_states(self, ids: np.ndarray, rows: Sequence[jax.Array]) -> None:
+        """Dispatch the writing of states to snapshots i32[replicas], -1 for none."""
+        if self._states:
+            sections = self._stage.slots.sections
+            leaves, tree = jax.tree.flatten(sections[STATES])
+            leaves = self._launched(self._compiled["scatter states"][1](leaves, ids, list(rows)))
+            self._stage.slots = self._stage.slots._replace(
+                sections={**sections, STATES: jax.tree.unflatten(tree, leaves)}
+            )
+
+    def _launched(self, arrays: Any) -> Any:
+        """Return a launch's arrays; on several CPU devices when they are there, as XLA:CPU bears few launches ahead."""
+        devices = self._shape.mesh.devices
+        return jax.block_until_ready(arrays) if devices.size > 1 and devices.flat[0].platform == "cpu" else arrays
+
+    def _pages(self, size: int) -> Any:
+        return self._shape.shape((self._shape.num_ranks * size, *self.page_shape), self.page_dtype, self._spec)
+
+    def _compile(self) -> None:
+        programs = [each for size in SIZES for each in (self._gather(size), self._scatter(size))]
+        if self._states:
+            programs += [self._gather_states(), self._scatter_states()]
+        names = {f"{each.name} of {self._stage.programs.model.stage}": each for each in programs}
+        self._compiled = {own.name: (own, self._stage.compiled(own._replace(name=name))) for name, own in names.items()}
+
+    def _pool_rows(self, ids: jax.Array) -> jax.Array:
+        """Return the rows of a device's pool that pages i32[n] take, i32[n, places]; one past its end for none (-1)."""
+        rows = jnp.arange(self._places)[None] * self._num_pages + ids[:, None]
+        return jnp.where(ids[:, None] < 0, self._places * self._num_pages, rows)
+
+    def _gather(self, size: int) -> Program:
+        def gather(data: jax.Array, ids: jax.Array) -> jax.Array:
+            return jnp.take(data, self._pool_rows(ids), axis=0, mode="clip")
+
+        arguments = self._data, self._shape.rows(size, np.int32)
+        return program_on(self._shape.mesh, f"gather {size}", gather, arguments, self._pages(size), ())
+
+    def _scatter(self, size: int) -> Program:
+        def scatter(data: jax.Array, ids: jax.Array, pages: jax.Array) -> jax.Array:
+            return data.at[self._pool_rows(ids)].set(pages, mode="drop")
+
+        arguments = self._data, self._shape.rows(size, np.int32), self._pages(size)
+        return program_on(self._shape.mesh, f"scatter {size}", scatter, arguments, self._data, (0,))
+
+    def _gather_states(self) -> Program:
+        def gather(leaves: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
+            rows = jnp.clip(ids + self._first_row, 0)
+            return [leaf[rows] for leaf in leaves]
+
+        arguments = self._states, self._shape.rows(1, np.int32)
+        return program_on(self._shape.mesh, "gather states", gather, arguments, self._rows, ())
+
+    def _scatter_states(self) -> Program:
+        def scatter(leaves: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> list[jax.Array]:
+            places = jnp.where(ids < 0, leaves[0].shape[0], ids + self._first_row)
+            return [leaf.at[places].set(row, mode="drop") for leaf, row in zip(leaves, rows, strict=True)]
+
+        arguments = self._states, self._shape.rows(1, np.int32), self._rows
+        return program_on(self._shape.mesh, "scatter states", scatter, arguments, self._states, (0,))
+
+
+class Leaving(NamedTuple):
+    """Copies on their way to the host.
+
+    Attributes:
+      entries: (key, row of the arrays) of each page or state.
+      arrays: of each stage [rows, ...]; of states several for each stage.
+      size: pages in the arrays, those for nothing included; 0 for states.
+    """
+
+    entries: Sequence[Entry]
+    arrays: Sequence[jax.Array]
+    size: int
+
+    def blocks(self) -> dict[bytes, np.ndarray]:
+        """Return the content of each key, u8[n]; waits for the copies. Any thread may call it."""
+        arrays = [np.asarray(array) for array in self.arrays]
+        return {key: np.concatenate([_bytes(array[row]) for array in arrays]) for key, row in self.entries}
+
+
+class Coming(NamedTuple):
+    """Pages or a state of one replica that have been sent to the devices.
+
+    Attributes:
+      keys: of the pages, or of the state.
+      arrays: of each stage, as its PageCopies takes them.
+      size: pages of a replica in the arrays; 0 for a state.
+    """
+
+    rank: int
+    keys: Sequence[bytes]
+    arrays: Sequence[Any]
+    size: int
+
+
+class PageMover(HostExtension):
+    """Host extension that copies pages and states of all stages. A page's content is that of all layers of a group in
+    all stages, u8[page_bytes]; a state's likewise, u8[state_bytes].
+    """
+
+    def __init__(self, runner: Any):
+        super().__init__(runner)
+        self._stages: list[PageCopies] = [stage.extensions[NAME] for stage in runner.stages]
+        self._num_ranks = runner.num_ranks
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of a page's content."""
+        return sum(int(np.prod(each.page_shape)) * each.page_dtype.itemsize for each in self._stages)
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of a state's content."""
+        rows = [row for each in self._stages for row in each.state_rows]
+        return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in rows)
+
+    def warm_up(self) -> None:
+        for size in SIZES:
+            nothing = np.full(self._num_ranks * size, -1, np.int32)
+            pages = [np.zeros((len(nothing), *each.page_shape), each.page_dtype) for each in self._stages]
+            for stage, own in zip(self._stages, pages, strict=True):
+                jax.block_until_ready(stage.gather(nothing))
+                stage.scatter(nothing, stage.place(own))
+        nothing = np.full(self._num_ranks, -1, np.int32)
+        for stage in self._stages:
+            states = [np.zeros((self._num_ranks, *shape), dtype) for shape, dtype in stage.state_rows]
+            jax.block_until_ready(stage.gather_states(nothing))
+            stage.scatter_states(nothing, stage.place_states(states))
+
+    def describe(self) -> str:
+        """Return what a page's bytes mean besides its key: all that tells two engines' pages apart, but the weights."""
+        stages = [stage.programs for stage in self.runner.stages]
+        scales = [
+            np.asarray(scale).tobytes()
+            for stage in self.runner.stages
+            for scale in (stage.pages.k_scale, stage.pages.v_scale)
+            if scale is not None
+        ]
+        shapes = [(each.page_shape, str(each.page_dtype), each.state_rows) for each in self._stages]
+        return repr((self.runner.config.block_size, shapes, scales, [(each.description, each.mesh) for each in stages]))
+
+    def save(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
+        """Dispatch the copying of pages as they are now: (key, page) of each replica."""
+        found, most = [], max(map(len, ranks), default=0)
+        for first in range(0, most, SIZES[-1]):
+            parts = [own[first : first + SIZES[-1]] for own in ranks]
+            size = next(size for size in SIZES if size >= max(map(len, parts)))
+            entries, ids = self._rows(parts, size)
+            found.append(_sent(Leaving(entries, [stage.gather(ids) for stage in self._stages], size)))
+        return found
+
+    def save_states(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
+        """Dispatch the copying of snapshots as they are now: (key, snapshot) of each replica."""
+        found = []
+        for at in range(max(map(len, ranks), default=0)):
+            entries, ids = self._rows([own[at : at + 1] for own in ranks], 1)
+            arrays = [array for stage in self._stages for array in stage.gather_states(ids)]
+            found.append(_sent(Leaving(entries, arrays, 0)))
+        return found
+
+    def send(self, rank: int, blocks: Sequence[tuple[bytes, np.ndarray]]) -> Coming:
+        """Send pages to the devices for a replica, and wait until they are there; any thread may.
+
+        blocks: (key, content), at most SIZES[-1].
+        """
+        size = next(size for size in SIZES if size >= len(blocks))
+        first, arrays, offset = rank * size, [], 0
+        for stage in self._stages:
+            pages = np.zeros((self._num_ranks * size, *stage.page_shape), stage.page_dtype)
+            count = pages[0].nbytes
+            for row, (_, block) in enumerate(blocks, first):
+                _bytes(pages[row])[:] = block[offset : offset + count]
+            arrays.append(stage.place(pages))
+            offset += count
+        return Coming(rank, [key for key, _ in blocks], jax.block_until_ready(arrays), size)
+
+    def send_state(self, rank: int, key: bytes, block: np.ndarray) -> Coming:
+        """Send a state to the devices for a replica, and wait until it is there; any thread may. block: its content."""
+        arrays, offset = [], 0
+        for stage in self._stages:
+            rows = [np.zeros((self._num_ranks, *shape), dtype) for shape, dtype in stage.state_rows]
+            for row in rows:
+                own = _bytes(row[rank : rank + 1])
+                own[:] = block[offset : offset + len(own)]
+                offset += len(own)
+            arrays.append(stage.place_states(rows))
+        return Coming(rank, [key], jax.block_until_ready(arrays), 0)
+
+    def install(self, coming: Coming, pages: Sequence[Entry]) -> None:
+        """Dispatch the writing of what has come to these pages, (key, page), or to a snapshot. What is not named is
+        dropped.
+        """
+        place_of = dict(pages)
+        ids = np.full(self._num_ranks * max(1, coming.size), -1, np.int32)
+        first = coming.rank * max(1, coming.size)
+        for row, key in enumerate(coming.keys, first):
+            ids[row] = place_of.get(key, -1)
+        for stage, array in zip(self._stages, coming.arrays, strict=True):
+            write: Callable[..., None] = stage.scatter if coming.size else stage.scatter_states
+            write(ids, array)
+
+    def _rows(self, ranks: Sequence[Sequence[Entry]], size: int) -> tuple[list[Entry], np.ndarray]:
+        """Return (key, row) and the pages i32[replicas * size] of each replica's (key, page)."""
+        ids = np.full(self._num_ranks * size, -1, np.int32)
+        entries = []
+        for rank, own in enumerate(ranks):
+            for row, (key, page) in enumerate(own, rank * size):
+                ids[row] = page
+                entries.append((key, row))
+        return entries, ids
+
+
+def _sent(leaving: Leaving) -> Leaving:
+    for array in leaving.arrays:
+        array.copy_to_host_async()
+    return leaving
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of a contiguous array, u8[n], without a copy."""
+    return array.reshape(-1).view(np.uint8)

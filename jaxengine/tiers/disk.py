@@ -1,0 +1,241 @@
+"""Disk tier: content of pages in the files of a folder, by key, shared by all engines whose pages mean the same.
+
+A file is written under another name and then renamed, so that it is whole or not there. It begins with its key and a
+checksum of all that follows; a file with other ones is a miss, and is removed. Nothing here waits for the disk except
+`read` and the thread that writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"jaxengine kv 1\n\0"
+_CHECKSUM_BYTES = 16
+# Blocks that wait to be written; more are left out.
+_MAX_WAITING = 1024
+# Between two looks for files that other engines have written.
+_SCAN_SECONDS = 1.0
+# Writing a file takes less.
+_REST_SECONDS = 600.0
+
+
+class DiskTier:
+    """Blocks u8[n] by key, in a folder. A thread writes; `read` may be called from any thread.
+
+    Attributes:
+      num_bytes: of the files, as far as they have been seen.
+      num_written, num_bad, num_failed: blocks written, files with a wrong checksum, and blocks that could not be
+        written.
+    """
+
+    def __init__(self, folder: Path, capacity: int | None = None):
+        """Open a folder, which is made if there is none, and find its blocks. capacity: most bytes of files; None for
+        no limit. Raises OSError for a folder that cannot be made or read.
+        """
+        self.folder, self._capacity = folder, capacity
+        self.num_bytes = self.num_written = self.num_bad = self.num_failed = 0
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Bytes by key, least recently used first; times of the subfolders when they were read.
+        self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._times: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._waiting: SimpleQueue[tuple[bytes, np.ndarray] | None] = SimpleQueue()
+        self._num_waiting = 0
+        self._has_warned = False
+        self._own_name = secrets.token_hex(8)
+        self._next_scan = 0.0
+        self._scan()
+        self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
+        self._thread.start()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def write(self, key: bytes, block: np.ndarray) -> bool:
+        """Have a block written soon, unless its key is known; return False if too many wait already."""
+        if key in self._known:
+            return True
+        if self._num_waiting >= _MAX_WAITING:
+            return False
+        with self._lock:
+            self._num_waiting += 1
+        self._waiting.put((key, block))
+        return True
+
+    def read(self, key: bytes) -> np.ndarray | None:
+        """Return the block of a key; None if there is no file with the key and the right checksum."""
+        path = self._path(key)
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            self._forget(key)
+            return None
+        header = _MAGIC + key
+        body = memoryview(raw)[len(header) + _CHECKSUM_BYTES :]
+        if raw[: len(header)] != header or raw[len(header) : len(header) + _CHECKSUM_BYTES] != _checksum(key, body):
+            self.num_bad += 1
+            logger.warning("%s is damaged, or not what its name says: it is removed", path)
+            self._remove(path)
+            self._forget(key)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used last
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+        return np.frombuffer(body, np.uint8)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all blocks so far are written, for `seconds` at most; return whether they are."""
+        end = time.monotonic() + seconds
+        while self._num_waiting and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.002)
+        return not self._num_waiting
+
+    def shutdown(self, seconds: float = 10.0) -> None:
+        """Write what waits, for `seconds` at most, and end the thread."""
+        self._waiting.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                item = self._waiting.get(timeout=_SCAN_SECONDS)
+            except Empty:
+                self._scan()
+                continue
+            if item is None:
+                return
+            try:
+                self._write(*item)
+            except OSError as error:
+                self.num_failed += 1
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "pages cannot be written to %s, and the engine goes on without: %s", self.folder, error
+                    )
+            with self._lock:
+                self._num_waiting -= 1
+            if time.monotonic() > self._next_scan:
+                self._scan()
+
+    def _write(self, key: bytes, block: np.ndarray) -> None:
+        if key in self._known:
+            return
+        path, body = self._path(key), block.data
+        header = _MAGIC + key
+        size = len(header) + _CHECKSUM_BYTES + block.nbytes
+        if not self._make_room(size):
+            return
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        temporary = path.parent / f".{self._own_name}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(header + _checksum(key, body))
+                file.write(body)
+            os.replace(temporary, path)
+        except OSError:
+            self._remove(temporary)
+            raise
+        self.num_written += 1
+        self._note(key, size)
+
+    def _make_room(self, size: int) -> bool:
+        """Remove the files used least recently until `size` bytes are free. Returns False if that is impossible."""
+        if self._capacity is None:
+            return True
+        if size > self._capacity:
+            return False
+        while self.num_bytes + size > self._capacity:
+            with self._lock:
+                key = next(iter(self._known), None)
+            if key is None:
+                return False
+            self._remove(self._path(key))
+            self._forget(key)
+        return True
+
+    def _scan(self) -> None:
+        """Find the files that other engines have written or removed in subfolders that have changed."""
+        self._next_scan = time.monotonic() + _SCAN_SECONDS
+        try:
+            with os.scandir(self.folder) as found:
+                folders = [each for each in found if each.is_dir(follow_symlinks=False) and len(each.name) == 2]
+        except OSError:
+            return
+        news: list[tuple[float, bytes, int]] = []
+        for each in folders:
+            try:
+                changed = each.stat().st_mtime_ns
+                if self._times.get(each.name) == changed:
+                    continue
+                news += self._read_folder(each.path)
+                self._times[each.name] = changed
+            except OSError:
+                continue
+        for _, key, size in sorted(news):
+            self._note(key, size)
+
+    def _read_folder(self, path: str) -> list[tuple[float, bytes, int]]:
+        """Return (time of last use, key, bytes) of the files in a subfolder that are not known."""
+        news, present, own = [], set[bytes](), bytes.fromhex(os.path.basename(path))
+        with os.scandir(path) as found:
+            for file in found:
+                try:
+                    key = bytes.fromhex(file.name)
+                except ValueError:
+                    self._remove_rest(file)
+                    continue
+                present.add(key)
+                if key not in self._known:
+                    status = file.stat()
+                    news.append((status.st_mtime, key, status.st_size))
+        for key in [key for key in list(self._known) if key[:1] == own and key not in present]:
+            self._forget(key)
+        return news
+
+    def _remove_rest(self, file: os.DirEntry[str]) -> None:
+        """Remove what an engine that was killed has left of a file that it wrote, unless it may still be written."""
+        if file.name.endswith(".tmp") and time.time() - file.stat().st_mtime > _REST_SECONDS:
+            self._remove(Path(file.path))
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self.folder / name[:2] / name
+
+    def _note(self, key: bytes, size: int) -> None:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = size
+                self.num_bytes += size
+
+    def _forget(self, key: bytes) -> None:
+        with self._lock:
+            self.num_bytes -= self._known.pop(key, 0)
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _checksum(key: bytes, body: memoryview) -> bytes:
+    digest = hashlib.blake2b(key, digest_size=_CHECKSUM_BYTES)
+    digest.update(body)
+    return digest.digest()

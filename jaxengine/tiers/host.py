@@ -1,0 +1,121 @@
+"""Host tier: content of pages in host memory, by key, up to a number of bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+
+LRU, ARC = POLICIES = ("lru", "arc")
+
+
+class HostTier:
+    """Blocks u8[n] by key. For one thread.
+
+    The least recently used block that nobody has pinned makes room for a new one. Under "arc" (Megiddo and Modha, "ARC:
+    A Self-Tuning, Low Overhead Replacement Cache", FAST 2003) blocks used once and blocks used again have lists of
+    their own, so that a scan of new blocks does not push out those that are used again and again. The share of the
+    first list follows the keys that come back after they were evicted from either.
+
+    Attributes:
+      capacity: in bytes; num_bytes: in use.
+      num_evicted: blocks that made room for others.
+    """
+
+    def __init__(self, capacity: int, policy: str = LRU):
+        self.capacity, self.num_bytes, self.num_evicted = capacity, 0, 0
+        self._is_arc = policy == ARC
+        self._once: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._again: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        # Keys of evicted blocks, and how many blocks that were used once there should be.
+        self._once_gone: OrderedDict[bytes, None] = OrderedDict()
+        self._again_gone: OrderedDict[bytes, None] = OrderedDict()
+        self._target = 0
+        self._pins: dict[bytes, int] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._once or key in self._again
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again)
+
+    def get(self, key: bytes) -> np.ndarray | None:
+        """Return the block of a key, which counts as a use; None if there is none. It is not to be changed."""
+        if (block := self._once.pop(key, None)) is None:
+            block = self._again.pop(key, None)
+        if block is not None:
+            (self._again if self._is_arc else self._once)[key] = block
+        return block
+
+    def put(self, key: bytes, block: np.ndarray) -> bool:
+        """Store a block under a key, unless the key has one; return whether the key has one then. It has none if the
+        block is larger than what is not pinned.
+        """
+        if key in self:
+            return True
+        is_again = self._adapt(key)
+        if not self._make_room(block.nbytes):
+            return False
+        (self._again if is_again else self._once)[key] = block
+        self.num_bytes += block.nbytes
+        return True
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Keep the blocks of these keys, whether they are here or come later, until as many calls of `unpin`."""
+        for key in keys:
+            self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """End one `pin` of each of these keys."""
+        for key in keys:
+            if (count := self._pins.pop(key) - 1) > 0:
+                self._pins[key] = count
+
+    def clear(self) -> None:
+        """Forget all blocks; pins stay."""
+        for each in (self._once, self._again, self._once_gone, self._again_gone):
+            each.clear()
+        self.num_bytes = self._target = 0
+
+    def _adapt(self, key: bytes) -> bool:
+        """Whether a new block's key was evicted not long ago, so that it counts as used again; then the share of the
+        list that evicted it grows.
+        """
+        if not self._is_arc:
+            return False
+        once, again = len(self._once_gone), len(self._again_gone)
+        if key in self._once_gone:
+            del self._once_gone[key]
+            self._target = min(len(self), self._target + max(1, again // max(1, once)))
+            return True
+        if key in self._again_gone:
+            del self._again_gone[key]
+            self._target = max(0, self._target - max(1, once // max(1, again)))
+            return True
+        return False
+
+    def _make_room(self, size: int) -> bool:
+        """Evict blocks until `size` bytes are free. Returns False if that is impossible."""
+        if size > self.capacity:
+            return False
+        while self.num_bytes + size > self.capacity:
+            once_first = not self._again or len(self._once) > self._target
+            lists = [(self._once, self._once_gone), (self._again, self._again_gone)]
+            if not any(self._evict(*own) for own in (lists if once_first else lists[::-1])):
+                return False
+        return True
+
+    def _evict(self, blocks: OrderedDict[bytes, np.ndarray], gone: OrderedDict[bytes, None]) -> bool:
+        """Evict the least recently used block of a list that is not pinned. Returns False if there is none."""
+        key = next((key for key in blocks if key not in self._pins), None)
+        if key is None:
+            return False
+        block = blocks.pop(key)
+        self.num_bytes -= block.nbytes
+        self.num_evicted += 1
+        if self._is_arc:
+            gone[key] = None
+            if len(gone) > len(self) + 1:  # as many as there are blocks
+                gone.popitem(last=False)
+        return True

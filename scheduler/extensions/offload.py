@@ -1,0 +1,285 @@
+"""Pages and states stored outside of the devices: which to store, and which to bring back before a request runs.
+
+Pages and snapshots are stored under their digests when they are about to be overwritten, or as soon as they are filled.
+A request whose prefix reaches further with stored ones waits apart from the queue while they are brought back. They
+come back as cached pages that nobody holds, so admission finds them like any others, and waits for nothing twice: what
+others have taken meanwhile is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.pages.groups import page_key
+from jaxengine.scheduler.pages.reach import reach, state_key
+from jaxengine.scheduler.pages.snapshots import Hits
+from jaxengine.scheduler.rank import Offer, Rank
+from jaxengine.scheduler.request import Request, RequestStatus
+from jaxengine.scheduler.scheduler_extension import SchedulerExtension
+
+NAME = "offload"
+RECOMPUTE, SWAP, AUTO = PREEMPTION_MODES = ("recompute", "swap", "auto")
+# Digests whose lookups are counted.
+_MAX_SEEN = 1 << 20
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Options of stored pages in the scheduler.
+
+    Attributes:
+      at_once: store a page as soon as it is filled, not only when it is about to be overwritten.
+      preemption_mode: one of PREEMPTION_MODES.
+      store_threshold: times that requests must have looked for a page before it is stored; 0 and 1 for any.
+    """
+
+    at_once: bool = False
+    preemption_mode: str = AUTO
+    store_threshold: int = 0
+
+    def extension(self) -> Offload:
+        return Offload(self)
+
+
+class Store(Protocol):
+    """Content of pages and states by key, outside of the devices."""
+
+    def has(self, key: bytes) -> bool:
+        """Whether a key is stored, or on its way there."""
+        ...
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep what is stored under these keys, now or later, until `unpin` is called with them."""
+        ...
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """End one `pin` of these keys."""
+        ...
+
+    def pays(self, num_stored: int, num_tokens: int) -> bool:
+        """Whether bringing back `num_stored` pages or states takes less time than computing `num_tokens` tokens."""
+        ...
+
+
+class NoStore(Store):
+    """Store without content."""
+
+    def has(self, key: bytes) -> bool:
+        return False
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def pays(self, num_stored: int, num_tokens: int) -> bool:
+        return False
+
+
+@dataclass(eq=False)
+class Load:
+    """What a waiting request lacks.
+
+    Attributes:
+      rank: replica that the request is likely to run on.
+      pages: keys of the pages of the prefix, in order of their columns.
+      keys: of pages that the replica lacks, then of a state.
+      num_tokens: tokens that need not be computed if all of it comes.
+    """
+
+    request: Request
+    rank: int
+    pages: list[bytes]
+    keys: list[bytes]
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class Orders:
+    """Pages or snapshots of one replica to be stored, by digest key: the row that holds each.
+
+    Attributes:
+      leaving: to be copied before the next step is dispatched, which overwrites them.
+      filled: to be copied after the next step is dispatched, which may be the one that fills them.
+    """
+
+    leaving: dict[bytes, int] = field(default_factory=dict)
+    filled: dict[bytes, int] = field(default_factory=dict)
+
+
+class Offload(SchedulerExtension):
+    """Scheduler extension with the pages to be stored, and the requests that wait for stored ones.
+
+    Attributes:
+      store: what is stored; nothing until the engine's extension sets it.
+      loads: what requests wait for; whoever takes them empties the list.
+      num_queries, num_hits: tokens that requests looked for in the store, and those that came.
+      num_by_mode: preempted requests by how they get their pages back.
+      num_forgotten: times that the pools have forgotten their pages.
+      is_own: False once requests may have gone on with other weights than their digests name.
+    """
+
+    name: ClassVar[str] = NAME
+    ranks: Sequence[RankOffload] = ()
+
+    def __init__(self, options: OffloadOptions):
+        self.options = options
+        self.store: Store = NoStore()
+        self.loads: list[Load] = []
+        self.num_queries = self.num_hits = self.num_forgotten = 0
+        self.num_by_mode = {RECOMPUTE: 0, SWAP: 0}
+        self.is_own = True
+        # Of requests that wait for nothing any more: tokens that were in the pool before.
+        self._tried: dict[Request, int] = {}
+        self._pinned: dict[Request, list[bytes]] = {}
+        self._seen: dict[bytes, int] = {}
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        self._ranks, self.ranks = ranks, [RankOffload(self, rank) for rank in ranks]
+
+    def admits(self, request: Request) -> bool:
+        if request in self._tried:
+            return True
+        offers = [(rank, offer) for rank in self._ranks if rank.is_open and (offer := rank.offer(request)) is not None]
+        if not offers:
+            return True  # the queue waits for room, and asks again
+        loads = [self._load(request, *each) for each in offers]
+        self._count_lookups(request, offers[0])
+        work = [rank.num_tokens - load.num_tokens for (rank, _), load in zip(offers, loads, strict=True)]
+        best = loads[work.index(min(work))]
+        if not best.keys or not self._is_wanted(request, best):
+            self._tried[request] = self._ranks[0].config.max_model_len
+            return True
+        self._tried[request] = offers[loads.index(best)][1].num_cached
+        self.loads.append(best)
+        return False
+
+    def preempted(self, request: Request) -> str | None:
+        mode = self.options.preemption_mode
+        if mode == AUTO:
+            mode = SWAP if self.store.pays(len(request.page_hashes), len(request.known_token_ids())) else RECOMPUTE
+        self.num_by_mode[mode] += 1
+        if mode == SWAP and request not in self._pinned:
+            groups = range(self._ranks[request.rank].pages.num_groups)
+            digests = request.page_hashes
+            self._pinned[request] = [page_key(each, group) for each in digests for group in groups]
+            self._pinned[request] += [state_key(each) for each in digests[-2:]]
+            self.store.pin(self._pinned[request])
+        return mode.upper()
+
+    def weights_replaced(self) -> None:
+        self.is_own = False
+
+    def ended(self, request: Request) -> None:
+        """Release what is kept for a request that runs or has ended."""
+        if request in self._pinned:
+            self.store.unpin(self._pinned.pop(request))
+        self._tried.pop(request, None)
+
+    def admitted(self, request: Request, num_cached: int) -> None:
+        """Count what a request's wait has brought, and release what was kept for it. num_cached: tokens found."""
+        self.num_hits += max(0, num_cached - self._tried.get(request, num_cached))
+        self.ended(request)
+
+    def is_due(self, key: bytes) -> bool:
+        """Whether a page or state is to be stored: it is not, and requests have looked for it often enough."""
+        least = self.options.store_threshold
+        return not self.store.has(key) and (least < 2 or self._seen.get(key[:32], 0) >= least)
+
+    def _load(self, request: Request, rank: Rank, offer: Offer) -> Load:
+        digests = rank.findable(request, offer.known)
+        found = reach(rank.pages, digests, self.store.has)
+        gain = found.num_columns - offer.hits.num_columns
+        keys = found.missing if gain > 0 else []
+        return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size)
+
+    def _is_wanted(self, request: Request, load: Load) -> bool:
+        """Whether a request is to wait for what it lacks: always, but for a preempted one if it computes instead."""
+        if request.status is not RequestStatus.PREEMPTED:
+            return True
+        mode = self.options.preemption_mode
+        return mode == SWAP or (mode == AUTO and self.store.pays(len(load.keys), load.num_tokens))
+
+    def _count_lookups(self, request: Request, place: tuple[Rank, Offer]) -> None:
+        rank, offer = place
+        self.num_queries += len(offer.known) - offer.num_cached
+        if self.options.store_threshold > 1:
+            for digest in rank.findable(request, offer.known):
+                self._seen[digest] = self._seen.pop(digest, 0) + 1
+            while len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+
+
+class RankOffload(RankExtension):
+    """One replica's part: it observes the replica's pages and snapshots.
+
+    Attributes:
+      pages, states: what is to be stored of them; those who store it empty them.
+    """
+
+    def __init__(self, offload: Offload, rank: Rank):
+        self._offload = offload
+        self.pages, self.states = Orders(), Orders()
+        rank.pool.listener = _Listener(offload, self.pages, bytes)
+        self._tables = rank.pages
+        if rank.pages.snapshots is not None:
+            rank.pages.snapshots.listener = _Listener(offload, self.states, state_key)
+
+    def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        self._offload.admitted(request, hits.num_columns * self._tables.page_size)
+
+    def take(self, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Give pages to these keys, from which they can be found, before the next step is scheduled; return (key, page)
+        of each. Keys that are there already are left out, and the last ones if too few pages are free.
+
+        prefix: keys of the prefix that they belong to, whose pages are not taken and count as used last.
+        """
+        pool = self._tables.pool
+        here = [page for key in prefix if (page := pool.find(key)) is not None]
+        pool.acquire(np.array(here, np.int32))
+        keys = [key for key in keys if pool.find(key) is None][: pool.num_free]
+        pages = pool.allocate(len(keys)).tolist()
+        for key, page in zip(keys, pages, strict=True):
+            pool.register(page, key)
+        pool.free(np.array([page for key in prefix if (page := pool.find(key)) is not None], np.int32))
+        return list(zip(keys, pages, strict=True))
+
+    def take_state(self, key: bytes) -> int | None:
+        """Return the snapshot that a key's state is to be written to, from which it can be found; None for none."""
+        snapshots = self._tables.snapshots
+        return None if snapshots is None else snapshots.put(key[: -len(state_key(b""))])
+
+    def clear(self) -> None:
+        """Drop all orders: the pages are gone."""
+        for orders in (self.pages, self.states):
+            orders.leaving.clear()
+            orders.filled.clear()
+
+
+class _Listener:
+    """Listener of a pool or of snapshots that orders the storing of their content. key: makes the key of a digest."""
+
+    def __init__(self, offload: Offload, orders: Orders, key: Callable[[bytes], bytes]):
+        self._offload, self._orders, self._key = offload, orders, key
+
+    def registered(self, digest: bytes, page: int) -> None:
+        if self._offload.options.at_once and self._offload.is_due(key := self._key(digest)):
+            self._orders.filled[key] = page
+
+    def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        for digest, page in zip(digests, pages, strict=True):
+            key = self._key(digest)
+            self._orders.filled.pop(key, None)
+            if self._offload.is_due(key):
+                self._orders.leaving[key] = page
+
+    def forgotten(self) -> None:
+        self._offload.num_forgotten += 1
+        for rank in self._offload.ranks:
+            rank.clear()

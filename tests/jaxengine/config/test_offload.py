@@ -1,0 +1,101 @@
+"""Options of pages outside of the devices: vLLM's two forms mean the same, and what is not done is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.registry import read_folder
+from tests.conftest import TINY_CHECKPOINT
+from tests.tables import each_row
+
+GIB = 1 << 30
+FILE = str(TINY_CHECKPOINT / "config.json")
+
+
+def transfer(**extra) -> dict:
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def test_both_forms_of_vllm():
+    short = EngineConfig.from_options(
+        kv_offloading_size=2, kv_offloading_backend="native", kv_offloading_path="/tmp", kv_offloading_disk_size=8
+    )
+    tiers = [{"type": "fs", "root_dir": "/tmp"}]
+    long = transfer(spec_name="TieringOffloadingSpec", cpu_bytes_to_use=2 * GIB, secondary_tiers=tiers)
+    for given in (long, json.dumps(long)):
+        config = EngineConfig.from_options(kv_transfer_config=given)
+        assert config.kv_offloading_bytes == short.kv_offloading_bytes == 2 * GIB
+        assert config.kv_offloading_folder == short.kv_offloading_folder == Path("/tmp")
+    more = transfer(cpu_bytes_to_use=1.0 * GIB, eviction_policy="arc", store_threshold=2)
+    found = EngineConfig.from_options(kv_transfer_config=more).kv_transfer_config
+    assert found is not None
+    assert (found.cpu_bytes_to_use, found.eviction_policy, found.store_threshold, found.root_dir) == (
+        GIB,
+        "arc",
+        2,
+        None,
+    )
+    nothing = EngineConfig.from_options(kv_offloading_size=None, kv_transfer_config=None)
+    assert nothing.kv_offloading_bytes == 0 and nothing.kv_offloading_folder is None
+
+
+@each_row(
+    "options, message",
+    (
+        ({"kv_offloading_size": -1}, "kv_offloading_size is -1"),
+        ({"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"}, "kv_offloading_backend is 'lmcache'"),
+        ({"kv_offloading_path": "/tmp"}, "kv_offloading_path needs host memory"),
+        ({"kv_offloading_size": 1, "kv_offloading_path": ""}, "the name of a folder"),
+        ({"kv_offloading_size": 1, "kv_offloading_disk_size": 1}, "kv_offloading_disk_size needs a folder"),
+        ({"kv_offloading_size": 1, "nnodes": 2}, "kv_offloading_size is 1"),
+        ({"preemption_mode": "swap"}, "give kv_offloading_size"),
+        ({"preemption_mode": "never"}, "auto, recompute, swap"),
+        ({"kv_offloading_size": 1, "kv_transfer_config": transfer(cpu_bytes_to_use=GIB)}, "say the same"),
+        ({"kv_transfer_config": "{"}, "kv_transfer_config is no JSON"),
+        ({"kv_transfer_config": [1]}, "kv_transfer_config is"),
+        ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, "kv_connector is 'NixlConnector'"),
+        ({"kv_transfer_config": transfer() | {"kv_role": "kv_producer"}}, "kv_role is 'kv_producer'"),
+        ({"kv_transfer_config": transfer() | {"kv_buffer_device": "cpu"}}, "has kv_buffer_device"),
+        ({"kv_transfer_config": transfer()}, "cpu_bytes_to_use is None"),
+        ({"kv_transfer_config": transfer(cpu_bytes_to_use="8")}, "cpu_bytes_to_use is '8'"),
+        ({"kv_transfer_config": transfer(cpu_bytes_to_use=1, block_size=64)}, "kv_connector_extra_config.block_size"),
+        ({"kv_transfer_config": transfer(cpu_bytes_to_use=1, spec_name="My")}, "spec_name is 'My'"),
+        ({"kv_transfer_config": transfer(cpu_bytes_to_use=1, eviction_policy="fifo")}, "eviction_policy is 'fifo'"),
+        ({"kv_transfer_config": transfer(cpu_bytes_to_use=1, store_threshold=-1)}, "store_threshold is -1"),
+        (
+            {"kv_transfer_config": transfer(cpu_bytes_to_use=1, secondary_tiers=[{"type": "fs", "root_dir": "/tmp"}])},
+            "nothing with CPUOffloadingSpec",
+        ),
+        (
+            {
+                "kv_transfer_config": transfer(
+                    cpu_bytes_to_use=1, spec_name="TieringOffloadingSpec", secondary_tiers=[{"type": "p2p"}]
+                )
+            },
+            "secondary_tiers.type is 'p2p'",
+        ),
+    ),
+)
+def test_refused_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_options(**options)
+
+
+@each_row(
+    "options, message",
+    (
+        ({"enable_prefix_caching": False}, "enable_prefix_caching is off"),
+        ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "a draft model"),
+        ({"enable_return_routed_experts": True}, "experts"),
+        ({"kv_offloading_path": FILE}, "a folder that can be written"),
+    ),
+)
+def test_refused_combinations(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(kv_offloading_size=1, **options).resolved(read_folder(TINY_CHECKPOINT), PLATFORMS["cpu"])

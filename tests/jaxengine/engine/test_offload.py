@@ -1,0 +1,141 @@
+"""Pages that leave the devices and come back: tokens are those of an engine without, whatever leaves."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxengine import LLM
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.fixtures.drawn_weights import checkpoint
+from tests.jaxengine.engine.offload_cases import Poisoned, over_devices, params_of, passes, prompts_of
+
+MODELS = TINY_CHECKPOINT.parent
+SMALL = {"num_gpu_blocks_override": 40, "max_model_len": 64, "max_num_seqs": 4, "kv_offloading_size": 0.05}
+KIND = pytest.mark.thorough("another kind of page")
+
+
+def plainly(make_llm, prompts: list[list[int]], max_tokens: int = 9) -> list[list[int]]:
+    """Tokens of an engine whose pages stay where they are."""
+    params = [params_of(index, max_tokens) for index in range(len(prompts))]
+    outputs = make_llm().generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+    return [list(each.outputs[0].token_ids) for each in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(make_llm) -> list[list[int]]:
+    return plainly(make_llm, prompts_of(8))
+
+
+def test_tokens_are_those_of_an_engine_without(make_llm, plain_tokens):
+    found = passes(make_llm(**SMALL))
+    assert found["tokens"] == plain_tokens and found["equal"] == [True, True]
+    assert found["hits"] > 400 and found["compilations"] == 0
+
+
+KINDS = {
+    "windows": ("gemma2", {"num_gpu_blocks_override": 90}),
+    "states": ("qwen3_next", {"num_state_snapshots": 4}),
+    "latents": ("deepseek_v2", {}),
+    "int8": ("llama", {"kv_cache_dtype": "int8"}),
+    "fp8": ("llama", {"kv_cache_dtype": "fp8"}),
+    "int8 scales of tokens": ("llama", {"kv_cache_dtype": "int8_per_token_head"}),
+    "bfloat16": ("llama", {"dtype": "bfloat16"}),
+    "pages of different sizes": ("gemma4", {"num_gpu_blocks_override": 90}),
+    "states beside pages": ("falcon_h1", {"num_state_snapshots": 4}),
+}
+
+
+def options_of(model: str, executables_dir: str, **more) -> dict:
+    known = {"gemma2", "gpt_oss", "mistral", "gemma3"}
+    named = {"model": str(checkpoint(model))} if model in known else {"model": str(MODELS / model)}
+    return {**TINY_OPTIONS, **SMALL, "compile_cache_dir": executables_dir, "load_format": "dummy", **named, **more}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("windows", "states", "int8") else KIND) for kind in KINDS]
+)
+def test_every_kind_of_page(executables_dir, kind):
+    model, options = KINDS[kind]
+    with LLM(**options_of(model, executables_dir, **options)) as llm:
+        found = passes(llm)
+    assert found["equal"] == [True, True] and found["hits"] > 100 and found["compilations"] == 0
+
+
+def test_over_devices(executables_dir, thorough):
+    llama = options_of("llama", executables_dir)
+    cases = {"tp 2, dp 2": llama | {"tensor_parallel_size": 2, "data_parallel_size": 2}}
+    if thorough:
+        states = options_of("qwen3_next", executables_dir, num_state_snapshots=4)
+        cases |= {"pp 2": llama | {"pipeline_parallel_size": 2}}
+        cases |= {"states, pp 2": states | {"pipeline_parallel_size": 2}}
+        cases |= {"states, tp 2, dp 2": states | {"tensor_parallel_size": 2, "data_parallel_size": 2}}
+        cases |= {"windows, tp 2": options_of("gemma2", executables_dir) | {"tensor_parallel_size": 2}}
+    for case, found in over_devices(cases).items():
+        assert found["equal"] == [True, True], case
+        assert found["hits"] > 100 and found["compilations"] == 0, case
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preempted_requests_have_the_same_tokens(make_llm, caplog, mode):
+    llm = make_llm(**SMALL, preemption_mode=mode)
+    engine, prompts = Poisoned(llm), prompts_of(8, 9)
+    with caplog.at_level(logging.WARNING):
+        found = [engine.run(prompts, 8, 40) for _ in range(3)]
+    assert found == [plainly(make_llm, prompts, 40)] * 3
+    assert f"is preempted by PreemptionMode.{mode.upper()} mode because" in caplog.text
+    counts = {each.labels["mode"]: each.value for each in llm.get_metrics() if each.name == BY_MODE}
+    assert counts[mode] == llm.core.engine.scheduler.num_preemptions > 0 == sum(counts.values()) - counts[mode]
+    orders = llm.core.engine.scheduler.extension("offload")
+    assert not orders._pinned and not orders._tried and not orders.store.host._pins
+
+
+BY_MODE = "jaxengine:num_preemptions_by_mode"
+
+
+def test_new_weights_find_no_old_pages(tiny_options, tmp_path):
+    options = tiny_options | SMALL | {"kv_offloading_path": str(tmp_path)}
+    prompts = prompts_of(8)
+    tensors = load_file(TINY_CHECKPOINT / "model.safetensors")
+    rng = np.random.default_rng(1)
+    new = {name: each + 0.1 * rng.standard_normal(each.shape).astype(each.dtype) for name, each in tensors.items()}
+    with LLM(**options | {"kv_offloading_size": None, "kv_offloading_path": None}) as plain:
+        plain.update_weights(new)
+        expected = Poisoned(plain).run(prompts)
+    with LLM(**options) as llm:
+        engine = Poisoned(llm)
+        old = engine.run(prompts)
+        num_files = sum(each.is_file() for each in tmp_path.rglob("*"))
+        llm.update_weights(new, kv="keep")
+        assert engine.run(prompts) == engine.run(prompts) == expected != old
+        assert llm.core.engine.scheduler.extension("offload").num_hits > 0
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert engine.run(prompts) == expected
+    # What follows the switch may be of mixed weights: it is no other engine's.
+    assert num_files == sum(each.is_file() for each in tmp_path.rglob("*")) > 0
+
+
+def test_a_folder_is_shared_by_restarts(tiny_options, tmp_path, plain_tokens):
+    options = tiny_options | SMALL | {"kv_offloading_path": str(tmp_path)}
+    prompts = prompts_of(8)
+    with LLM(**options) as first, LLM(**options) as beside:
+        assert Poisoned(first).run(prompts) == plain_tokens
+        disk = beside.core.engine.extensions.by_name["offload"].tiers.disk
+        disk._scan()  # as it does every second
+        assert Poisoned(beside).run(prompts) == plain_tokens
+        assert beside.core.engine.scheduler.extension("offload").num_hits == 8 * 36
+    files = [each for each in tmp_path.rglob("*") if each.is_file()]
+    for path in files[::3]:  # a flipped byte
+        raw = bytearray(path.read_bytes())
+        raw[-7] ^= 1
+        path.write_bytes(raw)
+    with LLM(**options) as again:
+        assert Poisoned(again).run(prompts) == plain_tokens
+        orders = again.core.engine.scheduler.extension("offload")
+        assert orders.store.disk.num_bad > 0 and 0 < orders.num_hits < 8 * 36
+    with LLM(**options | {"block_size": 8, "num_gpu_blocks_override": 20}) as other:
+        assert not len(other.core.engine.extensions.by_name["offload"].tiers.disk)

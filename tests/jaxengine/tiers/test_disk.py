@@ -1,0 +1,145 @@
+"""The disk tier gives back what was written or nothing, whatever happens to its files or to those who write them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxengine.tiers import disk
+from jaxengine.tiers.disk import DiskTier
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest()
+
+
+def block(number: int, size: int = 1000) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, size).astype(np.uint8)
+
+
+@pytest.fixture
+def make(tmp_path):
+    made: list[DiskTier] = []
+
+    def make(capacity: int | None = None) -> DiskTier:
+        made.append(DiskTier(tmp_path / "kv", capacity))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.shutdown()
+
+
+def write(tier: DiskTier, numbers) -> None:
+    for number in numbers:
+        assert tier.write(key(number), block(number))
+    assert tier.flush(10)
+
+
+def test_blocks_outlive_the_engine(make):
+    write(make(), range(20))
+    again = make()
+    assert len(again) == 20
+    for number in range(20):
+        np.testing.assert_array_equal(again.read(key(number)), block(number))
+    assert again.read(key(99)) is None and key(99) not in again
+
+
+def test_two_engines_see_what_the_other_writes(make):
+    first, second = make(), make()
+    write(first, range(5))
+    second._scan()
+    assert all(key(number) in second for number in range(5))
+    for path in first.folder.rglob("*"):
+        if path.name == key(2).hex():
+            path.unlink()
+    assert second.read(key(2)) is None and key(2) not in second
+    first._scan()
+    assert key(2) not in first
+
+
+@pytest.mark.parametrize("where", [0, 3, 20, 55, 70, 1000, -1])
+def test_a_changed_byte_is_a_miss(make, where):
+    tier = make()
+    write(tier, [1])
+    path = tier.folder / key(1).hex()[:2] / key(1).hex()
+    raw = bytearray(path.read_bytes())
+    raw[where] ^= 4
+    path.write_bytes(raw)
+    assert tier.read(key(1)) is None and tier.num_bad == 1
+    assert not path.exists() and key(1) not in tier and tier.num_bytes == 0
+
+
+def test_a_file_that_is_cut_or_has_another_name_is_a_miss(make):
+    tier = make()
+    write(tier, [1, 2])
+    paths = [tier.folder / key(number).hex()[:2] / key(number).hex() for number in (1, 2, 3)]
+    paths[0].write_bytes(paths[0].read_bytes()[:-1])
+    paths[2].parent.mkdir(exist_ok=True)
+    os.rename(paths[1], paths[2])
+    assert tier.read(key(1)) is None and tier.read(key(3)) is None and tier.num_bad == 2
+
+
+def test_a_full_disk_costs_nothing_but_hits(make, monkeypatch, caplog):
+    tier, replace = make(), os.replace
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    write(tier, range(3))
+    assert tier.num_failed == 3 and len(tier) == 0 and caplog.text.count("No space left") == 1
+    assert not [each for each in tier.folder.rglob("*") if each.is_file()]
+    monkeypatch.setattr(os, "replace", replace)
+    write(tier, range(3))
+    assert len(tier) == 3
+
+
+def test_the_files_used_least_recently_make_room(make):
+    tier = make(3500)
+    for number in range(3):
+        write(tier, [number])
+        time.sleep(0.02)
+    tier.read(key(0))
+    write(tier, [3])
+    assert [key(number) in tier for number in range(4)] == [True, False, True, True] and tier.num_bytes <= 3500
+    other = make(3500)  # which knows the order by the files' times
+    write(other, [4])
+    assert [key(number) in other for number in range(5)] == [True, False, False, True, True]
+
+
+def test_a_killed_writer_leaves_whole_files(make, tmp_path):
+    code = f"""
+import sys; from pathlib import Path
+from tests.jaxengine.tiers.test_disk import DiskTier, block, key
+tier = DiskTier(Path({str(tmp_path / "kv")!r}))
+for number in range(10**6):
+    tier.write(key(number), block(number, 200_000)); tier.flush(10)
+    print(number, flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as writer:
+        while int(writer.stdout.readline()) < 20:
+            pass
+        writer.kill()
+    tier = make()
+    assert len(tier) >= 20
+    for number in range(len(tier)):
+        np.testing.assert_array_equal(tier.read(key(number)), block(number, 200_000))
+    assert tier.num_bad == 0
+
+
+def test_rests_of_killed_writers_are_removed(make, monkeypatch):
+    tier = make()
+    write(tier, [1])
+    rest = tier.folder / key(1).hex()[:2] / ".abc.tmp"
+    rest.write_bytes(b"x")
+    assert len(make()) == 1 and rest.exists()  # another engine may be writing it
+    monkeypatch.setattr(disk, "_REST_SECONDS", -1.0)
+    assert len(make()) == 1 and not rest.exists()

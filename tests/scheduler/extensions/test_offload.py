@@ -1,0 +1,127 @@
+"""Which requests wait for stored pages and what is ordered to be stored, without devices: the store is a dict."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.extensions.offload import OffloadOptions
+from jaxengine.scheduler.request import Request, Wait
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.scheduler.token_params import TokenParams
+
+PROMPTS = [np.arange(first, first + 17, dtype=np.int32) for first in (0, 20, 40)]
+
+
+class Store:
+    """Keys as stored, and whether they pay."""
+
+    def __init__(self, pays: bool = True):
+        self.keys, self.pins, self.is_cheap = set[bytes](), Counter[bytes](), pays
+
+    def has(self, key):
+        return key in self.keys
+
+    def pin(self, keys):
+        self.pins.update(keys)
+
+    def unpin(self, keys):
+        self.pins.subtract(keys)
+
+    def pays(self, num_stored, num_tokens):
+        return self.is_cheap
+
+
+def scheduler_of(*, num_pages=8, pays=True, **options) -> tuple[Scheduler, Store]:
+    config = SchedulerConfig(
+        num_pages=num_pages,
+        page_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        extensions=(OffloadOptions(**options),),
+    )
+    scheduler, store = Scheduler(config), Store(pays)
+    scheduler.extension("offload").store = store
+    return scheduler, store
+
+
+def add(scheduler, index: int, max_tokens: int = 1) -> Request:
+    request = Request(f"{index} {scheduler._num_arrived}", PROMPTS[index], TokenParams(temperature=0.0), max_tokens)
+    scheduler.add_request(request)
+    return request
+
+
+def step(scheduler) -> dict[bytes, int]:
+    """Run a step; what had to be stored before it."""
+    found = scheduler.schedule()
+    (rank,) = scheduler.extension("offload").ranks
+    leaving = dict(rank.pages.leaving)
+    rank.pages.leaving.clear()
+    if found.num_rows:
+        scheduler.update(found, np.full((1, 2), 7, np.int32))
+    return leaving
+
+
+def test_pages_leave_and_come_back():
+    scheduler, store = scheduler_of(num_pages=7)
+    offload = scheduler.extension("offload")
+    first = add(scheduler, 0)
+    step(scheduler)
+    add(scheduler, 1)
+    leaving = step(scheduler)
+    digests = first.page_hashes
+    assert list(leaving) == digests[3:1:-1]  # the ends of prefixes leave first
+    store.keys |= leaving.keys()
+    again = add(scheduler, 0)
+    step(scheduler)
+    assert again.wait is Wait.APART and scheduler.num_waiting == 1 and scheduler.num_running == 0
+    (load,) = offload.loads
+    assert load.keys == digests[2:4] and load.pages == digests[:4] and load.num_tokens == 8
+    (rank,) = offload.ranks
+    entries = rank.take(load.keys, load.pages)
+    assert [key for key, _ in entries] == load.keys
+    scheduler.ranks[0].pool.check()
+    assert rank.take(load.keys, load.pages) == []
+    scheduler.release(again)
+    step(scheduler)
+    assert again.num_cached_tokens == 16 and offload.num_hits == 8
+    assert not offload._tried
+
+
+def test_a_page_is_stored_once_it_is_looked_for_often():
+    scheduler, _ = scheduler_of(store_threshold=2)
+    for index in (0, 1, 2, 0, 1):
+        assert not step_of(scheduler, index) or index == 1
+    scheduler, _ = scheduler_of()
+    assert not step_of(scheduler, 0) and step_of(scheduler, 1)
+
+
+def step_of(scheduler, index: int) -> dict[bytes, int]:
+    add(scheduler, index)
+    return step(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("mode", "pays", "word"), [("swap", False, "SWAP"), ("auto", True, "SWAP"), ("auto", False, "RECOMPUTE")]
+)
+def test_how_preempted_requests_get_their_pages_back(mode, pays, word, caplog):
+    scheduler, store = scheduler_of(num_pages=11, preemption_mode=mode, pays=pays)
+    requests = [add(scheduler, 0, 20), add(scheduler, 1, 20)]
+    while not scheduler.num_preemptions:
+        store.keys |= step(scheduler).keys()
+    lost = requests[1]
+    assert f"is preempted by PreemptionMode.{word} mode because" in caplog.text
+    assert all(store.pins[digest] == (word == "SWAP") for digest in lost.page_hashes)
+    while scheduler.num_unfinished:
+        store.keys |= step(scheduler).keys()
+        offload = scheduler.extension("offload")
+        assert word == "SWAP" or not offload.loads
+        for load in offload.loads:
+            offload.ranks[0].take(load.keys, load.pages)
+            scheduler.release(load.request)
+        offload.loads = []
+    assert not +store.pins or word == "RECOMPUTE"
