@@ -290,6 +290,11 @@ ROOMS = {
         "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.programs "
         "jaxengine.runner.extensions.pictures jaxengine.runner.extensions:build jaxengine.runner jaxengine.check"
     ),
+    "jaxengine.simulate": (
+        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.config jaxengine.runner jaxengine.engine "
+        "jaxengine.engine:loop "
+        "jaxengine.requests jaxengine.api jaxengine.bench jaxengine.check jaxengine.plan"
+    ),
     "jaxengine.replay": (
         "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "
         "jaxengine.runner:base jaxengine.runner.programs jaxengine.runner"
@@ -344,7 +349,7 @@ ROOMS = {
         "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
         "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner.extensions:build jaxengine.runner "
         "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.plan jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
+        "jaxengine.plan jaxengine.simulate jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
     ),
     "jaxengine:main": "jaxengine.commands",
 }
