@@ -291,9 +291,9 @@ ROOMS = {
         "jaxengine.runner.extensions.pictures jaxengine.runner.extensions:build jaxengine.runner jaxengine.check"
     ),
     "jaxengine.simulate": (
-        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.config jaxengine.runner jaxengine.engine "
-        "jaxengine.engine:loop "
-        "jaxengine.requests jaxengine.api jaxengine.bench jaxengine.check jaxengine.plan"
+        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.config jaxengine.records jaxengine.runner "
+        "jaxengine.engine jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine.bench "
+        "jaxengine.check jaxengine.plan"
     ),
     "jaxengine.replay": (
         "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "

@@ -1,5 +1,5 @@
-"""The option record_steps: an engine writes the inputs and results of its last steps to files, for
-`jaxengine replay`.
+"""The options record_steps: an engine writes the inputs and results of its last steps, for `jaxengine replay`;
+and record_trace: it writes when requests came and how long they were, for `jaxengine simulate`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEFT_OUT = """
     long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
     nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
     speculative_config stream_interval sleep_idle_seconds profiler_config disable_log_stats record_steps
-    record_steps_limit record_steps_bytes default_seq_tokens steering_vectors allowed_media_domains
+    record_steps_limit record_steps_bytes record_trace default_seq_tokens steering_vectors allowed_media_domains
     allowed_local_media_path media_loading_thread_count media_io_kwargs media_fetch_timeout max_media_bytes
     max_image_pixels max_media_pixels mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
 """
@@ -34,7 +34,7 @@ _LEFT_OUT = """
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """The fields of EngineConfig about recorded steps.
+    """The fields of EngineConfig about recorded steps and requests.
 
     Attributes:
       record_steps: a folder for the last steps, which `jaxengine replay` runs again on this or another machine; see
@@ -43,12 +43,15 @@ class RecordOptions:
       record_steps_bytes: bytes that all of them may take; a step that is larger alone is left out.
       record_steps_detail: "tokens" keeps inputs, pages written, logits and tokens; "layers" also the hidden states
         after each layer, whose steps are compiled for that.
+      record_trace: a new file for when each request came, how long it was and which prefixes it shares, for
+        `jaxengine simulate`; see docs/simulate.md. No text and no token ids. Where the file exists, a number follows.
     """
 
     record_steps: str | None = None
     record_steps_limit: int = 16
     record_steps_bytes: int = 1 << 30
     record_steps_detail: str = "tokens"
+    record_trace: str | None = None
 
 
 def check_recording(options: RecordOptions) -> None:
@@ -58,6 +61,8 @@ def check_recording(options: RecordOptions) -> None:
             raise ConfigError(name, value, f"1 to {most}")
     if options.record_steps_detail not in DETAILS:
         raise ConfigError("record_steps_detail", options.record_steps_detail, ", ".join(DETAILS))
+    if options.record_trace is not None and not Path(options.record_trace).name:
+        raise ConfigError("record_trace", options.record_trace, "the name of a new file")
     if options.record_steps is None:
         for name in ("record_steps_limit", "record_steps_bytes", "record_steps_detail"):
             if (value := getattr(options, name)) != getattr(RecordOptions, name):
@@ -71,6 +76,13 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
 
     options: of the engine.
     """
+    if (trace := options["record_trace"]) is not None:
+        parent = Path(trace).expanduser().absolute().parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError("record_trace", trace, "a new file in a folder that can be written")
+        if model.pooler is not None:
+            problem = f"record_trace is given, but {model.architecture} pools and generates nothing"
+            raise ConfigError.because("record_trace", problem, "leave it out")
     if (folder := options["record_steps"]) is None:
         return
     for why, is_so in (

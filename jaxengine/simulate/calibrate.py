@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 _STEPS = 24
 _PROMPT = 32
 # Options that say nothing of a step, or that nobody else should read.
-_LEFT_OUT = ("hf_token", "download_dir", "compile_cache_dir", "disable_log_stats", "plugins", "skip_tokenizer_init")
+_LEFT_OUT = (
+    "record_trace",
+    "hf_token",
+    "download_dir",
+    "compile_cache_dir",
+    "disable_log_stats",
+    "plugins",
+    "skip_tokenizer_init",
+)
 
 
 class Load(NamedTuple):

@@ -5,6 +5,7 @@ It understands nothing but packed messages, as compiled steps do, and the tokens
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,7 +75,8 @@ class SimulatedRunner:
         self, config: ResolvedConfig, packer: Packer, num_pages: int, windows: tuple[int | None, ...], costs: Costs
     ):
         """config: resolved. packer, windows: of the engine's steps. num_pages: of each replica."""
-        self.config, self.packer, self.costs = config, packer, costs
+        self.config = config if config.record_trace is None else replace(config, record_trace=None)
+        self.packer, self.costs = packer, costs
         self.num_ranks, self.windows = packer.num_ranks, windows
         self.plan = SimpleNamespace(num_pages=num_pages)
         self.extensions: dict[str, Any] = {}

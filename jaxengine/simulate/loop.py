@@ -31,6 +31,7 @@ _UNKNOWN = {
     "sleep_idle_seconds": "how long weights take to come back",
     "record_steps": "steps, which are not computed here",
     "logits_processors": "what they choose",
+    "enable_lora": "which adapters its requests use",
 }
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxengine.config.errors import ConfigError
-from jaxengine.simulate.trace import Trace, TraceRequest
+from jaxengine.records.trace_file import TraceRequest
+from jaxengine.simulate.trace import Trace
 
 BLOCK_SIZE = 16
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.records.trace_file import VERSION, TraceRequest, header_line, request_line
 
-VERSION = 1
 MOONCAKE_BLOCK = 512
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOST_TOKENS = 1 << 24  # of one request
@@ -29,29 +29,6 @@ MOST_ID = 1 << 63
 MOST_SECONDS = 1e9
 # The token that ends a request before its max_tokens. Tokens of blocks come after it.
 STOP = 0
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request of a trace.
-
-    Attributes:
-      arrival: seconds since the trace began.
-      num_prompt, num_output: tokens.
-      max_tokens: the caller's limit; None: it ended by its length.
-      hash_ids: ids of its blocks, of prompt and output together, as far as they are known: equal ids, equal prefixes.
-    """
-
-    arrival: float
-    num_prompt: int
-    num_output: int
-    max_tokens: int | None = None
-    hash_ids: tuple[int, ...] = ()
-
-    @property
-    def limit(self) -> int:
-        """Tokens that the request may get."""
-        return self.num_output if self.max_tokens is None else self.max_tokens
 
 
 @dataclass(frozen=True)
@@ -136,20 +113,6 @@ def write_trace(trace: Trace, path: str) -> None:
         file.write(header_line(trace.block_size))
         for request in trace.requests:
             file.write(request_line(request))
-
-
-def header_line(block_size: int) -> str:
-    """Return the first line of our own form."""
-    return json.dumps({"jaxengine_trace": VERSION, "block_size": block_size}) + "\n"
-
-
-def request_line(request: TraceRequest) -> str:
-    """Return the line of a request in our own form."""
-    line: dict[str, Any] = {"arrival": round(request.arrival, 6)}
-    line |= {"prompt_tokens": request.num_prompt, "output_tokens": request.num_output}
-    if request.max_tokens is not None:
-        line["max_tokens"] = request.max_tokens
-    return json.dumps({**line, "hash_ids": list(request.hash_ids)}) + "\n"
 
 
 def trace_of(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import stat
 
 import numpy as np
 import pytest
 
+from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.simulate.calibrate import costs_of, simulated
 from jaxengine.simulate.costs import read_costs
-from jaxengine.simulate.trace import trace_of
+from jaxengine.simulate.trace import read_trace, trace_of
 from tests.conftest import use_scheduler
 
 
@@ -71,3 +73,38 @@ def test_costs_are_measured_and_read_again(make_llm, tiny_options, tmp_path):
     prompts = [[2] * 20, [3] * 9, [4] * 30]
     outcome = simulated(llm.core.runner, trace_of("three", prompts, [8, 20, 4], 4), costs)
     assert outcome.seconds > 0 and (outcome.first_token > 0).all() and len(outcome.intervals) == 29
+
+
+def test_a_recorded_trace_runs_as_what_was_recorded(make_llm, tmp_path):
+    """Later turns find pages of earlier answers, which only the ids of a recorded trace tell."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text("of an earlier run")
+    llm = make_llm(record_trace=str(file))
+    engine, runner = llm.core.engine, llm.core.runner
+    scheduler, rng, first = engine.scheduler, np.random.default_rng(1), engine.stats.num_steps
+    texts = [rng.integers(2, runner.vocab_size, 10).tolist() for _ in range(3)]
+    stops = tuple(range(0, runner.vocab_size, 16))
+    for turn in range(3):
+        params = SamplingParams(temperature=1.0, seed=turn, max_tokens=13, ignore_eos=True, stop_token_ids=stops)
+        for index, text in enumerate(texts):
+            (output,) = llm.generate([{"prompt_token_ids": text}], params, use_tqdm=False)
+            texts[index] = [*text, *output.outputs[0].token_ids, 5, 6]
+        while engine.has_unfinished:
+            engine.step()
+    (recorded,) = tmp_path.glob("trace.jsonl.1")
+    assert stat.S_IMODE(recorded.stat().st_mode) == 0o600 and file.read_text() == "of an earlier run"
+    trace = read_trace(str(recorded))
+    lengths = [(request.num_prompt, request.num_output) for request in trace.requests]
+    assert len(lengths) == 9 and {request.max_tokens for request in trace.requests} <= {None, 13}
+    assert any(request.max_tokens for request in trace.requests), "no request ended by a stop token"
+    apart = dataclasses.replace(
+        trace,
+        requests=tuple(dataclasses.replace(each, arrival=1.0 * index) for index, each in enumerate(trace.requests)),
+    )
+    outcome = simulated(runner, apart)
+    assert outcome.num_prefix_hits == scheduler.num_prefix_hits > 20
+    assert outcome.stats.num_steps == engine.stats.num_steps - first
+    assert engine.extensions.by_name["arrivals"].status()["recorded_trace"]["requests"] == 9
+    assert not set(json.loads(recorded.read_text().splitlines()[1])) - {
+        *("arrival", "prompt_tokens", "output_tokens", "max_tokens", "hash_ids")
+    }
