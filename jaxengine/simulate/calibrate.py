@@ -96,8 +96,8 @@ def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredC
         platform=runner.device.platform if runner.device.platform != "gpu" else "cuda",
         options=kept,
         num_pages=runner.plan.num_pages,
-        decode=_rising(decode),
-        mixed=_rising(mixed),
+        decode=decode,
+        mixed=mixed,
         per_key=slopes[0],
         per_pair=slopes[1],
         host=_host(measured),
@@ -200,33 +200,54 @@ _Tables = tuple[dict[int, float], dict[int, float]]
 def _fit(measured: Sequence[MeasuredStep]) -> tuple[_Tables, tuple[float, float]]:
     """Return seconds by bucket, of decode and of mixed shapes, and seconds per key and per pair.
 
-    Least squares of the relative errors, after steps that are far from others like them were left out. A share that
-    would be negative is 0.
+    They leave the least sum of relative errors, not of their squares, so that a step that something else on the machine
+    held up counts little. No larger bucket costs less than a smaller one, and no share is negative.
     """
     names = sorted({(each.step.bucket.decode_only, each.step.bucket.num_tokens) for each in measured})
     place = {name: index for index, name in enumerate(names)}
     rows = np.zeros((len(measured), len(names) + 2))
-    seconds = np.array([each.seconds for each in measured])
+    seconds = np.maximum([each.seconds for each in measured], 1e-9)
     for index, each in enumerate(measured):
         step = each.step
         rows[index, place[step.bucket.decode_only, step.bucket.num_tokens]] = 1.0
         rows[index, -2:] = step.keys, step.pairs
-    groups = rows[:, :-2].argmax(axis=1)
-    middle = np.array([np.median(seconds[groups == group]) for group in range(len(names))])[groups]
-    usual = (seconds > middle / 3) & (seconds < middle * 3)
-    used, found = [*range(rows.shape[1])], np.zeros(rows.shape[1])
-    while True:
-        scale = 1.0 / np.maximum(seconds[usual], 1e-9)
-        own = np.linalg.lstsq(rows[usual][:, used] * scale[:, None], np.ones(usual.sum()), rcond=None)[0]
-        if (own >= 0).all() or len(used) <= len(names):
-            break
-        negative = [column for column, value in zip(used, own, strict=True) if value < 0]
-        used.remove(max(negative) if max(negative) >= len(names) else used[-1])
-    found[used] = np.maximum(0.0, own)
+    slopes = _least(rows, seconds)[-2:]
+    while (slopes < 0).any():  # what would be negative is left out, and the rest fitted again
+        rows[:, -2:][:, slopes < 0] = 0.0
+        slopes = _least(rows, seconds)[-2:]
+    bases = seconds - rows[:, -2:] @ slopes
     tables: _Tables = {}, {}
-    for (is_decode, size), cost in zip(names, found, strict=False):
-        tables[not is_decode][size] = float(cost)
-    return tables, (float(found[-2]), float(found[-1]))
+    for is_decode in (True, False):
+        sizes = [size for kind, size in names if kind == is_decode]
+        own = [bases[rows[:, place[is_decode, size]] > 0] for size in sizes]
+        costs = _rising([float(np.median(each)) for each in own], [len(each) for each in own])
+        tables[not is_decode].update(zip(sizes, costs, strict=True))
+    return tables, (float(slopes[0]), float(slopes[1]))
+
+
+def _least(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return f64[n] with the least sum of relative errors of rows f64[m, n] @ it against seconds f64[m]."""
+    scaled, found = rows / seconds[:, None], np.zeros(rows.shape[1])
+    weights = np.ones(len(rows))
+    for _ in range(30):  # least squares, each error divided by what it was
+        root = np.sqrt(weights)
+        found = np.linalg.lstsq(scaled * root[:, None], root, rcond=None)[0]
+        weights = 1.0 / np.maximum(np.abs(scaled @ found - 1.0), 1e-3)
+    return found
+
+
+def _rising(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Return costs that do not fall, none negative: where some do, the mean of those that contradict each other.
+
+    counts: steps that each cost is of.
+    """
+    pools: list[tuple[float, int, int]] = []  # mean, steps, number of costs
+    for cost, count in zip(costs, counts, strict=True):
+        pools.append((max(0.0, cost), count, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (first, many, width), (second, more, wide) = pools[-2:]
+            pools[-2:] = [((first * many + second * more) / (many + more), many + more, width + wide)]
+    return [cost for cost, _, width in pools for _ in range(width)]
 
 
 def _errors(fit: tuple[_Tables, tuple[float, float]], steps: Sequence[MeasuredStep]) -> tuple[float, float]:
@@ -239,14 +260,6 @@ def _errors(fit: tuple[_Tables, tuple[float, float]], steps: Sequence[MeasuredSt
             predicted = table[size] + each.step.keys * per_key + each.step.pairs * per_pair
             errors.append(abs(predicted - each.seconds) / max(each.seconds, 1e-9))
     return float(np.median(errors)), float(np.percentile(errors, 90))
-
-
-def _rising(table: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    """Return a table in which no larger shape costs less, which only noise would say."""
-    if not table:
-        return table
-    costs = np.maximum.accumulate([cost for _, cost in table])
-    return tuple((size, float(cost)) for (size, _), cost in zip(table, costs, strict=True))
 
 
 def _host(measured: Sequence[MeasuredStep]) -> HostCosts:

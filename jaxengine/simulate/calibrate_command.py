@@ -12,7 +12,9 @@ from jaxengine.config.engine_flags import add_engine_options, add_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser, with `run` as the function that executes it."""
     add_model(parser)
-    parser.add_argument("output", type=output_file, metavar="FILE", help="file to write, for simulate --costs")
+    parser.add_argument(
+        "--output", type=output_file, required=True, metavar="FILE", help="file to write, for simulate --costs"
+    )
     parser.add_argument("--rounds", type=positive_int, default=2, help="how often each load runs")
     add_engine_options(parser)
     parser.set_defaults(run=run)

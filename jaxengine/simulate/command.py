@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.command_line import given_options, output_file, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.engine_flags import add_engine_options, add_model
+from jaxengine.config.engine_flags import MODEL, add_engine_options
 
 if TYPE_CHECKING:
     from jaxengine.simulate.report import Limits
@@ -26,7 +26,7 @@ _DEFAULT_LENGTH = 8192
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser, with `run` as the function that executes it."""
     about = "as `jaxengine plan` takes it, by its headers alone (default: the embedded SmolLM2-135M-Instruct)"
-    add_model(parser, help=about)
+    parser.add_argument("--model", dest=MODEL, default=argparse.SUPPRESS, metavar="MODEL", help=about)
     trace = "a file of --record-trace, of Mooncake or of Azure, or a synthetic trace: " + ", ".join(SYNTHETIC)
     parser.add_argument("trace", metavar="TRACE", help=trace)
     parser.add_argument("--chips", metavar="NAME[:COUNT]", help="chips to simulate, as `jaxengine plan` names them")
