@@ -67,22 +67,23 @@ def needs_of(steps: Sequence[StepTime]) -> Needs:
 
 
 def choose(
-    steps: Sequence[StepTime], costs: Costs, max_num_seqs: int, max_num_batched_tokens: int, within: float
+    steps: Sequence[StepTime], costs: Costs | None, max_num_seqs: int, max_num_batched_tokens: int, within: float
 ) -> Shapes:
     """Return the fewest shapes that lose at most a share `within` of the least seconds of these steps.
 
-    If even MOST_CHOSEN of a kind lose more, those that lose least. max_num_seqs, max_num_batched_tokens: the largest
-    sizes, which are always compiled.
+    If even MOST_CHOSEN of a kind lose more, those that lose least. costs: None counts a second for each token, so that
+    what is lost is padding. max_num_seqs, max_num_batched_tokens: the largest sizes, which are always compiled.
     """
     needs, nothing = needs_of(steps), np.empty(0)
 
     def decode_seconds(size: int) -> float:
-        return max(costs.seconds(Bucket(size, size), nothing, nothing))
+        return size if costs is None else max(costs.seconds(Bucket(size, size), nothing, nothing))
 
     def mixed_seconds(size: int) -> float:
-        return max(costs.seconds(Bucket(size, min(size - 1, max_num_seqs)), nothing, nothing))
+        bucket = Bucket(size, min(size - 1, max_num_seqs))
+        return size if costs is None else max(costs.seconds(bucket, nothing, nothing))
 
-    least = sum(step.seconds for step in steps)
+    least = sum(step.bucket.num_tokens if costs is None else step.seconds for step in steps)
     least -= sum(lost_by(need, own, seconds) for need, own, seconds in _rounded(steps, decode_seconds, mixed_seconds))
     decode = best_grids(needs.decode, max_num_seqs, decode_seconds)
     mixed = best_grids(needs.mixed, max(max_num_batched_tokens, max_num_seqs + 1), mixed_seconds)

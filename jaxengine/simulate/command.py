@@ -53,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimise", choices=OPTIMISE, help="buckets: the fewest step shapes; parallel: every split over the chips"
     )
     parser.add_argument(
-        "--within", type=_percent, default=0.02, metavar="PERCENT", help="device time that shapes may lose (default: 2)"
+        "--within", type=_percent, default=0.02, metavar="PERCENT", help="what shapes may lose (default: 2)"
+    )
+    parser.add_argument(
+        "--by",
+        choices=("time", "padding"),
+        default="time",
+        help="what shapes lose: device time, or tokens (default: time)",
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     add_engine_options(parser)
@@ -114,9 +120,8 @@ def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limit
     from jaxengine.simulate.report import as_json, row
 
     plan, before = setup.plan, setup.run(trace)
-    shapes = choose(
-        before.steps, setup.costs(plan), plan.config.max_num_seqs, plan.config.max_num_batched_tokens, args.within
-    )
+    costs, config = setup.costs(plan) if args.by == "time" else None, plan.config
+    shapes = choose(before.steps, costs, config.max_num_seqs, config.max_num_batched_tokens, args.within)
     chosen = {"cudagraph_capture_sizes": list(shapes.decode), "prefill_sizes": list(shapes.mixed)}
     other = setup.with_shapes(CompilationConfig(shapes.decode, shapes.mixed))
     if other.error is not None:
@@ -128,7 +133,8 @@ def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limit
         rows[-1]["device s"] = sum(step.seconds for step in outcome.steps)
     print("\n".join(_head(setup, trace)))
     print(table(rows))
-    print(f"of the steps as they were, the chosen shapes lose {shapes.lost / max(shapes.least, 1e-9):.2%} of the time")
+    what = "of the time" if args.by == "time" else "padding over their tokens"
+    print(f"of the steps as they were, the chosen shapes lose {shapes.lost / max(shapes.least, 1e-9):.2%} {what}")
     option = f"--compilation-config {shlex.quote(json.dumps(chosen))}"
     print(option)
     found = {name: as_json(outcome, limits) for name, outcome in (("now", before), ("chosen", after))}

@@ -34,8 +34,10 @@ _UNKNOWN = {
     "enable_lora": "which adapters its requests use",
 }
 
+_MOST_IDLE = 1000  # calls of a step that change nothing
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class StepTime:
     """One step.
 
@@ -97,7 +99,9 @@ class _Observer(LoopExtension):
         self._runner = runner
         self.steps: list[StepTime] = []
         self.intervals: list[np.ndarray] = []
-        self.ended_requests: list[Request] = []
+        # Of each request that got a token: its arrival, first and last token, and how many it got.
+        self.lives: list[tuple[float, float, float, int]] = []
+        self.num_ended = 0
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
         pending, own = cast(SimulatedStep, step.pending), step.step
@@ -108,8 +112,11 @@ class _Observer(LoopExtension):
         self.intervals += result.intervals
 
     def ended(self, request: Request) -> None:
-        self.ended_requests.append(request)
+        self.num_ended += 1
         self._runner.forget(request)
+        if (first := request.first_token_time) is not None:
+            count = len(request.output_token_ids)
+            self.lives.append((request.arrival_time, first, request.last_token_time, count))
 
 
 def check_simulated(config: Any) -> None:
@@ -143,7 +150,7 @@ def run_trace(
     engine.extensions.by_name["simulation"] = observer
     engine.extensions.active.append(observer)
     outcome = Outcome(trace, config, engine.stats)
-    time, index, total = runner.time, 0, len(trace.requests)
+    time, index, total, idle = runner.time, 0, len(trace.requests), 0
     while index < total or engine.has_unfinished:
         if not engine.has_unfinished:
             time.now = max(time.now, trace.requests[index].arrival)
@@ -151,9 +158,14 @@ def run_trace(
             _queue(engine, runner, trace, index, outcome)
             index += 1
         outcome.most_waiting = max(outcome.most_waiting, engine.scheduler.num_waiting)
+        before = engine.stats.num_steps, time.now, engine.scheduler.num_unfinished
         engine.step()
+        after = engine.stats.num_steps, time.now, engine.scheduler.num_unfinished
+        idle = idle + 1 if before == after else 0
+        if idle > _MOST_IDLE:
+            raise RuntimeError(f"{engine.scheduler.num_unfinished} requests wait for something that never comes")
         if engine.stats.num_steps % 256 == 0:
-            progress(len(observer.ended_requests), total)
+            progress(observer.num_ended, total)
     _finish(outcome, engine, runner, observer)
     return outcome
 
@@ -195,14 +207,9 @@ def _finish(outcome: Outcome, engine: Engine, runner: SimulatedRunner, observer:
     outcome.num_prefix_queries, outcome.num_prefix_hits = scheduler.num_prefix_queries, scheduler.num_prefix_hits
     outcome.steps = observer.steps
     outcome.intervals = np.concatenate([np.empty(0), *observer.intervals])
-    ended = [each for each in observer.ended_requests if each.first_token_time is not None]
-    if not ended:
+    if not observer.lives:
         return
-    arrival, first, last = (
-        np.array([getattr(each, name) for each in ended], float)
-        for name in ("arrival_time", "first_token_time", "last_token_time")
-    )
-    count = np.array([len(each.output_token_ids) for each in ended])
+    arrival, first, last, count = map(np.array, zip(*observer.lives, strict=True))
     outcome.first_token, outcome.e2e = first - arrival, last - arrival
     outcome.mean_interval = (last - first) / np.maximum(1, count - 1)
     outcome.seconds = float(last.max() - arrival.min())

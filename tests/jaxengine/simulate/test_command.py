@@ -97,6 +97,7 @@ def test_the_fewest_shapes_within_a_share_are_chosen():
     assert choose(steps, costs, 64, 128, 0.02).decode == (10,)  # four of 64 seconds lost on one step of a hundred
     assert choose(steps, costs, 64, 128, 0.0).decode == (10, 60)
     assert choose(steps, costs, 64, 128, 10.0).decode == ()
+    assert choose(steps, None, 64, 128, 0.001).decode == (10, 60) and choose(steps, None, 64, 128, 0.01).decode == (10,)
 
 
 def test_planted_costs_are_found_among_steps_that_were_held_up():
