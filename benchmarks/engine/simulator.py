@@ -5,7 +5,7 @@ is too small for them: what the scheduler does then depends on no time, and step
 cache and padding must be equal (`kept`). `open` has arrivals at random, at a share of what the engine manages: times to
 the first token and between tokens in milliseconds, measured and simulated. They are worth no more than the machine is
 idle. `shapes` starts the engine anew with the platform's shapes and with those that `--optimise buckets` chooses for
-the chat trace: programs, seconds until it is ready without a cache, padding. `--counts` leaves out what takes time.
+the chat trace: programs, seconds until it is ready without a cache, padding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jaxengine.simulate.trace import Trace, trace_of
 OPTIONS = {
     "requests": Option(60, "requests of each trace"),
     "load": Option(0.5, "arrivals of the open traces, as a share of what the engine manages"),
-    "counts": Option(False, "no times: what a busy machine tells as well"),
+    "counts": Option(False, "the traces at once alone: what a busy machine tells as well"),
     "tiny": Option(False, "sizes for a test of this program"),
 }
 MAX_MODEL_LEN = 1024
@@ -133,26 +133,22 @@ def run(args: Namespace, recorder: Recorder) -> None:
         write_config(folder, TINY_SHAPE if args.tiny else SHAPE)
         options = engine_options(folder)
         llm = LLM(**options)
+        cases = {kind: make_trace(kind, args.requests, llm.core.runner.vocab_size) for kind in KINDS}
+        for kind, case in cases.items():
+            recorder.add(at_once(llm, kind, case))
+        if args.counts:
+            return llm.shutdown()
         costs = costs_of(llm, options, 1 if args.tiny else 3)
-        if not args.counts:
-            recorder.notes["costs"] = text(costs).splitlines()
-            print(text(costs))
-        steps = []
-        for kind in KINDS:
-            trace = make_trace(kind, args.requests, llm.core.runner.vocab_size)
-            recorder.add(at_once(llm, kind, trace))
-            steps = steps or simulated(llm.core.runner, trace[0].at_once(), costs).steps
-            if not args.counts:
-                recorder.add(as_they_come(llm, kind, trace, costs, args.load))
-        config = llm.core.runner.config
+        recorder.notes["costs"] = text(costs).splitlines()
+        print(text(costs))
+        for kind, case in cases.items():
+            recorder.add(as_they_come(llm, kind, case, costs, args.load))
+        config, steps = llm.core.runner.config, simulated(llm.core.runner, cases["chat"][0].at_once(), costs).steps
         shapes = choose(steps, costs, config.max_num_seqs, config.max_num_batched_tokens, 0.02)
-        chat = make_trace("chat", args.requests, llm.core.runner.vocab_size)
         llm.shutdown()
         chosen = {"cudagraph_capture_sizes": list(shapes.decode), "prefill_sizes": list(shapes.mixed)}
         for name, sizes in (("platform's", None), ("chosen", chosen)):
-            row = started(name, {**options, "compilation_config": sizes}, chat)
-            timed = ("seconds to start", "seconds") if args.counts else ()
-            recorder.add({name: value for name, value in row.items() if name not in timed})
+            recorder.add(started(name, {**options, "compilation_config": sizes}, cases["chat"]))
 
 
 def engine_options(folder: str) -> dict[str, Any]:
