@@ -45,6 +45,7 @@ BENCHMARKS = {
     "picture_caches": ("engine.picture_caches", "bytes and memory of each cache of processed pictures"),
     "pictures": ("engine.pictures", "pictures through a server: compilations, hostile files, caches, waits"),
     "recompute": ("engine.recompute", "tokens computed again when the KV pool is too small"),
+    "simulator": ("engine.simulator", "`jaxengine simulate` beside the engine, and the shapes that it chooses"),
     "sleep_cycles": (
         "engine.sleep_cycles",
         "an engine that sleeps and wakes: bytes alive, tokens, the first token after",

@@ -297,6 +297,11 @@ ROOMS = {
         "jaxengine:base jaxengine.config jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests "
         "jaxengine.api jaxengine.server"
     ),
+    "jaxengine.simulate": (
+        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine:base jaxengine.config jaxengine.records "
+        "jaxengine.runner jaxengine.engine jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine.check "
+        "jaxengine.plan"
+    ),
     "jaxengine.replay": (
         "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "
         "jaxengine.runner:base jaxengine.runner.programs jaxengine.runner"
@@ -352,7 +357,7 @@ ROOMS = {
         "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.records jaxengine.runner.executables "
         "jaxengine.runner.extensions:build jaxengine.runner "
         "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.plan jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
+        "jaxengine.plan jaxengine.simulate jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

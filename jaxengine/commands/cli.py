@@ -44,6 +44,8 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.server import command as server
 from jaxengine.server.batch import command as batch
 from jaxengine.server.observe import trace_command
+from jaxengine.simulate import calibrate_command
+from jaxengine.simulate import command as simulate
 from jaxengine.version import __version__
 
 if TYPE_CHECKING:
@@ -96,6 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
     command(commands, "plan", "Tell what fits on chips that are not present, and how much.", plan.add_arguments)
+    command(commands, "simulate", "Run a trace through the scheduler, with costs for a device.", simulate.add_arguments)
+    about = "Measure what steps cost here, for simulate."
+    command(commands, "calibrate-costs", about, calibrate_command.add_arguments)
     command(commands, "replay", "Run a step that record_steps wrote again, here.", replay.add_arguments)
     command(commands, "tune", "Tune tile sizes of products with quantised matrices for a chip.", tune.add_arguments)
     command(commands, "collect-env", "Print what a bug report should say of this machine.", collect_env.add_arguments)

@@ -1,5 +1,6 @@
-"""Options that find what a device computes wrongly. record_steps: an engine writes the inputs and results of its last
-steps to files, for `jaxengine replay`. kernel_proof: kernels are run beside plain XLA before the engine serves.
+"""Options that find what a device computes wrongly, and what it was asked. record_steps: an engine writes the inputs
+and results of its last steps to files, for `jaxengine replay`. kernel_proof: kernels are run beside plain XLA before
+the engine serves. record_trace: it writes when requests came and how long they were, for `jaxengine simulate`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LEFT_OUT = """
     long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
     nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
     speculative_config stream_interval sleep_idle_seconds fit profiler_config disable_log_stats record_steps
-    record_steps_limit record_steps_bytes default_seq_tokens steering_vectors allowed_media_domains
+    record_steps_limit record_steps_bytes record_trace default_seq_tokens steering_vectors allowed_media_domains
     allowed_local_media_path media_loading_thread_count media_io_kwargs media_fetch_timeout max_media_bytes
     max_image_pixels max_media_pixels mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
 """
@@ -36,7 +37,7 @@ _LEFT_OUT = """
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """The fields of EngineConfig about recorded steps and the proof of kernels.
+    """The fields of EngineConfig about recorded steps and requests, and the proof of kernels.
 
     Attributes:
       record_steps: a folder for the last steps, which `jaxengine replay` runs again on this or another machine; see
@@ -48,6 +49,8 @@ class RecordOptions:
       kernel_proof: at the first start on a kind of device, run the kernels beside plain XLA before serving, and replace
         those that fail or are slower: "quick", those of the largest and smallest steps; "full", those of all steps,
         with more mixes of lengths; "off", none. CPUs have no such kernels; see docs/troubleshooting.md.
+      record_trace: a new file for when each request came, how long it was and which prefixes it shares, for
+        `jaxengine simulate`; see docs/simulate.md. No text and no token ids. Where the file exists, a number follows.
     """
 
     record_steps: str | None = None
@@ -55,6 +58,7 @@ class RecordOptions:
     record_steps_bytes: int = 1 << 30
     record_steps_detail: str = "tokens"
     kernel_proof: str = "quick"
+    record_trace: str | None = None
 
 
 def check_recording(options: RecordOptions) -> None:
@@ -66,6 +70,8 @@ def check_recording(options: RecordOptions) -> None:
             raise ConfigError(name, value, f"1 to {most}")
     if options.record_steps_detail not in DETAILS:
         raise ConfigError("record_steps_detail", options.record_steps_detail, ", ".join(DETAILS))
+    if options.record_trace is not None and not Path(options.record_trace).name:
+        raise ConfigError("record_trace", options.record_trace, "the name of a new file")
     if options.record_steps is None:
         for name in ("record_steps_limit", "record_steps_bytes", "record_steps_detail"):
             if (value := getattr(options, name)) != getattr(RecordOptions, name):
@@ -79,6 +85,13 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
 
     options: of the engine.
     """
+    if (trace := options["record_trace"]) is not None:
+        parent = Path(trace).expanduser().absolute().parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError("record_trace", trace, "a new file in a folder that can be written")
+        if model.pooler is not None:
+            problem = f"record_trace is given, but {model.architecture} pools and generates nothing"
+            raise ConfigError.because("record_trace", problem, "leave it out")
     if (folder := options["record_steps"]) is None:
         return
     for why, is_so in (

@@ -1,3 +1,3 @@
-"""Recorded steps on disk: the format of a file, the folder that keeps the latest ones, and the pages
-that a step needs.
+"""What engines record on disk: steps with the pages that they need, the folder that keeps the latest ones, and the form
+of traces.
 """

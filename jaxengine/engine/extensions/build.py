@@ -67,6 +67,7 @@ class Extensions:
             "logits_processors": "logits_processors" in runner.extensions,
             "offload": "offload" in runner.extensions,
             "recording": "recording" in runner.extensions,
+            "arrivals": runner.config.record_trace is not None,
             "routed_experts": "routed_experts" in runner.extensions,
             "trace": "trace" in runner.extensions,
             "weights": self.idle_seconds < float("inf"),
@@ -287,6 +288,12 @@ def _recording(_: Extensions) -> LoopExtension:
     return Recording()
 
 
+def _arrivals(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.arrivals import Arrivals
+
+    return Arrivals()
+
+
 def _idle_sleep(extensions: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.idle_sleep import IdleSleep
 
@@ -301,6 +308,7 @@ def _weights(_: Extensions) -> LoopExtension:
 
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
+    "arrivals": _arrivals,
     "capture": _capture,
     "drafts": Extensions._drafts,
     "idle_sleep": _idle_sleep,

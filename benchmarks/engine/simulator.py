@@ -1,0 +1,233 @@
+"""`jaxengine simulate` beside the engine that it simulates, on a CPU: three traces, and the shapes that it chooses.
+
+The costs of steps are measured first, on the engine itself. `at once` has all requests at the beginning, in a pool that
+is too small for them: what the scheduler does then depends on no time, and steps, preemptions, tokens found in the
+cache and padding must be equal (`kept`). `open` has arrivals at random, at a share of what the engine manages: times to
+the first token and between tokens in milliseconds, measured and simulated. They are worth no more than the machine is
+idle. `shapes` starts the engine anew with the platform's shapes and with those that `--optimise buckets` chooses for
+the chat trace: programs, seconds until it is ready without a cache, padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.engines import write_config
+from benchmarks.harness import Option
+from benchmarks.recorder import Recorder, Row
+from jaxengine.engine.engine import Engine
+from jaxengine.engine.extension import LoopExtension
+from jaxengine.engine.in_flight import InFlight
+from jaxengine.engine.output import EngineOutput
+from jaxengine.scheduler.batch import StepResult
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.simulate.buckets import choose
+from jaxengine.simulate.calibrate import costs_of, simulated, text
+from jaxengine.simulate.costs import MeasuredCosts
+from jaxengine.simulate.loop import Outcome
+from jaxengine.simulate.synthetic import KINDS, synthetic
+from jaxengine.simulate.trace import Trace, trace_of
+
+OPTIONS = {
+    "requests": Option(60, "requests of each trace"),
+    "load": Option(0.5, "arrivals of the open traces, as a share of what the engine manages"),
+    "counts": Option(False, "the traces at once alone: what a busy machine tells as well"),
+    "tiny": Option(False, "sizes for a test of this program"),
+}
+MAX_MODEL_LEN = 1024
+SHAPE = (256, 768, 6, 4, 2, 8192, MAX_MODEL_LEN)
+TINY_SHAPE = (64, 128, 2, 4, 2, 512, MAX_MODEL_LEN)
+# Lengths of the synthetic traces are made so much shorter, for a model on a CPU.
+SCALES = {"chat": 0.25, "long": 0.12, "shared": 0.25}
+
+
+class _Times(LoopExtension):
+    """Loop extension that notes the intervals between tokens and the requests that ended."""
+
+    def __init__(self) -> None:
+        self.intervals: list[np.ndarray] = []
+        self.requests: list[Request] = []
+
+    def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        self.intervals += result.intervals
+
+    def ended(self, request: Request) -> None:
+        self.requests.append(request)
+
+
+def prompts_of(trace: Trace, vocab_size: int) -> list[np.ndarray]:
+    """Return token ids of a model's vocabulary that are shared as the trace says, i32[num_prompt] each."""
+    found = []
+    for index, request in enumerate(trace.requests):
+        tokens = trace.tokens(index)[: request.num_prompt].astype(np.int64)
+        mixed = (tokens * 2654435761 + np.arange(len(tokens)) * 40503) % (vocab_size - 2) + 2
+        found.append(mixed.astype(np.int32))
+    return found
+
+
+def run_engine(engine: Engine, prompts: Sequence[np.ndarray], outputs: Sequence[int], arrivals: Sequence[float]) -> Row:
+    """Run requests on an engine as they arrive, seconds from now; return counts and times in milliseconds."""
+    times, scheduler = _Times(), engine.scheduler
+    scheduler.reset_prefix_cache()
+    engine.extensions.by_name["times"] = times
+    engine.extensions.active.append(times)
+    stats, index, start = engine.stats, 0, time.monotonic()
+    before = _counts(engine)
+    while index < len(prompts) or engine.has_unfinished:
+        now = time.monotonic() - start
+        if not engine.has_unfinished and index < len(prompts) and arrivals[index] > now:
+            time.sleep(arrivals[index] - now)
+            continue
+        while index < len(prompts) and arrivals[index] <= now:
+            arrived, params = start + arrivals[index], TokenParams()
+            engine.queue([Request(str(index), prompts[index], params, outputs[index], arrival_time=arrived)])
+            index += 1
+        engine.step()
+    engine.extensions.active.remove(times)
+    first = [each.first_token_time - each.arrival_time for each in times.requests if each.first_token_time is not None]
+    seconds = time.monotonic() - start
+    counts = {name: value - before[name] for name, value in _counts(engine).items()}
+    assert stats.num_steps
+    return {**counts, "seconds": round(seconds, 2), **_quantiles(np.array(first), np.concatenate(times.intervals))}
+
+
+def simulated_row(outcome: Outcome) -> Row:
+    """Return the same of a simulated run."""
+    counts = {
+        "steps": outcome.stats.num_steps,
+        "padding": outcome.stats.num_padding_tokens,
+        "preemptions": outcome.num_preemptions,
+        "hits": outcome.num_prefix_hits,
+    }
+    return {**counts, "seconds": round(outcome.seconds, 2), **_quantiles(outcome.first_token, outcome.intervals)}
+
+
+def _counts(engine: Engine) -> dict[str, int]:
+    scheduler, stats = engine.scheduler, engine.stats
+    counts = {"steps": stats.num_steps, "padding": stats.num_padding_tokens}
+    return {**counts, "preemptions": scheduler.num_preemptions, "hits": scheduler.num_prefix_hits}
+
+
+def _quantiles(first: np.ndarray, intervals: np.ndarray) -> Row:
+    return {
+        f"{name} p{share}": round(float(np.percentile(values, share)) * 1e3, 3)
+        for name, values in (("ttft", first), ("itl", intervals))
+        for share in (50, 99)
+    }
+
+
+def run(args: Namespace, recorder: Recorder) -> None:
+    from jaxengine import LLM
+
+    logging.getLogger("jaxengine.scheduler").setLevel(logging.ERROR)  # preemptions are wanted
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(folder, TINY_SHAPE if args.tiny else SHAPE)
+        options = engine_options(folder)
+        llm = LLM(**options)
+        cases = {kind: make_trace(kind, args.requests, llm.core.runner.vocab_size) for kind in KINDS}
+        for kind, case in cases.items():
+            recorder.add(at_once(llm, kind, case))
+        if args.counts:
+            return llm.shutdown()
+        costs = costs_of(llm, options, 1 if args.tiny else 3)
+        recorder.notes["costs"] = text(costs).splitlines()
+        print(text(costs))
+        for kind, case in cases.items():
+            recorder.add(as_they_come(llm, kind, case, costs, args.load))
+        config, steps = llm.core.runner.config, simulated(llm.core.runner, cases["chat"][0].at_once(), costs).steps
+        shapes = choose(steps, costs, config.max_num_seqs, config.max_num_batched_tokens, 0.02)
+        llm.shutdown()
+        chosen = {"cudagraph_capture_sizes": list(shapes.decode), "prefill_sizes": list(shapes.mixed)}
+        for name, sizes in (("platform's", None), ("chosen", chosen)):
+            recorder.add(started(name, {**options, "compilation_config": sizes}, cases["chat"]))
+
+
+def engine_options(folder: str) -> dict[str, Any]:
+    """Return the options of the engine: the platform's shapes up to 16 requests and 256 tokens."""
+    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 256, "block_size": 16}
+    own = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32"}
+    return {**own, **sizes, "num_gpu_blocks_override": 1024, "disable_log_stats": True}
+
+
+Case = tuple[Trace, list[np.ndarray]]
+
+
+def make_trace(kind: str, num_requests: int, vocab_size: int) -> Case:
+    """Return a trace of a kind and its prompts."""
+    trace = synthetic(kind, num_requests, 1.0, MAX_MODEL_LEN, scale=SCALES[kind])
+    return trace, prompts_of(trace, vocab_size)
+
+
+def at_once(llm: Any, kind: str, case: Case) -> Row:
+    """Return a row of a trace at once in a quarter of the pages that its running requests would need."""
+    trace, prompts = case
+    engine, runner = llm.core.engine, llm.core.runner
+    outputs = [request.num_output for request in trace.requests]
+    longest = max(len(prompt) + count for prompt, count in zip(prompts, outputs, strict=True))
+    mean = float(np.mean([len(prompt) + count for prompt, count in zip(prompts, outputs, strict=True)]))
+    pages = max(int(16 * mean) // 16 // 4, -(-longest // 16) + 1)
+    config = engine.extensions.configure(runner.config.scheduler_config(pages, runner.num_ranks, runner.windows))
+    original = engine.scheduler.config
+    engine.scheduler.__init__(config)
+    found = run_engine(engine, prompts, outputs, [0.0] * len(prompts))
+    engine.scheduler.__init__(original)
+    closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
+    expected = simulated_row(simulated(runner, closed, num_pages=pages))
+    row: Row = {"name": f"{kind} at once"}
+    for name in ("steps", "preemptions", "hits", "padding"):
+        row |= {name: found[name], f"{name} simulated": expected[name]}
+    row["kept"] = all(found[name] == expected[name] for name in ("steps", "preemptions", "hits", "padding"))
+    return row
+
+
+def as_they_come(llm: Any, kind: str, case: Case, costs: MeasuredCosts, load: float) -> Row:
+    """Return a row of a trace with arrivals at a share of what the engine manages, measured and simulated."""
+    trace, prompts = case
+    runner, outputs = llm.core.runner, [request.num_output for request in trace.requests]
+    closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
+    rate = len(prompts) / simulated(runner, closed, costs).seconds * load
+    arrivals = [request.arrival / rate for request in trace.requests]
+    moved = zip(closed.requests, arrivals, strict=True)
+    opened = dataclasses.replace(
+        closed, requests=tuple(dataclasses.replace(each, arrival=arrival) for each, arrival in moved)
+    )
+    found = run_engine(llm.core.engine, prompts, outputs, arrivals)
+    expected = simulated_row(simulated(runner, opened, costs))
+    row: Row = {"name": f"{kind} open", "requests a second": round(rate, 2)}
+    for name, value in found.items():
+        row |= {name: value, f"{name} simulated": expected[name]}
+    return row
+
+
+def started(name: str, options: dict[str, Any], case: Case) -> Row:
+    """Return a row of an engine started without a cache: programs, seconds, and its padding on a trace at once."""
+    from jaxengine import LLM
+
+    trace, prompts = case
+    begun = time.monotonic()
+    llm = LLM(**{**options, "compile_cache_dir": ""})
+    seconds = time.monotonic() - begun
+    found = run_engine(
+        llm.core.engine, prompts, [request.num_output for request in trace.requests], [0.0] * len(prompts)
+    )
+    stats, programs = llm.core.engine.stats, llm.core.runner.num_compiled
+    llm.shutdown()
+    padding = found["padding"] / (stats.num_tokens + stats.num_padding_tokens)
+    sizes = options["compilation_config"]
+    return {
+        "name": f"shapes: {name}",
+        "compilation_config": str(sizes),
+        "programs": programs,
+        "seconds to start": round(seconds, 1),
+        "padding %": round(100 * padding, 1),
+        "seconds": found["seconds"],
+    }

@@ -1,0 +1,109 @@
+"""Recorded traces: writes a line for each request that ends to the file of the option record_trace."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import time
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.engine.extension import Loop, LoopExtension
+from jaxengine.records.trace_file import TraceRequest, header_line, request_line
+from jaxengine.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 30
+
+
+class Arrivals(LoopExtension):
+    """Loop extension that writes a trace for `jaxengine simulate`.
+
+    Blocks are pages, whose digests are hashed once more with a key that nobody keeps: ids are equal for equal prefixes
+    of one file, and tell nobody what the tokens were. After the first write error, and MOST_BYTES, nothing more is
+    written, and the engine serves on.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+        self._key = secrets.token_bytes(32)
+        self._began = time.monotonic()
+        self._path, self._num_bytes, self._num_requests, self._stopped_by = Path(), 0, 0, ""
+
+    def attach(self, loop: Loop) -> None:
+        super().attach(loop)
+        config = loop.runner.config
+        assert config.record_trace is not None
+        try:
+            self._path, self._file = _new_file(Path(config.record_trace).expanduser())
+            self._write(header_line(config.block_size))
+        except OSError as error:
+            raise ConfigError.because("record_trace", str(error), "name a file in a folder that is there") from None
+        logger.info("record_trace: when requests come and how long they are is written to %s", self._path)
+
+    def ended(self, request: Request) -> None:
+        num_output = min(len(request.output_token_ids), request.max_tokens)
+        if self._file is None or num_output < 1:
+            return
+        tokens = np.concatenate([request.prompt_token_ids, request.output_token_ids[:num_output]])
+        size = self.loop.runner.config.block_size
+        digests = request.extend_page_hashes(tokens, size)[: len(tokens) // size]
+        limit = request.max_tokens if request.max_tokens > num_output else None
+        arrival = max(0.0, request.arrival_time - self._began)
+        line = TraceRequest(arrival, request.num_prompt_tokens, num_output, limit, tuple(map(self._id, digests)))
+        try:
+            self._write(request_line(line))
+            self._num_requests += 1
+        except OSError as error:
+            self._stop(str(error))
+        if self._num_bytes > MOST_BYTES:
+            self._stop(f"{self._path} has {MOST_BYTES} bytes")
+
+    def status(self) -> dict[str, Any]:
+        own = {"stopped_by": self._stopped_by} if self._stopped_by else {}
+        return {"recorded_trace": {"file": str(self._path), "requests": self._num_requests, **own}}
+
+    def shutdown(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _id(self, digest: bytes) -> int:
+        return int.from_bytes(hashlib.blake2b(digest, key=self._key, digest_size=8).digest(), "little") >> 1
+
+    def _write(self, line: str) -> None:
+        assert self._file is not None
+        self._file.write(line)
+        self._num_bytes += len(line)
+
+    def _stop(self, why: str) -> None:
+        logger.error("record_trace: NO MORE REQUESTS ARE RECORDED: %s; the engine serves on", why)
+        self._stopped_by = why
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError:  # what could not be written before cannot be now
+            pass
+
+
+def _new_file(path: Path) -> tuple[Path, IO[str]]:
+    """Open a new file that only its owner reads: `path`, or where that exists `path`.1, .2 and so on.
+
+    So an engine that is started again loses nothing, and never writes after a file that it does not know.
+    """
+    for number in count():
+        own = path if not number else path.with_name(f"{path.name}.{number}")
+        try:
+            handle = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            continue
+        return own, open(handle, "w", encoding="utf-8", buffering=1)
+    raise AssertionError

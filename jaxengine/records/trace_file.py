@@ -1,0 +1,46 @@
+"""Our own form of traces: JSON lines, a header and then a line for each request. Has no text and no token ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+      arrival: seconds since the trace began.
+      num_prompt, num_output: tokens.
+      max_tokens: the caller's limit; None: it ended by its length.
+      hash_ids: ids of its blocks, of prompt and output together, as far as they are known: equal ids, equal prefixes.
+    """
+
+    arrival: float
+    num_prompt: int
+    num_output: int
+    max_tokens: int | None = None
+    hash_ids: tuple[int, ...] = ()
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the request may get."""
+        return self.num_output if self.max_tokens is None else self.max_tokens
+
+
+def header_line(block_size: int) -> str:
+    """Return the first line. block_size: tokens of a block of `hash_ids`."""
+    return json.dumps({"jaxengine_trace": VERSION, "block_size": block_size}) + "\n"
+
+
+def request_line(request: TraceRequest) -> str:
+    """Return the line of a request."""
+    line: dict[str, Any] = {"arrival": round(request.arrival, 6)}
+    line |= {"prompt_tokens": request.num_prompt, "output_tokens": request.num_output}
+    if request.max_tokens is not None:
+        line["max_tokens"] = request.max_tokens
+    return json.dumps({**line, "hash_ids": list(request.hash_ids)}) + "\n"

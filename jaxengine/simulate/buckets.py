@@ -1,0 +1,165 @@
+"""`--optimise buckets`: the fewest step shapes that lose little of a device's time on a trace.
+
+A trace says how many tokens and rows its steps have, whatever shapes they are rounded up to. What a set of shapes loses
+is the seconds of these steps in it beyond those in shapes of their own. Sizes are chosen by dynamic programming over
+the sizes that occur: the best k of them, for each k. Decode and mixed shapes are chosen apart, and their numbers
+together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.simulate.costs import Costs
+from jaxengine.simulate.loop import StepTime
+
+MOST_SIZES = 512  # that are considered; more are thinned out evenly
+MOST_CHOSEN = 32  # of each kind
+# Seconds that a token of padding counts at least, as a share of a step, so that of equal losses the least padding wins.
+_TIE = 1e-9
+
+
+class Needs(NamedTuple):
+    """Steps by what they need: the number of steps for each size. Sizes are rows of decode steps, tokens of others."""
+
+    decode: Counter[int]
+    mixed: Counter[int]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Chosen sizes of one kind, in order, the largest included; lost: seconds on the trace."""
+
+    sizes: tuple[int, ...]
+    lost: float
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Chosen shapes.
+
+    Attributes:
+      decode, mixed: sizes for compilation_config, without the largest, which is always there.
+      lost, least: seconds that they lose on the trace, and that its steps take in shapes of their own.
+    """
+
+    decode: tuple[int, ...]
+    mixed: tuple[int, ...]
+    lost: float
+    least: float
+
+
+def needs_of(steps: Sequence[StepTime]) -> Needs:
+    """Return what steps need of their buckets."""
+    decode, mixed = Counter[int](), Counter[int]()
+    for step in steps:
+        if step.bucket.decode_only:
+            decode[step.most_rows] += 1
+        else:
+            mixed[max(step.most_tokens, step.most_rows + 1)] += 1
+    return Needs(decode, mixed)
+
+
+def choose(
+    steps: Sequence[StepTime], costs: Costs | None, max_num_seqs: int, max_num_batched_tokens: int, within: float
+) -> Shapes:
+    """Return the fewest shapes that lose at most a share `within` of the least seconds of these steps.
+
+    If even MOST_CHOSEN of a kind lose more, those that lose least. costs: None counts a second for each token, so that
+    what is lost is padding. max_num_seqs, max_num_batched_tokens: the largest sizes, which are always compiled.
+    """
+    needs, nothing = needs_of(steps), np.empty(0)
+
+    def decode_seconds(size: int) -> float:
+        return size if costs is None else max(costs.seconds(Bucket(size, size), nothing, nothing))
+
+    def mixed_seconds(size: int) -> float:
+        bucket = Bucket(size, min(size - 1, max_num_seqs))
+        return size if costs is None else max(costs.seconds(bucket, nothing, nothing))
+
+    least = sum(step.bucket.num_tokens if costs is None else step.seconds for step in steps)
+    least -= sum(lost_by(need, own, seconds) for need, own, seconds in _rounded(steps, decode_seconds, mixed_seconds))
+    decode = best_grids(needs.decode, max_num_seqs, decode_seconds)
+    mixed = best_grids(needs.mixed, max(max_num_batched_tokens, max_num_seqs + 1), mixed_seconds)
+    pairs = sorted(
+        ((len(one.sizes) + len(other.sizes), one.lost + other.lost, one, other) for one in decode for other in mixed),
+        key=lambda pair: pair[:2],
+    )
+    allowed = within * least
+    _, lost, one, other = next((pair for pair in pairs if pair[1] <= allowed), min(pairs, key=lambda pair: pair[1]))
+    sizes = tuple(size for size in other.sizes[:-1] if 1 < size < max_num_batched_tokens)
+    return Shapes(one.sizes[:-1], sizes, lost, least)
+
+
+def _rounded(
+    steps: Sequence[StepTime], decode: Callable[[int], float], mixed: Callable[[int], float]
+) -> list[tuple[int, int, Callable[[int], float]]]:
+    """(size needed, size of the bucket, seconds) of each step."""
+    found = []
+    for step in steps:
+        is_decode = step.bucket.decode_only
+        need = step.most_rows if is_decode else max(step.most_tokens, step.most_rows + 1)
+        found.append((need, step.bucket.num_tokens, decode if is_decode else mixed))
+    return found
+
+
+def lost_by(need: int, size: int, seconds: Callable[[int], float]) -> float:
+    """Return the seconds that a step of a size loses in a bucket of another."""
+    return seconds(size) - seconds(need)
+
+
+def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float]) -> list[Grid]:
+    """Return, for each number of sizes up to MOST_CHOSEN, the sizes that lose least; the largest is always among them.
+
+    needs: number of steps of each size. seconds(size): of a step in a bucket of that size.
+    """
+    sizes = np.array(_thinned(sorted({*needs, largest})))
+    cost = np.array([seconds(int(size)) for size in sizes])
+    weight, spent = np.zeros(len(sizes)), np.zeros(len(sizes))
+    places = np.searchsorted(sizes, sorted(needs))
+    for place, size in zip(places, sorted(needs), strict=True):
+        weight[place] += needs[size]
+        spent[place] += needs[size] * seconds(size)
+    # Padding counts a little, so that sizes that cost the same are still chosen where steps are.
+    priced = np.maximum.accumulate(cost) + _TIE * sizes * cost.max() / sizes[-1]
+    steps_before = np.concatenate([[0.0], np.cumsum(weight)])
+    # best[j]: least seconds of all steps up to size j, with size j the last of those chosen.
+    best = priced * steps_before[1:]
+    came, found = [np.full(len(sizes), -1)], []
+    last = len(sizes) - 1
+    total = spent.sum()
+    for count in range(1, min(MOST_CHOSEN, len(sizes)) + 1):
+        chosen, at = [], last
+        for row in reversed(came):
+            chosen.append(int(sizes[at]))
+            at = int(row[at])
+        own = tuple(reversed(chosen))
+        found.append(Grid(own, _cost_of(own, sizes, weight, seconds) - total))
+        if count == len(sizes):
+            break
+        # Step j after i: the steps between them run in j's size.
+        after = best[:, None] + priced[None, :] * (steps_before[None, 1:] - steps_before[1:, None])
+        after[np.tril_indices(len(sizes))] = np.inf
+        came.append(after.argmin(axis=0))
+        best = after.min(axis=0)
+    return found
+
+
+def _cost_of(chosen: Sequence[int], sizes: np.ndarray, weight: np.ndarray, seconds: Callable[[int], float]) -> float:
+    """Seconds of all steps in the chosen sizes."""
+    places = np.searchsorted(chosen, sizes)
+    return float(sum(count * seconds(chosen[place]) for place, count in zip(places, weight, strict=True) if count))
+
+
+def _thinned(sizes: list[int]) -> list[int]:
+    """At most MOST_SIZES of sorted sizes, evenly, the last one included."""
+    if len(sizes) <= MOST_SIZES:
+        return sizes
+    places = np.unique(np.linspace(0, len(sizes) - 1, MOST_SIZES).round().astype(int))
+    return [sizes[place] for place in places]

@@ -1,0 +1,34 @@
+"""The command `jaxengine calibrate-costs`: its arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxengine.config.command_line import given_options, output_file, positive_int
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_flags import add_engine_options, add_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
+    add_model(parser)
+    parser.add_argument(
+        "--output", type=output_file, required=True, metavar="FILE", help="file to write, for simulate --costs"
+    )
+    parser.add_argument("--rounds", type=positive_int, default=2, help="how often each load runs")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start an engine, measure, write the costs, print them. Returns 0.
+
+    Raises ConfigError as an engine, and for options of which a trace does not say enough.
+    """
+    from jaxengine.simulate.calibrate import calibrate_costs, text
+
+    options = given_options(args, EngineConfig)
+    costs = calibrate_costs(options, args.rounds)
+    costs.write(args.output)
+    print(text(costs))
+    return 0

@@ -1,0 +1,213 @@
+"""The command `jaxengine simulate`: its arguments, and its order of work: read the trace, plan, run, report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.command_line import given_options, output_file, positive_int
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.engine_flags import MODEL, add_engine_options
+
+if TYPE_CHECKING:
+    from jaxengine.simulate.report import Limits
+    from jaxengine.simulate.setup import Setup
+    from jaxengine.simulate.trace import Trace
+
+SYNTHETIC = ("chat", "long", "shared")
+OPTIMISE = ("buckets", "parallel")
+_DEFAULT_LENGTH = 8192
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
+    about = "as `jaxengine plan` takes it, by its headers alone (default: the embedded SmolLM2-135M-Instruct)"
+    parser.add_argument("--model", dest=MODEL, default=argparse.SUPPRESS, metavar="MODEL", help=about)
+    trace = "a file of --record-trace, of Mooncake or of Azure, or a synthetic trace: " + ", ".join(SYNTHETIC)
+    parser.add_argument("trace", metavar="TRACE", help=trace)
+    parser.add_argument("--chips", metavar="NAME[:COUNT]", help="chips to simulate, as `jaxengine plan` names them")
+    parser.add_argument("--costs", metavar="FILE", help="costs of steps by `jaxengine calibrate-costs`, not a roofline")
+    parser.add_argument(
+        "--efficiency", type=_share, default=1.0, metavar="SHARE", help="share of the roofline that steps reach"
+    )
+    parser.add_argument(
+        "--host-seconds", type=_seconds, metavar="S", help="the host's work before a step, with a roofline (default: 0)"
+    )
+    parser.add_argument("--requests", type=positive_int, metavar="N", help="the first N requests (synthetic: 500)")
+    parser.add_argument(
+        "--rate", type=_positive, metavar="R", help="requests a second of a synthetic trace (default: 1)"
+    )
+    parser.add_argument("--scale", type=_positive, default=1.0, help="factor of a synthetic trace's lengths")
+    parser.add_argument("--trace-seed", type=int, default=0, metavar="SEED", help="of a synthetic trace")
+    parser.add_argument(
+        "--faster", type=_positive, default=1.0, metavar="FACTOR", help="divide all arrival times by this"
+    )
+    parser.add_argument("--at-once", action="store_true", help="all requests arrive at the beginning")
+    parser.add_argument("--ttft", type=_positive, metavar="S", help="for goodput: most seconds to the first token")
+    parser.add_argument("--itl", type=_positive, metavar="S", help="for goodput: most seconds between tokens, mean")
+    parser.add_argument(
+        "--optimise", choices=OPTIMISE, help="buckets: the fewest step shapes; parallel: every split over the chips"
+    )
+    parser.add_argument(
+        "--within", type=_percent, default=0.02, metavar="PERCENT", help="what shapes may lose (default: 2)"
+    )
+    parser.add_argument(
+        "--by",
+        choices=("time", "padding"),
+        default="time",
+        help="what shapes lose: device time, or tokens (default: time)",
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and print the result. Returns 0.
+
+    Raises ConfigError for wrong arguments, options and traces, as an engine for a model that cannot be read, and where
+    the model does not fit.
+    """
+    from jaxengine.simulate.costs import HostCosts, read_costs
+    from jaxengine.simulate.report import Limits
+    from jaxengine.simulate.setup import open_setup
+
+    measured = None if args.costs is None else read_costs(args.costs)
+    for name, value in (("efficiency", args.efficiency != 1.0), ("host_seconds", args.host_seconds is not None)):
+        if measured is not None and value:
+            raise ConfigError(name, getattr(args, name), "absent with --costs, which were measured")
+    options = given_options(args, EngineConfig)
+    host, limits = HostCosts(dispatch=args.host_seconds or 0.0), Limits(args.ttft or math.inf, args.itl or math.inf)
+    with open_setup(options, args.chips, measured, args.efficiency, host, _progress) as setup:
+        trace = _trace(args, setup)
+        work = {"buckets": _buckets, "parallel": _parallel, None: _run}[args.optimise]
+        work(args, setup, trace, limits)
+    return 0
+
+
+def _trace(args: argparse.Namespace, setup: Setup) -> Trace:
+    """Read or make the trace. Raises ConfigError."""
+    from jaxengine.simulate.synthetic import synthetic
+    from jaxengine.simulate.trace import read_trace
+
+    if args.trace in SYNTHETIC:
+        length = min(_DEFAULT_LENGTH, setup.plan.config.max_model_len)
+        trace = synthetic(args.trace, args.requests or 500, args.rate or 1.0, length, args.trace_seed, args.scale)
+    elif args.rate is not None:
+        raise ConfigError("rate", args.rate, "absent with a file; --faster changes how fast its requests come")
+    else:
+        trace = read_trace(args.trace).first(args.requests)
+    return trace.at_once() if args.at_once else trace.faster(args.faster)
+
+
+def _run(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
+    from jaxengine.results import write_json
+    from jaxengine.simulate.report import as_json, text
+
+    outcome = setup.run(trace)
+    print(text(outcome, _head(setup, trace), limits))
+    write_json(args.json, {**_about(setup), **as_json(outcome, limits)})
+
+
+def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
+    from jaxengine.config.compilation_config import CompilationConfig
+    from jaxengine.results import table, write_json
+    from jaxengine.simulate.buckets import choose
+    from jaxengine.simulate.report import as_json, row
+
+    plan, before = setup.plan, setup.run(trace)
+    costs, config = setup.costs(plan) if args.by == "time" else None, plan.config
+    shapes = choose(before.steps, costs, config.max_num_seqs, config.max_num_batched_tokens, args.within)
+    chosen = {"cudagraph_capture_sizes": list(shapes.decode), "prefill_sizes": list(shapes.mixed)}
+    other = setup.with_shapes(CompilationConfig(shapes.decode, shapes.mixed))
+    if other.error is not None:
+        raise other.error
+    after = setup.run(trace, other)
+    rows = []
+    for name, own, outcome in (("now", plan, before), ("chosen", other, after)):
+        rows.append({**row(name, outcome, limits), "programs": own.num_programs})
+        rows[-1]["device s"] = sum(step.seconds for step in outcome.steps)
+    print("\n".join(_head(setup, trace)))
+    print(table(rows))
+    what = "of the time" if args.by == "time" else "padding over their tokens"
+    print(f"of the steps as they were, the chosen shapes lose {shapes.lost / max(shapes.least, 1e-9):.2%} {what}")
+    option = f"--compilation-config {shlex.quote(json.dumps(chosen))}"
+    print(option)
+    found = {name: as_json(outcome, limits) for name, outcome in (("now", before), ("chosen", after))}
+    programs = {"programs_now": plan.num_programs, "programs_chosen": other.num_programs}
+    write_json(args.json, {**_about(setup), "compilation_config": chosen, **programs, **found})
+
+
+def _parallel(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
+    from jaxengine.results import table, write_json
+    from jaxengine.simulate.report import as_json
+    from jaxengine.simulate.splits import run_splits
+
+    if setup.measured is not None:
+        raise ConfigError("costs", args.costs, "absent with --optimise parallel: other splits were not measured")
+    runs = run_splits(setup, trace, limits)
+    print("\n".join(_head(setup, trace)))
+    print(table([each.row(limits) for each in runs]))
+    best = runs[0]
+    print(best.plan.split.flags or "one device: nothing to split")
+    splits = [{"options": each.plan.split.options, **as_json(each.outcome, limits)} for each in runs]
+    write_json(args.json, {**_about(setup), "splits": splits})
+
+
+def _head(setup: Setup, trace: Trace) -> list[str]:
+    """Lines that say what is simulated, and by which costs."""
+    plan = setup.plan
+    config = plan.config
+    flags = f" with {plan.split.flags}" if plan.split.flags else ""
+    name = config.model or setup.model.source.path.name
+    kind = f"{len(trace.requests):,} requests over {trace.requests[-1].arrival:,.1f} s"
+    return [
+        f"{trace.name}, {kind}: {name} on {setup.chips}{flags}, {setup.num_pages(plan):,} pages of {config.block_size}",
+        f"  steps cost: {setup.costs(plan).about}",
+    ]
+
+
+def _about(setup: Setup) -> dict[str, Any]:
+    plan = setup.plan
+    return {
+        "model": plan.config.model,
+        "chips": str(setup.chips),
+        **plan.split.options,
+        "num_pages": setup.num_pages(plan),
+        "costs": setup.costs(plan).about,
+    }
+
+
+def _progress(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{what:<60}", end="\r", file=sys.stderr, flush=True)
+
+
+def _read(text: str, least: float, most: float, allowed: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
+    return number
+
+
+def _share(text: str) -> float:
+    return _read(text, 0.01, 1.0, "a share from 0.01 to 1")
+
+
+def _seconds(text: str) -> float:
+    return _read(text, 0.0, 60.0, "a number of seconds from 0 to 60")
+
+
+def _positive(text: str) -> float:
+    return _read(text, 1e-9, 1e9, "a number above 0, at most 1e9")
+
+
+def _percent(text: str) -> float:
+    return _read(text, 0.0, 100.0, "a percentage from 0 to 100") / 100

@@ -1,0 +1,184 @@
+"""Stand-in for the device: takes a step's messages as a ModelRunner does, and answers after the seconds of the costs.
+
+It understands nothing but packed messages, as compiled steps do, and the tokens that a trace says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.runner.compile_watch import CompileWatch
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.packing import Packer, StepInput
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.simulate.costs import Costs, keys_and_pairs
+
+
+class VirtualTime:
+    """Clock of a simulation, in the place of the module `time`. now: seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Return the simulation's time, seconds."""
+        return self.now
+
+
+class SimulatedStep:
+    """Dispatched step, as PendingStep: its tokens are known at once, and it is ready at a time.
+
+    Attributes:
+      started, ready_at: when its first stage began, and when its last one is done.
+      held: keys and pairs of its rows, as of `costs.keys_and_pairs`.
+    """
+
+    started = ready_at = 0.0
+
+    def __init__(self, runner: SimulatedRunner, tokens: np.ndarray):
+        self._runner, self.tokens = runner, tokens
+        self.held = np.zeros(2)
+        self.num_rows = 0
+
+    def is_ready(self) -> bool:
+        """Whether the step is done."""
+        return self._runner.time.now >= self.ready_at
+
+    def token_ids(self) -> np.ndarray:
+        """Return the tokens, i32[replicas, rows]; the clock goes on to when they are there."""
+        time, host = self._runner.time, self._runner.costs.host
+        time.now = max(time.now, self.ready_at)
+        self._runner.host_is_due(host.after + host.after_row * self.num_rows)
+        return self.tokens
+
+    def result(self, name: str) -> np.ndarray | None:
+        """Return None: there are no drafts whose counts could be asked for."""
+        return None
+
+
+class SimulatedRunner:
+    """The parts of a ModelRunner that the engine's loop uses, for text requests without options of sampling.
+
+    Attributes:
+      time: the simulation's clock, which dispatching, waiting and the host's work move on.
+      scheduler: the engine's, which is made after this.
+      busy: seconds in which the first stage computed.
+    """
+
+    def __init__(
+        self, config: ResolvedConfig, packer: Packer, num_pages: int, windows: tuple[int | None, ...], costs: Costs
+    ):
+        """config: resolved. packer, windows: of the engine's steps. num_pages: of each replica."""
+        self.config = config if config.record_trace is None else replace(config, record_trace=None)
+        self.packer, self.costs = packer, costs
+        self.num_ranks, self.windows = packer.num_ranks, windows
+        self.plan = SimpleNamespace(num_pages=num_pages)
+        self.extensions: dict[str, Any] = {}
+        self.compiles = CompileWatch()
+        self.vocab_size = 1 << 31
+        self.time, self.busy = VirtualTime(), 0.0
+        self.scheduler: Scheduler | None = None
+        self._free_at: list[float] = []
+        self._due = 0.0
+        self._texts: dict[str, np.ndarray] = {}
+        self._num_computed = np.zeros(packer.num_slots, np.int64)
+        # Of a slot whose tokens differ: the whole text. Of all others: their one token.
+        self._outputs: dict[int, np.ndarray] = {}
+        self._fill = np.ones(packer.num_slots, np.int64)
+
+    @property
+    def buckets(self):
+        return self.packer.buckets
+
+    def expect(self, request: Request, tokens: np.ndarray) -> None:
+        """Say what a request's tokens will be, its prompt's included, i32[n]; all after them are the last one."""
+        self._texts[request.request_id] = tokens
+
+    def forget(self, request: Request) -> None:
+        """Drop what `expect` was told."""
+        self._texts.pop(request.request_id, None)
+
+    def host_is_due(self, seconds: float) -> None:
+        """Add to the host's work before it can dispatch again."""
+        self._due += seconds
+
+    def execute(self, step: StepInput) -> SimulatedStep:
+        """Dispatch a step: each stage computes it when it is free and the stage before is done."""
+        scheduler, layout = self.scheduler, self.packer.layouts[step.bucket]
+        assert scheduler is not None
+        pending = SimulatedStep(self, np.ones((self.num_ranks, layout.num_seqs), np.int32))
+        seconds = [0.0]
+        for rank, message in enumerate(step.buffer):
+            num_rows = int(layout.view(message, "header")[0])
+            if num_rows:
+                own = self._run(rank, layout.view(message, "rows")[:, :num_rows], step.bucket, pending)
+                seconds = own if len(own) > len(seconds) else list(map(max, own, seconds))
+                pending.num_rows = max(pending.num_rows, num_rows)
+        host = self.costs.host
+        self.time.now += self._due + host.dispatch + host.dispatch_row * pending.num_rows
+        self._due = 0.0
+        self._free_at = self._free_at or [0.0] * len(seconds)
+        at = pending.started = max(self.time.now, self._free_at[0])
+        for stage, cost in enumerate(seconds):
+            at = self._free_at[stage] = max(at, self._free_at[stage]) + cost
+        self.busy += seconds[0]
+        pending.ready_at = at
+        return pending
+
+    def _run(self, rank: int, rows: np.ndarray, bucket: Bucket, pending: SimulatedStep) -> list[float]:
+        """Compute one replica's rows, i32[len(ROW_COLUMNS), n]: write the tokens that they sample.
+
+        Returns the seconds of each stage.
+        """
+        local, counts, start, sample, _ = rows.astype(np.int64)
+        tokens = pending.tokens[rank]
+        slots = local + rank * self.buckets.max_num_seqs
+        begun = start >= 0
+        self._num_computed[slots[begun]] = start[begun]
+        lengths = self._num_computed[slots] + counts
+        self._num_computed[slots] = lengths
+        for own, slot in zip(local[begun].tolist(), slots[begun].tolist(), strict=True):
+            self._begin(rank, own, slot)
+        chosen = sample > 0
+        tokens[: len(local)][chosen] = self._fill[slots[chosen]]
+        if self._outputs:
+            for row in chosen.nonzero()[0].tolist():
+                output = self._outputs.get(int(slots[row]))
+                if output is not None:
+                    tokens[row] = output[min(int(lengths[row]), len(output) - 1)]
+        pending.held += keys_and_pairs(counts, lengths)
+        return list(self.costs.seconds(bucket, counts, lengths))
+
+    def _begin(self, rank: int, own: int, slot: int) -> None:
+        """Note whose tokens a slot gets: one by one where they differ, else all at once."""
+        assert self.scheduler is not None
+        request = self.scheduler.ranks[rank].slots.requests[own]
+        self._outputs.pop(slot, None)
+        if request is None:
+            return
+        text = self._texts[request.request_id]
+        rest = text[request.num_prompt_tokens :]
+        self._fill[slot] = text[-1]
+        if len(rest) and (rest != text[-1]).any():
+            self._outputs[slot] = text
+
+    def sample(self, pending: SimulatedStep) -> None:
+        """Do nothing: `execute` has sampled."""
+
+    def set_params(self, rows: Any) -> None:
+        """Do nothing: parameters change no token of a trace."""
+
+    def set_biases(self, biases: Any) -> None:
+        """Do nothing, as `set_params`."""
+
+    def set_logprob_ids(self, rows: Any) -> None:
+        """Do nothing, as `set_params`."""
+
+    def set_token_counts(self, sequences: Any) -> None:
+        """Do nothing, as `set_params`."""

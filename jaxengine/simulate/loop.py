@@ -1,0 +1,216 @@
+"""Runs a trace through the engine's own loop, on a simulated device and by a clock that the costs move on."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.engine.engine import Engine
+from jaxengine.engine.extension import LoopExtension
+from jaxengine.engine.in_flight import InFlight
+from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.stats import StepStats
+from jaxengine.scheduler.batch import StepResult
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.packing import Packer
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.simulate.costs import Costs
+from jaxengine.simulate.device import SimulatedRunner, SimulatedStep, VirtualTime
+from jaxengine.simulate.trace import STOP, Trace
+
+# Options whose effect depends on what a trace does not say.
+_UNKNOWN = {
+    "speculative_config": "how many drafts are accepted",
+    "sleep_idle_seconds": "how long weights take to come back",
+    "record_steps": "steps, which are not computed here",
+    "logits_processors": "what they choose",
+    "enable_lora": "which adapters its requests use",
+}
+
+_MOST_IDLE = 1000  # calls of a step that change nothing
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step.
+
+    Attributes:
+      num_tokens, num_rows: real ones, of all replicas.
+      most_tokens, most_rows: the most of any replica, which decide the bucket.
+      seconds: on the device, from the beginning of the first stage to the end of the last.
+      keys, pairs: as of `costs.keys_and_pairs`, over all replicas.
+    """
+
+    bucket: Bucket
+    num_tokens: int
+    num_rows: int
+    most_tokens: int
+    most_rows: int
+    seconds: float
+    keys: float
+    pairs: float
+
+
+@dataclass
+class Outcome:
+    """What a simulated run gave.
+
+    Attributes:
+      trace, config: what ran.
+      stats: the engine's own counts.
+      steps: in order.
+      first_token, intervals, e2e, mean_interval: seconds: to the first token of each request, between successive
+        tokens of all, to the end of each, and the mean between tokens of each (0 with one token).
+      seconds: from the first arrival to the last end.
+      busy: share of these in which the device computed, its first stage.
+      refused: messages of requests that the engine refused.
+      num_preemptions, num_prefix_queries, num_prefix_hits: the scheduler's; the last two in tokens.
+      most_waiting: requests that waited at once.
+    """
+
+    trace: Trace
+    config: ResolvedConfig
+    stats: StepStats
+    steps: list[StepTime] = field(default_factory=list)
+    first_token: np.ndarray = field(default_factory=lambda: np.empty(0))
+    intervals: np.ndarray = field(default_factory=lambda: np.empty(0))
+    e2e: np.ndarray = field(default_factory=lambda: np.empty(0))
+    mean_interval: np.ndarray = field(default_factory=lambda: np.empty(0))
+    seconds: float = 0.0
+    busy: float = 0.0
+    refused: list[str] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    most_waiting: int = 0
+
+
+class _Observer(LoopExtension):
+    """Loop extension that notes what steps and requests took."""
+
+    def __init__(self, runner: SimulatedRunner):
+        self._runner = runner
+        self.steps: list[StepTime] = []
+        self.intervals: list[np.ndarray] = []
+        # Of each request that got a token: its arrival, first and last token, and how many it got.
+        self.lives: list[tuple[float, float, float, int]] = []
+        self.num_ended = 0
+
+    def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        pending, own = cast(SimulatedStep, step.pending), step.step
+        tokens, rows = (max(getattr(batch, name) for batch in own.batches) for name in ("num_tokens", "num_rows"))
+        seconds, (keys, pairs) = pending.ready_at - pending.started, pending.held.tolist()
+        bucket = step.record.bucket
+        self.steps.append(StepTime(bucket, own.num_tokens, own.num_rows, tokens, rows, seconds, keys, pairs))
+        self.intervals += result.intervals
+
+    def ended(self, request: Request) -> None:
+        self.num_ended += 1
+        self._runner.forget(request)
+        if (first := request.first_token_time) is not None:
+            count = len(request.output_token_ids)
+            self.lives.append((request.arrival_time, first, request.last_token_time, count))
+
+
+def check_simulated(config: Any) -> None:
+    """Raise ConfigError for an engine of which a trace does not say enough."""
+    for name, what in _UNKNOWN.items():
+        if getattr(config, name):
+            raise ConfigError.because(name, f"{name} is given, and a trace does not tell {what}", f"leave out {name}")
+    if config.runner == "pooling":
+        raise ConfigError("runner", config.runner, "generate; a trace has outputs")
+
+
+def run_trace(
+    trace: Trace,
+    config: ResolvedConfig,
+    packer: Packer,
+    num_pages: int,
+    windows: tuple[int | None, ...],
+    costs: Costs,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Run a trace to its end.
+
+    config, packer, num_pages, windows: of the engine to simulate, as a plan or a runner has them. progress(ended,
+    requests): called now and then. Raises ConfigError as `check_simulated`.
+    """
+    check_simulated(config)
+    runner = SimulatedRunner(config, packer, num_pages, windows, costs)
+    engine = _loop_by(runner.time)(runner)
+    runner.scheduler = engine.scheduler
+    observer = _Observer(runner)
+    engine.extensions.by_name["simulation"] = observer
+    engine.extensions.active.append(observer)
+    outcome = Outcome(trace, config, engine.stats)
+    time, index, total, idle = runner.time, 0, len(trace.requests), 0
+    while index < total or engine.has_unfinished:
+        if not engine.has_unfinished:
+            time.now = max(time.now, trace.requests[index].arrival)
+        while index < total and trace.requests[index].arrival <= time.now:
+            _queue(engine, runner, trace, index, outcome)
+            index += 1
+        outcome.most_waiting = max(outcome.most_waiting, engine.scheduler.num_waiting)
+        before = engine.stats.num_steps, time.now, engine.scheduler.num_unfinished
+        engine.step()
+        after = engine.stats.num_steps, time.now, engine.scheduler.num_unfinished
+        idle = idle + 1 if before == after else 0
+        if idle > _MOST_IDLE:
+            raise RuntimeError(f"{engine.scheduler.num_unfinished} requests wait for something that never comes")
+        if engine.stats.num_steps % 256 == 0:
+            progress(observer.num_ended, total)
+    _finish(outcome, engine, runner, observer)
+    return outcome
+
+
+def _loop_by(time: VirtualTime) -> Callable[[Any], Engine]:
+    """Return the class Engine of a second copy of its module, which reads this clock instead of the machine's.
+
+    The copy is made from the same source, so it is the same loop; the module that serves keeps the real clock.
+    """
+    spec = importlib.util.find_spec(Engine.__module__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.time = time  # type: ignore[attr-defined]
+    return module.Engine
+
+
+def _queue(engine: Engine, runner: SimulatedRunner, trace: Trace, index: int, outcome: Outcome) -> None:
+    """Give the engine a request of the trace, or note why it refuses it."""
+    own, tokens = trace.requests[index], trace.tokens(index)
+    limit = min(own.limit, max(1, outcome.config.max_model_len - own.num_prompt))
+    stops = ()
+    if limit > own.num_output:  # it ended before its limit, which the scheduler learns with its last token
+        tokens[-1], stops = STOP, (STOP,)
+    prompt = tokens[: own.num_prompt]
+    request = Request(str(index), prompt, TokenParams(), limit, stop_token_ids=stops, arrival_time=own.arrival)
+    runner.expect(request, tokens)
+    try:
+        engine.queue([request])
+    except RequestError as error:
+        runner.forget(request)
+        outcome.refused.append(str(error))
+
+
+def _finish(outcome: Outcome, engine: Engine, runner: SimulatedRunner, observer: _Observer) -> None:
+    """Complete an outcome with the times of all requests, in the order in which they ended."""
+    scheduler = engine.scheduler
+    outcome.num_preemptions = scheduler.num_preemptions
+    outcome.num_prefix_queries, outcome.num_prefix_hits = scheduler.num_prefix_queries, scheduler.num_prefix_hits
+    outcome.steps = observer.steps
+    outcome.intervals = np.concatenate([np.empty(0), *observer.intervals])
+    if not observer.lives:
+        return
+    arrival, first, last, count = map(np.array, zip(*observer.lives, strict=True))
+    outcome.first_token, outcome.e2e = first - arrival, last - arrival
+    outcome.mean_interval = (last - first) / np.maximum(1, count - 1)
+    outcome.seconds = float(last.max() - arrival.min())
+    outcome.busy = min(1.0, runner.busy / outcome.seconds) if outcome.seconds else 0.0

@@ -1,0 +1,122 @@
+"""What to simulate: a model on chips, planned from the headers of its files, with the costs of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxengine.config.compilation_config import CompilationConfig
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.plan.chips import Chips, read_chips
+from jaxengine.plan.model import PlannedModel, open_planned
+from jaxengine.plan.plan import PARALLEL, SplitPlan, plan_split, platform_for
+from jaxengine.plan.splits import Ranked, rank_splits
+from jaxengine.simulate.costs import Costs, HostCosts, MeasuredCosts, RooflineCosts
+from jaxengine.simulate.loop import Outcome, check_simulated, run_trace
+from jaxengine.simulate.trace import Trace
+
+# Options of which a measurement says nothing where they differ from what was measured.
+_MEASURED_WITH = ("model", "dtype", "quantization", "kv_cache_dtype", *PARALLEL)
+_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model on chips, its splits in order, the best first, and the costs of a step.
+
+    Attributes:
+      measured: costs of a running engine; None for a roofline.
+      efficiency, host: of a roofline.
+      progress: called with what is being done, and how far it is.
+    """
+
+    model: PlannedModel
+    chips: Chips
+    splits: list[Ranked]
+    measured: MeasuredCosts | None
+    efficiency: float
+    host: HostCosts
+    progress: Callable[[str], None] = lambda what: None
+
+    @property
+    def plan(self) -> SplitPlan:
+        """The best split's plan. Raises ConfigError where the model does not fit."""
+        return fitting(self.splits[0])
+
+    def costs(self, plan: SplitPlan) -> Costs:
+        """Return the costs of a plan's steps. Raises ConfigError for a chip without figures."""
+        return self.measured or RooflineCosts(plan, self.efficiency, self.host)
+
+    def num_pages(self, plan: SplitPlan) -> int:
+        """Return the pages of a replica: those of the engine that was measured, unless options say how many."""
+        if self.measured is None or plan.config.fixes_pages:
+            return plan.num_pages
+        return self.measured.num_pages
+
+    def run(self, trace: Trace, plan: SplitPlan | None = None) -> Outcome:
+        """Run a trace on a plan, the best split's if None."""
+        plan = plan or self.plan
+        packer = plan.stages[0].programs.packer
+
+        def progress(done: int, total: int) -> None:
+            self.progress(f"{plan.split.flags} {done:,} of {total:,} requests")
+
+        return run_trace(trace, plan.config, packer, self.num_pages(plan), plan.windows, self.costs(plan), progress)
+
+    def with_shapes(self, shapes: CompilationConfig) -> SplitPlan:
+        """Return the best split's plan with other step shapes."""
+        model = replace(self.model, config=replace(self.model.config, compilation_config=shapes))
+        return plan_split(model, self.chips, self.plan.split)
+
+
+def fitting(ranked: Ranked) -> SplitPlan:
+    """Return the plan of a split that fits; raise the ConfigError of one that does not."""
+    if ranked.error is not None:
+        raise ranked.error
+    assert ranked.plan is not None
+    return ranked.plan
+
+
+@contextmanager
+def open_setup(
+    options: Mapping[str, Any],
+    chips: str | None,
+    measured: MeasuredCosts | None,
+    efficiency: float,
+    host: HostCosts,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Iterator[Setup]:
+    """Open a model and plan its splits; closes it at the end.
+
+    options: engine options, in addition to those that were measured. chips: as `jaxengine plan` reads them; None for
+    those that were measured on. Raises ConfigError for options that contradict the measurement or each other.
+    """
+    if measured is not None:
+        options = _with_measured(options, measured)
+    elif chips is None:
+        raise ConfigError("chips", None, "the name of a chip, or --costs with a file of jaxengine calibrate-costs")
+    found = read_chips(chips or "cpu")
+    if measured is not None and found.chip.platform != measured.platform:
+        raise ConfigError("chips", chips or "cpu", f"a chip of {measured.platform}, where the costs were measured")
+    config = EngineConfig.from_options(**options)
+    check_simulated(config)
+    model = open_planned(config, platform_for(found.chip))
+    try:
+        given = {name: options[name] for name in PARALLEL if name in options}
+        splits = rank_splits(model, found, given, _LENGTH, progress)
+        yield Setup(model, found, splits, measured, efficiency, host, progress)
+    finally:
+        model.close()
+
+
+def _with_measured(options: Mapping[str, Any], measured: MeasuredCosts) -> dict[str, Any]:
+    """Return options with those of the measurement, where they are not given."""
+    for name in _MEASURED_WITH:
+        if name in options and options[name] != measured.options.get(
+            name, EngineConfig.__dataclass_fields__[name].default
+        ):
+            allowed = f"{measured.options.get(name)!r}, with which the costs were measured"
+            raise ConfigError(name, options[name], allowed)
+    return {**measured.options, **options}

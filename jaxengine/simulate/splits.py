@@ -1,0 +1,39 @@
+"""`--optimise parallel`: every way to split a model over chips, run over a trace and put in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxengine.plan.plan import SplitPlan
+from jaxengine.simulate.loop import Outcome
+from jaxengine.simulate.report import Limits, as_json, row
+from jaxengine.simulate.setup import Setup, fitting
+from jaxengine.simulate.trace import Trace
+
+
+@dataclass(frozen=True)
+class SplitRun:
+    """A split's plan and what it gave."""
+
+    plan: SplitPlan
+    outcome: Outcome
+
+    def row(self, limits: Limits) -> dict[str, Any]:
+        """Return the run as a row of a table."""
+        return row(self.plan.split.flags or "one device", self.outcome, limits)
+
+    def key(self, limits: Limits) -> tuple[float, ...]:
+        """Key of what is better first: fewer refused, then goodput if there are limits, then the mean time to end."""
+        found = as_json(self.outcome, limits)
+        good = -round(found["good_requests_per_second"] or 0.0, 3) if limits.given else 0.0
+        return found["refused"], good, found["end"]["mean"] or float("inf")
+
+
+def run_splits(setup: Setup, trace: Trace, limits: Limits) -> list[SplitRun]:
+    """Run a trace on every split that fits, the best first. Raises the ConfigError of the first one if none fits."""
+    plans = [each.plan for each in setup.splits if each.fits and each.plan is not None]
+    if not plans:
+        fitting(setup.splits[0])
+    runs = [SplitRun(plan, setup.run(trace, plan)) for plan in plans]
+    return sorted(runs, key=lambda run: run.key(limits))

@@ -1,0 +1,144 @@
+"""The command `jaxengine simulate`: what it prints, what it chooses, and which words it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxengine.commands.cli import main
+from jaxengine.plan.speed import speed_of
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.simulate.buckets import best_grids, choose
+from jaxengine.simulate.calibrate import _errors, _fit
+from jaxengine.simulate.costs import HostCosts, MeasuredCosts
+from jaxengine.simulate.loop import StepTime
+from jaxengine.simulate.setup import open_setup
+from tests.tables import each_row
+
+SMALL = ["--model=smollm2-135m", "--max-num-seqs=8", "--max-num-batched-tokens=256", "--max-model-len=2048"]
+TRACE = ["--requests=12", "--rate=40", "--scale=0.2"]
+
+
+def simulated(tmp_path, *words: str) -> dict:
+    """What the command writes as JSON."""
+    file = tmp_path / "out.json"
+    assert main(["simulate", *SMALL, *words, *TRACE, f"--json={file}"]) == 0
+    return json.loads(file.read_text())
+
+
+def test_a_run_is_reported(tmp_path, capsys):
+    found = simulated(tmp_path, "shared", "--chips=l4", "--ttft=0.5", "--itl=0.02", "--efficiency=0.5")
+    shown = capsys.readouterr().out
+    assert "50% of it reached" in shown and "goodput: " in shown and "time to first token" in shown
+    assert found["requests"] == 12 and found["refused"] == 0 and found["prefix_hits"] > 0
+    assert found["first_token"]["p50"] <= found["first_token"]["p99"] <= found["end"]["p99"]
+    assert sum(found["buckets"].values()) == found["steps"]
+    faster = simulated(tmp_path, "shared", "--chips=l4", "--at-once")
+    assert faster["first_token"]["mean"] > found["first_token"]["mean"] and faster["seconds"] < found["seconds"]
+    assert "good_requests" not in capsys.readouterr().out
+
+
+def test_a_decode_takes_what_the_roofline_says():
+    """One request alone at a length is as fast as the upper bound of `jaxengine plan` for one sequence of it."""
+    with open_setup({"model": "smollm2-135m", "max_num_seqs": 1}, "l4", None, 1.0, HostCosts()) as setup:
+        speed = speed_of(setup.plan, 1024)
+        (seconds,) = setup.costs(setup.plan).seconds(Bucket(1, 1), np.array([1]), np.array([1024]))
+        (earlier,) = setup.costs(setup.plan).seconds(Bucket(1, 1), np.array([1]), np.array([16]))
+    assert speed is not None and seconds == pytest.approx(speed.token_seconds, rel=0.01) and earlier < seconds
+
+
+def test_shapes_are_chosen_and_tried(tmp_path, capsys):
+    found = simulated(tmp_path, "chat", "--chips=l4", "--optimise=buckets", "--within=5")
+    assert found["programs_chosen"] < found["programs_now"]
+    option = capsys.readouterr().out.splitlines()[-1]
+    assert option.startswith("--compilation-config '{")
+    sizes = found["compilation_config"]
+    assert json.loads(option.split("'")[1]) == sizes
+    given = simulated(tmp_path, "chat", "--chips=l4", f"--compilation-config={json.dumps(sizes)}")
+    assert given["buckets"] == found["chosen"]["buckets"]
+
+
+def test_every_split_is_run(tmp_path, capsys):
+    found = simulated(tmp_path, "chat", "--chips=l4:3", "--optimise=parallel")
+    sizes = [(row["options"]["tensor_parallel_size"], row["options"]["data_parallel_size"]) for row in found["splits"]]
+    assert sorted(sizes) == [(1, 1), (1, 3), (3, 1)]
+    ends = [row["end"]["mean"] for row in found["splits"]]
+    assert ends == sorted(ends) and capsys.readouterr().out.splitlines()[-1].startswith("-")
+
+
+def test_the_best_sizes_are_those_of_a_search_through_all():
+    rng = np.random.default_rng(4)
+    needs = Counter(rng.integers(1, 13, 40).tolist())
+
+    def seconds(size: int) -> float:
+        return 1.0 + size**1.5
+
+    grids = best_grids(needs, 13, seconds)
+    for count, grid in enumerate(grids[:5], 1):
+        options = itertools.combinations(range(1, 13), count - 1)
+        tried = [
+            sum(n * (seconds(min(s for s in (*own, 13) if s >= size)) - seconds(size)) for size, n in needs.items())
+            for own in options
+        ]
+        assert grid.sizes[-1] == 13 and len(grid.sizes) == count and grid.lost == pytest.approx(min(tried))
+    assert grids[-1].lost == pytest.approx(0.0)
+
+
+def test_the_fewest_shapes_within_a_share_are_chosen():
+    table = ((1, 0.0), (100, 100.0))
+    costs = MeasuredCosts("", "cpu", {}, 1, table, table, 0.0, 0.0, HostCosts(), (0.0, 0.0), 0)
+    steps = [StepTime(Bucket(64, 64), 10, 10, 10, 10, 64.0, 0.0, 0.0)] * 99
+    steps.append(StepTime(Bucket(64, 64), 60, 60, 60, 60, 64.0, 0.0, 0.0))
+    assert choose(steps, costs, 64, 128, 0.02).decode == (10,)  # four of 64 seconds lost on one step of a hundred
+    assert choose(steps, costs, 64, 128, 0.0).decode == (10, 60)
+    assert choose(steps, costs, 64, 128, 10.0).decode == ()
+    assert choose(steps, None, 64, 128, 0.001).decode == (10, 60) and choose(steps, None, 64, 128, 0.01).decode == (10,)
+
+
+def test_planted_costs_are_found_among_steps_that_were_held_up():
+    rng, steps = np.random.default_rng(0), []
+    for size in (1, 4, 16, 128):
+        for _ in range(80):
+            decodes = size < 128
+            keys = float(rng.integers(1, 400) * (size if decodes else 1))
+            pairs = 0.0 if decodes else float(rng.integers(1, 100)) * keys
+            seconds = 0.001 + 0.0001 * size + 1e-6 * keys + 1e-7 * pairs
+            held_up = 5.0 if rng.random() < 0.15 else 1.0
+            step = SimpleNamespace(bucket=Bucket(size, min(size, 16)), keys=keys, pairs=pairs)
+            steps.append(SimpleNamespace(step=step, seconds=seconds * held_up * rng.lognormal(0, 0.02)))
+    (decode, mixed), slopes = fit = _fit(steps)
+    assert decode == pytest.approx({1: 0.0011, 4: 0.0014, 16: 0.0026}, rel=0.05)
+    assert mixed == pytest.approx({128: 0.0138}, rel=0.05) and slopes == pytest.approx((1e-6, 1e-7), rel=0.05)
+    assert _errors(fit, steps)[0] < 0.03
+
+
+@each_row(
+    "words, said",
+    [
+        (["chat"], "chips is None; allowed: the name of a chip, or --costs"),
+        (["chat", "--chips=v9"], "chips is 'v9'"),
+        (
+            ["chat", "--chips=cpu"],
+            "chips is 'cpu'; allowed: chips with known figures, or a file of jaxengine calibrate",
+        ),
+        (["nothing.jsonl", "--chips=l4"], "nothing.jsonl"),
+        (["chat", "--chips=l4", "--costs=nothing.json"], "nothing.json"),
+        ([__file__, "--chips=l4", "--rate=2"], "rate is 2.0; allowed: absent with a file"),
+        ([__file__, "--chips=l4"], f"line 1 of {__file__} begins with"),
+        (["chat", "--chips=l4", f"--costs={__file__}"], "allowed: a file that jaxengine calibrate-costs wrote"),
+        (["shared", "--chips=l4", "--max-model-len=1024"], "max_model_len is 1024; allowed: more than 1024"),
+        (["chat", "--chips=l4", "--enable-lora"], "a trace does not tell which adapters"),
+        (
+            ["chat", "--chips=l4", '--speculative-config={"method": "ngram", "num_speculative_tokens": 2}'],
+            "how many drafts",
+        ),
+    ],
+)
+def test_wrong_words_are_named(capsys, words, said):
+    assert main(["simulate", "--model=smollm2-135m", *words]) == 2
+    assert said in capsys.readouterr().err
