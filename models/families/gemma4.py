@@ -1,5 +1,5 @@
-"""Gemma 4 (Google 2026), text part: head sizes by kind of layer, layers that read the keys and values of others,
-per-layer inputs, and in some checkpoints experts in addition to the MLP of every layer.
+"""Gemma 4 (Google 2026), with and without a vision tower: head sizes by kind of layer, layers that read the keys and
+values of others, per-layer inputs, and in some checkpoints experts in addition to the MLP of every layer.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from jaxengine.models.layers.norm import RMSNorm, rms_normalized
 from jaxengine.models.layers.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.vision.gemma4 import LIMITS, POSITIONS, PROJECTOR, TOWER, Gemma4TowerConfig, read_gemma4
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 # What transformers takes for fields that a file lacks.
@@ -52,11 +53,13 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-_UNREAD = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
-# The language model's names in checkpoints that have towers as well, and those towers.
+# The language model's names in checkpoints that have towers as well, and those towers. No audio is read.
 NAMES = CheckpointNames(
     prefixes=(("model.language_model.", "model."),),
-    tower=tuple(f"model.{part}." for part in _UNREAD),
+    unused=("model.audio_tower.", "model.embed_audio."),
+    tower=(f"{TOWER}.", f"{PROJECTOR}."),
+    flattened=(POSITIONS,),
+    scalars=tuple(f".{name}" for name in LIMITS),
     stacked_experts=StackedExperts(out_first=True),
 )
 
@@ -246,7 +249,12 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return Gemma4Layer(self.config, layer, build)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        return self.layer_inputs(batch.token_ids, x)
+        """Compute what layers get beside the hidden state x, as Decoder does; an image's tokens count as filler."""
+        token_ids, pictures = batch.token_ids, batch.sections.get("pictures")
+        if pictures is not None:
+            assert isinstance(self.config.tower, Gemma4TowerConfig)
+            token_ids = jnp.where(pictures.index >= 0, self.config.tower.filler_id, token_ids)
+        return self.layer_inputs(token_ids, x)
 
 
 def _attention(
@@ -315,8 +323,20 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Text part of Gemma 4, read from checkpoints that also have vision and audio towers."""
+    """Gemma 4 with images in the prompt; in large checkpoints layers with windows let the tokens of one see each other.
+    No audio is read.
+    """
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(text_fields(fields))
+        text = text_fields(fields)
+        found = super().read_hf(text)
+        if not fields.has("vision_config"):  # a text part may be kept under this name without the rest
+            return found
+        filler = text.integer("pad_token_id", 0, minimum=0)
+        if filler >= found["vocab_size"]:
+            raise text.fail("pad_token_id", f"below vocab_size {found['vocab_size']}")
+        both_ways = text.text("use_bidirectional_attention", None) == "vision"
+        return found | {"tower": read_gemma4(fields, both_ways=both_ways, filler_id=filler)}
