@@ -180,12 +180,16 @@ class Gemma4Layer(nnx.Module):
 
 
 class LayerInputs(nnx.Module):
-    """Per-layer inputs besides the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)."""
+    """Per-layer inputs besides the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2).
 
-    def __init__(self, config: ModelConfig, build: Build):
+    num_rows: tokens in the table; None for the vocabulary's.
+    """
+
+    def __init__(self, config: ModelConfig, build: Build, *, num_rows: int | None = None):
         size, self.own, self.num_layers = config.hidden_size, config.layer_input_size, config.num_layers
         width = self.own * self.num_layers
-        self.table = Embedding(config.vocab_size, width, source="model.embed_tokens_per_layer", build=build)
+        tokens = num_rows or config.vocab_size
+        self.table = Embedding(tokens, width, source="model.embed_tokens_per_layer", build=build)
         project = Source("model.per_layer_model_projection", width)
         self.project = Linear(size, (project,), axes=("embed", "latent"), build=build)
         norm = "model.per_layer_projection_norm"
@@ -278,10 +282,10 @@ def _attention(
         rope = _rope(fields, kind, head_dim)
         sizes = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
         found.append(replace(layer, rope=rope, keys_as_values=as_values, **sizes))
-    return _with_sources(fields, kinds, found)
+    return with_sources(fields, kinds, found)
 
 
-def _with_sources(
+def with_sources(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
     """Return the layers, of which the last `num_kv_shared_layers` use the keys and values of the last earlier layer of
