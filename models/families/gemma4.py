@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, RopeFactors, gguf_fields, gguf_sliding
 from jaxengine.models.config.hf import FULL, SLIDING, Activation, hf_fields, layer_kinds, text_fields, windows_by_kind
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
@@ -206,7 +208,7 @@ class LayerInputs(nnx.Module):
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
     """Decoder of Gemma4Layers with a scaled embedding and soft-capped logits."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "gemma4"
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
     norm_class = RMSNorm
 
@@ -247,6 +249,29 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             "layer_input_size": size,
             "logit_soft_cap": read_cap(fields, "final_logit_softcapping", None),
             "experts": _experts(fields) if fields.boolean("enable_moe_block", False) else None,
+        }
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        kinds = [SLIDING if windowed else FULL for windowed in gguf_sliding(fields, _FULL_EVERY)]
+        heads, sizes = (_of_layers(fields, name) for name in ("attention.head_count_kv", "feed_forward_length"))
+        # Read as one number for all layers, and put right below.
+        named = {"attention.head_count_kv": heads[0], "feed_forward_length": sizes[0]}
+        named = {f"{fields.prefix}{name}": value for name, value in named.items()}
+        experts = bool(fields.integer("expert_count", 0, minimum=0))
+        shared = gguf_fields(
+            gguf._replace(metadata={**gguf.metadata, **named}, rope_factors=RopeFactors()),
+            scale=1.0,
+            experts=_gguf_experts(fields) if experts else None,
+        )
+        layers = _gguf_attention(gguf, kinds, heads, shared["attention"][0])
+        sharing = ConfigFields({"num_kv_shared_layers": fields.integer("attention.shared_kv_layers", 0, minimum=0)})
+        return shared | {
+            "attention": with_sources(sharing, kinds, layers),
+            "ffn_sizes": () if len(set(sizes)) == 1 else sizes,
+            "layer_input_size": fields.integer("embedding_length_per_layer_input", 0, minimum=0),
+            "logit_soft_cap": fields.number("final_logit_softcapping", None),
         }
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
@@ -323,6 +348,50 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
         num_experts=fields.integer("num_experts"),
         num_per_token=fields.integer("top_k_experts"),
         intermediate_size=fields.integer("moe_intermediate_size"),
+    )
+
+
+def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
+    """Return the number of each layer in a GGUF field that has one for all, or a list. Raises ModelConfigError."""
+    count, given = fields.integer("block_count"), fields.value(name)
+    listed = np.atleast_1d(np.asarray(given))
+    if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < 1:
+        raise fields.fail(name, f"an integer >= 1, or a list of {count}")
+    return tuple(np.broadcast_to(listed, count).tolist())
+
+
+def _gguf_attention(
+    gguf: GGUFConfig, kinds: Sequence[str], heads: Sequence[int], layer: LayerAttention
+) -> list[LayerAttention]:
+    """Return the layers of these kinds with their heads and ropes. layer: what they share. Raises ModelConfigError.
+
+    Files do not say whether keys are values as well: they are in published models whose kinds differ in their heads.
+    """
+    fields, factors = gguf.fields, gguf.rope_factors.factors
+    half, size = layer.head_dim // 2, fields.integer("attention.key_length_swa", layer.head_dim)
+    if factors and len(factors) != half:
+        raise ModelConfigError(f"rope_freqs.weight must hold {half} numbers, got {len(factors)}")
+    # A pair that is not rotated has a factor by which nothing is left of its frequency.
+    turned = sum(factor == 1.0 for factor in factors) / half if factors else 1.0
+    theta = fields.number("rope.freq_base", 1_000_000.0)
+    full = replace(
+        layer,
+        window=None,
+        rope=Rope(layer.head_dim, theta, RopeScaling("proportional", 1.0, rotated=turned)),
+        keys_as_values=len(set(heads)) > 1,
+    )
+    local = replace(layer, head_dim=size, rope=Rope(size, fields.number("rope.freq_base_swa", 10_000.0)))
+    return [
+        replace(local if kind == SLIDING else full, num_kv_heads=count)
+        for kind, count in zip(kinds, heads, strict=True)
+    ]
+
+
+def _gguf_experts(fields: ConfigFields) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=fields.integer("expert_count"),
+        num_per_token=fields.integer("expert_used_count"),
+        intermediate_size=fields.integer(EXPERT_SIZE),
     )
 
 

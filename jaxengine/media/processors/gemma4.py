@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class Gemma4Processor(GridProcessor):
         check_pictures(modality, frames, self.modalities, 3 if modality == "image" else 4)
         frames, seconds = (frames[None], ()) if modality == "image" else (frames, _times(value, len(frames)))
         settings = self.sizes[modality]
-        height, width = self._resized_size(*frames.shape[1:3], self._asked(options, settings.budget))
+        height, width = self._resized_size(frames.shape[1], frames.shape[2], self._asked(options, settings.budget))
         self.check_room(modality, len(frames), height, width, most)
         resized = np.stack([settings.pixels.resized(frame, height, width) for frame in frames])
         return self.cut(settings.pixels.normalized(resized), seconds)
@@ -116,6 +117,15 @@ class Gemma4Processor(GridProcessor):
         height, width = (merge, merge * budget) if size is None else self._in_patches(*size, budget)
         grid = (1 if modality == "image" else LARGEST_FRAMES), height, width
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
+
+    def with_options(self, options: Mapping[str, Any]) -> Gemma4Processor:
+        """Return the processor with the budget that an engine's options give all images and frames."""
+        found = copy(self)
+        found.sizes = {
+            modality: settings._replace(budget=self._asked(options, settings.budget))
+            for modality, settings in self.sizes.items()
+        }
+        return found
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         # The prompt does not depend on the grid: without one all rows form a line.

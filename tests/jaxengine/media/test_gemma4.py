@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ BEGIN, END, IMAGE, VIDEO = 267, 268, 269, 270
 NAME, BOTH_WAYS = "gemma4_pictures_vision", "gemma4_both_ways_vision"
 
 
-def opened(folder, tokenizer=True, **vision):
+def opened(folder: Path, tokenizer: bool = True, **vision: Any) -> Any:
     raw = read_config_json(folder)
     raw = {**raw, "vision_config": raw["vision_config"] | {"position_embedding_size": 400, **vision}}
     tokens = Tokenizer.from_hf_folder(folder) if tokenizer else None
@@ -80,6 +82,7 @@ def test_budgets(processor, folder):
     value = picture(1, 60, 64)
     for budget in (70, 140):
         assert budget - 20 < processor.process("image", value, {"max_soft_tokens": budget}).num_rows <= budget
+    assert processor.with_options({"max_soft_tokens": 140}).largest("image").num_rows == 140
     assert processor.largest("image").num_rows == 15 and processor.largest("image", (16, 8)).num_rows <= 15
     for budget in (71, 280, True, "70"):  # a side of the longest image would have more patches than positions
         with pytest.raises(RequestError, match=r"max_soft_tokens must be one of 15, 70, 140, got"):
@@ -146,8 +149,9 @@ def test_towers_that_are_not_built_are_refused(folder, changes, message):
 
 def test_a_tower_that_is_not_described_is_that_of_e2b(folder):
     raw = read_config_json(folder)
-    tower = read_hf({**raw, "vision_config": {"model_type": "gemma4_vision"}}).tower
+    tower: Any = read_hf({**raw, "vision_config": {"model_type": "gemma4_vision"}}).tower
     assert (tower.hidden_size, tower.num_layers, tower.num_heads, tower.head_dim) == (768, 16, 12, 64)
     assert (tower.patch_size, tower.merge, tower.unit, tower.num_positions) == (16, 9, 288, 10240)
     assert not (tower.clipped or tower.standardized or tower.attends_both_ways)
-    assert read_folder(folder).tower.clipped
+    stored: Any = read_folder(folder).tower
+    assert stored.clipped
