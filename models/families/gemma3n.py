@@ -5,8 +5,6 @@ others (AltUp, Baykal et al. 2023, arXiv:2301.13310), a product of low rank besi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, ClassVar
 
@@ -23,16 +21,15 @@ from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
 from jaxengine.models.families.gemma4 import Gemma4Attention, LayerInputs, PerLayerGate, with_sources
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.altup import Projections, Streams
 from jaxengine.models.layers.attention import LayerPages, StepInputs
 from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.layers.mlp import GatedMLP, SparseGelu, gelu_tanh
 from jaxengine.models.layers.norm import RMSNorm
 from jaxengine.models.layers.scale import scaled
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
-from jaxengine.sharding.collectives import num_shards, sum_parts
 
 # What transformers takes for fields that a file lacks.
 DEFAULTS: dict[str, Any] = {
@@ -52,75 +49,11 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _FULL_EVERY, _SPARSE_LAYERS, _SPARSITY = 5, 10, 0.95
-_LEAST_SQUARE = 1e-5  # of a hidden state whose magnitude is changed
 # The language model's names in checkpoints that have towers as well, which are not read.
 NAMES = CheckpointNames(
     prefixes=(("model.language_model.", "model."),),
     unused=tuple(f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
 )
-
-
-@dataclass(frozen=True)
-class SparseGelu:
-    """Activation gelu(max(x - c, 0)), where c is the mean of a token's gates plus so many of their deviations. Equal
-    for equal numbers, so that layers share a trace.
-    """
-
-    deviations: float
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map gates f32[T, F], or a device's part of them, to the same."""
-        count = x.shape[-1] * num_shards("ffn")
-        mean = sum_parts(jnp.sum(x, axis=-1, keepdims=True), "ffn") / count
-        variance = sum_parts(jnp.sum(jnp.square(x - mean), axis=-1, keepdims=True), "ffn") / count
-        return gelu_tanh(jax.nn.relu(x - (mean + jnp.sqrt(variance) * self.deviations)))
-
-
-class Streams(nnx.Module):
-    """A layer's predictions of a token's hidden states x [T, A, D], and their correction once one has been computed.
-
-    Its products are of a few numbers each: they are never quantised, and adapters have none of them.
-    """
-
-    def __init__(self, config: ModelConfig, altup: AltUp, build: Build):
-        size, count, self.active = config.hidden_size, altup.num_streams, altup.active
-        source, plain = f"{LAYER}.altup", replace(build, scheme=PLAIN, lora=None)
-
-        def product(name: str, inputs: int, outputs: int) -> Linear:
-            return Linear(inputs, (Source(f"{source}.{name}", outputs),), axes=("embed", "embed"), build=plain)
-
-        self.router, self.norm = (
-            product("modality_router", size, count),
-            RMSNorm(size, config.rms_norm_eps, source=f"{source}.router_norm", build=build),
-        )
-        self.predictor = product("prediction_coefs", count, count**2)
-        self.corrector = product("correction_coefs", count, count)
-        scale = ParamDecl((None,), (Source(f"{source}.correct_output_scale", size),))
-        self.scale = declare((size,), build.dtype, scale)
-        self.scales_active = altup.scales_active
-
-    def _modes(self, x: jax.Array) -> jax.Array:
-        """Route a hidden state [T, D] to modes [T, A] between -1 and 1."""
-        routed = self.router(scaled(self.norm(x), 1 / x.shape[-1]), out_dtype=jnp.float32)
-        return jnp.tanh(routed).astype(x.dtype)
-
-    def predict(self, x: jax.Array) -> jax.Array:
-        """Map [T, A, D] to the predictions f32[T, A, D]."""
-        shares = self.predictor(self._modes(x[:, self.active]), out_dtype=jnp.float32)
-        shares = shares.reshape(x.shape[0], x.shape[1], x.shape[1])
-        wide = x.astype(jnp.float32)
-        return wide + jnp.einsum("tqp,tpd->tqd", shares, wide)
-
-    def correct(self, predictions: jax.Array, computed: jax.Array) -> jax.Array:
-        """Correct predictions f32[T, A, D] by what was computed of the active one, [T, D]; returns f32[T, A, D]."""
-        shares = self.corrector(self._modes(computed), out_dtype=jnp.float32) + 1.0
-        missed = computed.astype(jnp.float32) - predictions[:, self.active]
-        return predictions + shares[:, :, None] * missed[:, None]
-
-    def scaled_active(self, x: jax.Array) -> jax.Array:
-        """Return the active one of hidden states [T, A, D], [T, D], times the learned numbers where the model does."""
-        own = x[:, self.active]
-        return own * self.scale[...].astype(own.dtype) if self.scales_active else own
 
 
 class Laurel(nnx.Module):
@@ -149,7 +82,10 @@ class Gemma3nLayer(nnx.Module):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(size, eps, source=f"{LAYER}.{name}_layernorm", build=build)
 
-        self.streams, self.laurel = Streams(config, altup, build), Laurel(config, altup.laurel_rank, build)
+        self.streams, self.laurel = (
+            Streams(config, altup, source=f"{LAYER}.altup", build=build),
+            Laurel(config, altup.laurel_rank, build),
+        )
         self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
         self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
         attention = config.attention[layer]
@@ -181,34 +117,11 @@ class Gemma3nLayer(nnx.Module):
         return corrected.reshape(x.shape), kv
 
 
-class _Projections(nnx.Module):
-    """Products of A - 1 hidden states, each brought to the magnitude of the first."""
-
-    def __init__(self, config: ModelConfig, altup: AltUp, source: str, build: Build):
-        size = config.hidden_size
-        self.products = nnx.List(
-            [
-                Linear(size, (Source(f"{source}.{number}", size),), axes=("embed", "embed"), build=build)
-                for number in range(altup.num_streams - 1)
-            ]
-        )
-
-    def __call__(self, first: jax.Array, others: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return f32[T, D] of each of A - 1 hidden states [T, D], with the root mean square of `first` [T, D]."""
-        wide = [product(x).astype(jnp.float32) for product, x in zip(self.products, others, strict=True)]
-        target = _mean_square(first.astype(jnp.float32))
-        return [x * jnp.sqrt(target / jnp.maximum(_mean_square(x), _LEAST_SQUARE)) for x in wide]
-
-
-def _mean_square(x: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-
-
 class JoinedNorm(nnx.Module):
     """Norm of the mean of a token's hidden states, of which all but the first are projected: [T, A * D] -> [T, D]."""
 
     def __init__(self, config: ModelConfig, altup: AltUp, build: Build):
-        self.projections = _Projections(config, altup, "model.altup_unembed_projections", build)
+        self.projections = Projections(config, altup, "model.altup_unembed_projections", build)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, source="model.norm", build=build)
         self.num_streams = altup.num_streams
 
@@ -231,7 +144,7 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         if self.stage.is_first:
             assert config.altup is not None
             self.layer_inputs = LayerInputs(config, self.build, num_rows=config.altup.table_rows)
-            self.projections = _Projections(config, config.altup, "model.altup_projections", self.build)
+            self.projections = Projections(config, config.altup, "model.altup_projections", self.build)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

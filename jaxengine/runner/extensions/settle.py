@@ -6,7 +6,6 @@ from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.media.open import open_processor
-from jaxengine.scheduler.errors import RequestError
 
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
@@ -31,7 +30,7 @@ def item_sizes(source: ModelSource, config: EngineConfig) -> list[tuple[int, int
     assert processor is not None
     try:
         processor = processor.with_options(config.mm_processor_kwargs or {})
-    except RequestError as error:
+    except ValueError as error:
         raise ConfigError.because("mm_processor_kwargs", str(error), "give an allowed value") from None
     found = []
     for modality in processor.modalities:
