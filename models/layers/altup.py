@@ -36,10 +36,8 @@ class Streams(nnx.Module):
         def product(name: str, inputs: int, outputs: int) -> Linear:
             return Linear(inputs, (Source(f"{source}.{name}", outputs),), axes=("embed", "embed"), build=plain)
 
-        self.router, self.norm = (
-            product("modality_router", size, count),
-            RMSNorm(size, config.rms_norm_eps, source=f"{source}.router_norm", build=build),
-        )
+        self.router = product("modality_router", size, count)
+        self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.router_norm", build=build)
         self.predictor = product("prediction_coefs", count, count**2)
         self.corrector = product("correction_coefs", count, count)
         scale = ParamDecl((None,), (Source(f"{source}.correct_output_scale", size),))

@@ -40,7 +40,7 @@ from jaxengine.pallas_kernels.kv.pages import alloc
 from jaxengine.runner.devices import build_split
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
-from tests.models.config.published import GEMMA4_26B, GEMMA4_31B, GEMMA4_E2B, GEMMA4_E4B
+from tests.models.config.published import GEMMA3N_E2B, GEMMA4_26B, GEMMA4_31B, GEMMA4_E2B, GEMMA4_E4B
 from tests.models.conftest import CHECKPOINTS
 from tests.tables import each_row
 
@@ -112,6 +112,7 @@ def test_narrow_layers_count_by_their_share(windows, widths, groups):
     ("raw", "bytes_of_token", "rows"),
     [
         # Layers with pages, of 35 and 42: the others read theirs. Bytes in bfloat16: 2 * 2 * heads * head_dim.
+        pytest.param(GEMMA3N_E2B, 20 * 2048, 4, id="3n E2B"),
         pytest.param(GEMMA4_E2B, 12 * 1024 + 3 * 2048, 3, id="E2B"),
         pytest.param(GEMMA4_E4B, 20 * 2048 + 4 * 4096, 2, id="E4B"),
         pytest.param(GEMMA4_26B, 25 * 8192 + 5 * 4096, 5, id="26B"),
