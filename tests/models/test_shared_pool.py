@@ -174,10 +174,20 @@ def resolved(name: str, **options: Any) -> Any:
             "kv_cache_dtype is 'int8'; allowed: auto, float32 or bfloat16",
         ),
         ("gemma4", {"kv_cache_dtype": "int8_per_token_head"}, "whose layers keep pages of different sizes"),
+        (
+            "gemma3n",
+            {"capture_layers": [1, 6]},
+            "allowed: 6, after the last norm: before it a token of Gemma3nForCausal",
+        ),
+        (
+            "gemma3n",
+            {"capture": ["residual:1"]},
+            "allowed: attention_output:0-5, mlp_output:0-5, final_norm, of Gemma3n",
+        ),
         ("gemma4", {"record_steps": "/tmp"}, "keep pages of different sizes, which is not supported yet"),
     ],
 )
-def test_what_such_a_pool_cannot_hold_is_refused(name, options, message):
+def test_what_such_layers_cannot_do_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
         resolved(name, **options)
 

@@ -169,7 +169,8 @@ class Gemma4Processor(GridProcessor):
     def _asked(self, options: Mapping[str, Any], budget: int) -> int:
         """Return the budget that options ask for, `budget` if none. Raises RequestError for one that is not allowed."""
         asked = options.get(_BUDGET, budget)
-        allowed = [each for each in sorted({budget, *BUDGETS}) if each <= self._most]
+        own = {settings.budget for settings in self.sizes.values()}
+        allowed = [each for each in sorted({*own, *BUDGETS}) if each <= self._most]
         if type(asked) is not int or asked not in allowed:
             raise bad_option(_BUDGET, asked, f"one of {', '.join(map(str, allowed))}")
         return asked

@@ -85,7 +85,7 @@ def test_budgets(processor, folder):
     assert processor.with_options({"max_soft_tokens": 140}).largest("image").num_rows == 140
     assert processor.largest("image").num_rows == 15 and processor.largest("image", (16, 8)).num_rows <= 15
     for budget in (71, 280, True, "70"):  # a side of the longest image would have more patches than positions
-        with pytest.raises(RequestError, match=r"max_soft_tokens must be one of 15, 70, 140, got"):
+        with pytest.raises(RequestError, match=r"max_soft_tokens must be one of 4, 15, 70, 140, got"):
             processor.process("image", value, {"max_soft_tokens": budget})
     with pytest.raises(RequestError, match="mm_processor_kwargs has 'size'; this model has max_soft_tokens"):
         processor.process("image", value, {"size": 3})
