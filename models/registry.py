@@ -34,6 +34,7 @@ from jaxengine.models.families.falcon_h1 import FalconH1ForCausalLM
 from jaxengine.models.families.gemma import GemmaForCausalLM
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
 from jaxengine.models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from jaxengine.models.families.gemma3n import Gemma3nForCausalLM, Gemma3nForConditionalGeneration
 from jaxengine.models.families.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 from jaxengine.models.families.glm import GlmForCausalLM
 from jaxengine.models.families.glm4 import Glm4ForCausalLM
@@ -109,6 +110,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "MiniCPMForCausalLM": MiniCPMForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "Gemma3nForCausalLM": Gemma3nForCausalLM,
+    "Gemma3nForConditionalGeneration": Gemma3nForConditionalGeneration,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,
     "Gemma4ForConditionalGeneration": Gemma4ForConditionalGeneration,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,

@@ -29,6 +29,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "MiniCPMForCausalLM": ("openbmb/MiniCPM4-8B",),
     "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
     "Gemma3ForConditionalGeneration": ("google/gemma-3-4b-it", "google/gemma-3-12b-it", "google/gemma-3-27b-it"),
+    "Gemma3nForConditionalGeneration": ("google/gemma-3n-E2B-it", "google/gemma-3n-E4B-it"),
     "Gemma4ForConditionalGeneration": (
         "google/gemma-4-E2B-it",
         "google/gemma-4-E4B-it",

@@ -300,7 +300,7 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
         for number, layer in zip(model.stage.layers, model.layers, strict=True)
     )
     routed = 1 if config.experts is None else config.experts.num_per_token
-    widest = max([config.hidden_size, *(size for layer in model.layers for size in gathered_inputs(layer, routed))])
+    widest = max([config.stream_size, *(size for layer in model.layers for size in gathered_inputs(layer, routed))])
     rows = max(bucket.num_seqs * bucket.width, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
     logits = rows * mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
     activations = mesh.num_ranks * bucket.num_tokens

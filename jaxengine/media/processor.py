@@ -97,6 +97,14 @@ class MediaProcessor(Protocol):
         """
         ...
 
+    def with_options(self, options: Mapping[str, Any]) -> MediaProcessor:
+        """Return the processor whose `largest` is that of an engine with these mm_processor_kwargs, where the family
+        lets them enlarge images.
+
+        Raises RequestError for a value that is not allowed.
+        """
+        ...
+
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Expands the prompt's placeholders for its items, given by modality in the order of the prompt.
 

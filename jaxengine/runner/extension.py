@@ -194,7 +194,7 @@ class StageShape:
         """
         model = self.model.config
         beside = model.num_layers * model.layer_input_size
-        return self.rows(num_tokens, self.config.dtype, model.hidden_size + beside)
+        return self.rows(num_tokens, self.config.dtype, model.stream_size + beside)
 
 
 class DeviceExtension:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from jaxengine.models.config.altup import AltUp
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.experts import ExpertsConfig
@@ -63,7 +64,8 @@ class ModelConfig:
     plain weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
     `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
     each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
-    `layer_input_size` elements of its own for every token beside the hidden state; 0 for none.
+    `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `altup` is for families
+    whose tokens have several hidden states; None for one.
     """
 
     architecture: str
@@ -90,6 +92,7 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     ffn_sizes: tuple[int, ...] = ()
     layer_input_size: int = 0
+    altup: AltUp | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
@@ -160,6 +163,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def stream_size(self) -> int:
+        """Return the number of elements that one layer passes to the next for a token: all of its hidden states."""
+        return self.hidden_size * (1 if self.altup is None else self.altup.num_streams)
 
     @property
     def attending(self) -> tuple[LayerAttention, ...]:

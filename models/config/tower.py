@@ -26,6 +26,7 @@ class TowerConfig:
       unit: a call has a multiple of this many patches; itself a multiple of `merge`.
       attends_both_ways: whether the tokens of an image see each other, later ones too. A step then has all of a
         image's tokens that are not computed yet, or none.
+      in_windows_only: whether they do so in layers with a window alone, while others are causal.
       num_parts: E / D, 1 + the number of layers that add a part of their own.
     """
 
@@ -35,6 +36,7 @@ class TowerConfig:
     unit: int
     num_parts: int = 1
     attends_both_ways: bool = False
+    in_windows_only: bool = False
 
     @property
     def unused(self) -> tuple[str, ...]:

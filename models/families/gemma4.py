@@ -1,5 +1,5 @@
-"""Gemma 4 (Google 2026), text part: head sizes by kind of layer, layers that read the keys and values of others,
-per-layer inputs, and in some checkpoints experts in addition to the MLP of every layer.
+"""Gemma 4 (Google 2026), with and without a vision tower: head sizes by kind of layer, layers that read the keys and
+values of others, per-layer inputs, and in some checkpoints experts in addition to the MLP of every layer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, RopeFactors, gguf_fields, gguf_sliding
 from jaxengine.models.config.hf import FULL, SLIDING, Activation, hf_fields, layer_kinds, text_fields, windows_by_kind
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
@@ -31,6 +33,7 @@ from jaxengine.models.layers.norm import RMSNorm, rms_normalized
 from jaxengine.models.layers.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.vision.gemma4 import LIMITS, POSITIONS, PROJECTOR, TOWER, Gemma4TowerConfig, read_gemma4
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 # What transformers takes for fields that a file lacks.
@@ -52,11 +55,13 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-_UNREAD = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
-# The language model's names in checkpoints that have towers as well, and those towers.
+# The language model's names in checkpoints that have towers as well, and those towers. No audio is read.
 NAMES = CheckpointNames(
     prefixes=(("model.language_model.", "model."),),
-    tower=tuple(f"model.{part}." for part in _UNREAD),
+    unused=("model.audio_tower.", "model.embed_audio."),
+    tower=(f"{TOWER}.", f"{PROJECTOR}."),
+    flattened=(POSITIONS,),
+    scalars=tuple(f".{name}" for name in LIMITS),
     stacked_experts=StackedExperts(out_first=True),
 )
 
@@ -177,12 +182,16 @@ class Gemma4Layer(nnx.Module):
 
 
 class LayerInputs(nnx.Module):
-    """Per-layer inputs besides the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)."""
+    """Per-layer inputs besides the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2).
 
-    def __init__(self, config: ModelConfig, build: Build):
+    num_rows: tokens in the table; None for the vocabulary's.
+    """
+
+    def __init__(self, config: ModelConfig, build: Build, *, num_rows: int | None = None):
         size, self.own, self.num_layers = config.hidden_size, config.layer_input_size, config.num_layers
         width = self.own * self.num_layers
-        self.table = Embedding(config.vocab_size, width, source="model.embed_tokens_per_layer", build=build)
+        tokens = num_rows or config.vocab_size
+        self.table = Embedding(tokens, width, source="model.embed_tokens_per_layer", build=build)
         project = Source("model.per_layer_model_projection", width)
         self.project = Linear(size, (project,), axes=("embed", "latent"), build=build)
         norm = "model.per_layer_projection_norm"
@@ -199,7 +208,7 @@ class LayerInputs(nnx.Module):
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
     """Decoder of Gemma4Layers with a scaled embedding and soft-capped logits."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "gemma4"
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
     norm_class = RMSNorm
 
@@ -242,11 +251,39 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             "experts": _experts(fields) if fields.boolean("enable_moe_block", False) else None,
         }
 
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        kinds = [SLIDING if windowed else FULL for windowed in gguf_sliding(fields, _FULL_EVERY)]
+        heads, sizes = (_of_layers(fields, name) for name in ("attention.head_count_kv", "feed_forward_length"))
+        # Read as one number for all layers, and put right below.
+        named = {"attention.head_count_kv": heads[0], "feed_forward_length": sizes[0]}
+        named = {f"{fields.prefix}{name}": value for name, value in named.items()}
+        experts = bool(fields.integer("expert_count", 0, minimum=0))
+        shared = gguf_fields(
+            gguf._replace(metadata={**gguf.metadata, **named}, rope_factors=RopeFactors()),
+            scale=1.0,
+            experts=_gguf_experts(fields) if experts else None,
+        )
+        layers = _gguf_attention(gguf, kinds, heads, shared["attention"][0])
+        sharing = ConfigFields({"num_kv_shared_layers": fields.integer("attention.shared_kv_layers", 0, minimum=0)})
+        return shared | {
+            "attention": with_sources(sharing, kinds, layers),
+            "ffn_sizes": () if len(set(sizes)) == 1 else sizes,
+            "layer_input_size": fields.integer("embedding_length_per_layer_input", 0, minimum=0),
+            "logit_soft_cap": fields.number("final_logit_softcapping", None),
+        }
+
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return Gemma4Layer(self.config, layer, build)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        return self.layer_inputs(batch.token_ids, x)
+        """Compute what layers get beside the hidden state x, as Decoder does; an image's tokens count as filler."""
+        token_ids, pictures = batch.token_ids, batch.sections.get("pictures")
+        if pictures is not None:
+            assert isinstance(self.config.tower, Gemma4TowerConfig)
+            token_ids = jnp.where(pictures.index >= 0, self.config.tower.filler_id, token_ids)
+        return self.layer_inputs(token_ids, x)
 
 
 def _attention(
@@ -270,10 +307,10 @@ def _attention(
         rope = _rope(fields, kind, head_dim)
         sizes = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
         found.append(replace(layer, rope=rope, keys_as_values=as_values, **sizes))
-    return _with_sources(fields, kinds, found)
+    return with_sources(fields, kinds, found)
 
 
-def _with_sources(
+def with_sources(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
     """Return the layers, of which the last `num_kv_shared_layers` use the keys and values of the last earlier layer of
@@ -314,9 +351,65 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
     )
 
 
+def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
+    """Return the number of each layer in a GGUF field that has one for all, or a list. Raises ModelConfigError."""
+    count, given = fields.integer("block_count"), fields.value(name)
+    listed = np.atleast_1d(np.asarray(given))
+    if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < 1:
+        raise fields.fail(name, f"an integer >= 1, or a list of {count}")
+    return tuple(np.broadcast_to(listed, count).tolist())
+
+
+def _gguf_attention(
+    gguf: GGUFConfig, kinds: Sequence[str], heads: Sequence[int], layer: LayerAttention
+) -> list[LayerAttention]:
+    """Return the layers of these kinds with their heads and ropes. layer: what they share. Raises ModelConfigError.
+
+    Files do not say whether keys are values as well: they are in published models whose kinds differ in their heads.
+    """
+    fields, factors = gguf.fields, gguf.rope_factors.factors
+    half, size = layer.head_dim // 2, fields.integer("attention.key_length_swa", layer.head_dim)
+    if factors and len(factors) != half:
+        raise ModelConfigError(f"rope_freqs.weight must hold {half} numbers, got {len(factors)}")
+    # A pair that is not rotated has a factor by which nothing is left of its frequency.
+    turned = sum(factor == 1.0 for factor in factors) / half if factors else 1.0
+    theta = fields.number("rope.freq_base", 1_000_000.0)
+    full = replace(
+        layer,
+        window=None,
+        rope=Rope(layer.head_dim, theta, RopeScaling("proportional", 1.0, rotated=turned)),
+        keys_as_values=len(set(heads)) > 1,
+    )
+    local = replace(layer, head_dim=size, rope=Rope(size, fields.number("rope.freq_base_swa", 10_000.0)))
+    return [
+        replace(local if kind == SLIDING else full, num_kv_heads=count)
+        for kind, count in zip(kinds, heads, strict=True)
+    ]
+
+
+def _gguf_experts(fields: ConfigFields) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=fields.integer("expert_count"),
+        num_per_token=fields.integer("expert_used_count"),
+        intermediate_size=fields.integer(EXPERT_SIZE),
+    )
+
+
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Text part of Gemma 4, read from checkpoints that also have vision and audio towers."""
+    """Gemma 4 with images in the prompt; in large checkpoints layers with windows let the tokens of one see each other.
+    No audio is read.
+    """
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(text_fields(fields))
+        text = text_fields(fields)
+        found = super().read_hf(text)
+        if not fields.has("vision_config"):  # a text part may be kept under this name without the rest
+            return found
+        filler = text.integer("pad_token_id", 0, minimum=0)
+        if filler >= found["vocab_size"]:
+            raise text.fail("pad_token_id", f"below vocab_size {found['vocab_size']}")
+        both_ways = text.text("use_bidirectional_attention", None) == "vision"
+        return found | {"tower": read_gemma4(fields, both_ways=both_ways, filler_id=filler)}

@@ -129,7 +129,7 @@ def _schedule(spec: AttentionSpec, step: StepContext) -> Any:
         num_tokens=num_tokens,
         page_size=step.kv.page_size,
         platform=layout,
-        kv_limits=step.key_limits,
+        kv_limits=None if step.in_windows_only and spec.window is None else step.key_limits,
     )
 
 

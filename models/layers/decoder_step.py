@@ -94,7 +94,9 @@ class DecoderStep:
         self._sections = sections_of(batch)
         limits = [each.key_limits(config, batch.positions) for each in self._sections]
         limits = [each for each in limits if each is not None]
-        self._inputs = _step_inputs(self._attention, StepContext(batch, self._pool, build, *(limits or [None])))
+        in_windows = config.tower is not None and config.tower.in_windows_only
+        step = StepContext(batch, self._pool, build, *(limits or [None]), in_windows_only=in_windows)
+        self._inputs = _step_inputs(self._attention, step)
         self._pages = _layer_pages(groups, self._places, batch, self._pool)
         self._run_layer = layer_runner()
         for section in self._sections:

@@ -16,6 +16,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.rows import Rows
 from jaxengine.models.params.declare import Source
+from jaxengine.sharding.collectives import num_shards, sum_parts
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -42,6 +43,22 @@ class ScaledSilu:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jax.nn.silu(self.multiplier * x)
+
+
+@dataclass(frozen=True)
+class SparseGelu:
+    """Activation gelu(max(x - c, 0)), where c is the mean of a token's gates plus so many of their deviations. Equal
+    for equal numbers, so that layers share a trace.
+    """
+
+    deviations: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map gates f32[T, F], or a device's part of them, to the same."""
+        count = x.shape[-1] * num_shards("ffn")
+        mean = sum_parts(jnp.sum(x, axis=-1, keepdims=True), "ffn") / count
+        variance = sum_parts(jnp.sum(jnp.square(x - mean), axis=-1, keepdims=True), "ffn") / count
+        return gelu_tanh(jax.nn.relu(x - (mean + jnp.sqrt(variance) * self.deviations)))
 
 
 class MLP(nnx.Module):

@@ -23,12 +23,14 @@ class StepContext(NamedTuple):
       kv: the pool.
       build: of the model.
       key_limits: i32[T], the position after the last key that each token sees; None if that key is its own.
+      in_windows_only: whether key_limits are for layers with a window alone; others are then causal.
     """
 
     batch: ForwardBatch
     kv: KVPages
     build: Build
     key_limits: jax.Array | None
+    in_windows_only: bool = False
 
 
 class StepInput(NamedTuple):

@@ -35,6 +35,7 @@ class CheckpointNames(NamedTuple):
       heads: beginnings, in the model's names, of output heads: not read where the model does not declare them.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
+      scalars: ends of the names of tensors without axes, which are of one entry in the model.
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
       stacked_experts: storage of experts where they may be in one tensor; None for tensors per expert.
       of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the model's
@@ -48,6 +49,7 @@ class CheckpointNames(NamedTuple):
     heads: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
     squeezed: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
     flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None
     of_adapters: tuple[tuple[str, str], ...] = ()

@@ -4,8 +4,8 @@ Nothing is causal and nothing is cached. Columns of small integers say which pat
 serves every packing. Neither form stores the scores of all pairs: memory is that of a block of queries.
 
 A patch's result depends only on the patches that it sees, bit for bit, whatever else is in the call, as long as images
-begin at multiples of UNIT: sums run over blocks of keys that are counted from the first key that a block of queries
-sees, and what is hidden from a query adds exact zeros.
+begin at multiples of a block of queries (UNIT, unless a tower has another): sums run over blocks of keys that are
+counted from the first key that a block of queries sees, and what is hidden from a query adds exact zeros.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ class _Running(NamedTuple):
     out: jax.Array
 
 
-def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, *, scale: float) -> jax.Array:
+def segment_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, *, scale: float, block: int = UNIT
+) -> jax.Array:
     """Attend within segments: softmax(scale * q k^T) v over the patches of a segment, with sums in float32.
 
     Keys are taken in blocks with a running softmax (FlashAttention, Dao et al. 2022, arXiv:2205.14135), from the first
     to the last that any query of a block sees, so the cost is that of the segments' squares.
 
     Args:
-      q, k, v: [P, N, H], P a multiple of UNIT.
+      q, k, v: [P, N, H], P a multiple of `block`.
       segment: i32[P], number of each patch's segment, -1 for padding, which sees nothing and gets zeros. Patches of a
         segment are neighbours.
+      block: patches whose queries are taken at a time, the tower's unit.
 
     Returns [P, N, H] in q's dtype.
     """
@@ -50,10 +53,10 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
     keys, values = (jnp.pad(x, ((0, _KEYS), (0, 0), (0, 0))) for x in (k, v))
     of_keys = jnp.pad(segment, (0, _KEYS), constant_values=-1)
     first, end = _bounds(segment)
-    bounds = first.reshape(-1, UNIT).min(axis=1), end.reshape(-1, UNIT).max(axis=1)
+    bounds = first.reshape(-1, block).min(axis=1), end.reshape(-1, block).max(axis=1)
 
-    def attend(block: tuple[jax.Array, ...]) -> jax.Array:
-        query, own, begin, stop = block
+    def attend(queries: tuple[jax.Array, ...]) -> jax.Array:
+        query, own, begin, stop = queries
         query = query.swapaxes(0, 1)
 
         def add(state: tuple[jax.Array, _Running]) -> tuple[jax.Array, _Running]:
@@ -66,7 +69,7 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
         _, running = lax.while_loop(lambda state: state[0] < stop, add, state)
         return _result(running).astype(q.dtype).swapaxes(0, 1)
 
-    out = lax.map(attend, (q.reshape(-1, UNIT, *q.shape[1:]), segment.reshape(-1, UNIT), *bounds))
+    out = lax.map(attend, (q.reshape(-1, block, *q.shape[1:]), segment.reshape(-1, block), *bounds))
     return out.reshape(q.shape)
 
 

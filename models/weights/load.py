@@ -21,6 +21,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxengine.models.build import build_abstract
 from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.rope import Rope
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource
@@ -54,6 +55,7 @@ IGNORABLE_SUFFIXES = (
 ROPE_FACTORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_NOT_ROTATED = 1e30  # a factor of rope by which llama.cpp keeps a pair as it is
 
 Progress = Callable[[int, int, str], None]
 
@@ -373,9 +375,22 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, (shape, *_) in shapes.items()}
 
 
+def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
+    """Return the factors, in float32, that GGUF files have for a rope; None if it has none."""
+    if rope.scaling is None:
+        return None
+    factors: Any = rope.scaling.factors
+    if rope.scaling.rope_type == "proportional":
+        factors = np.where(rope.frequencies() > 0, 1.0, _NOT_ROTATED)
+    return tuple(np.asarray(factors, np.float32).tolist())
+
+
 def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
     """Raise ModelFileError unless the model's rope scaling equals one of the tensors in which GGUF files store it."""
     stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
-    scalings = {attention.rope.scaling for attention in model.config.attention if attention.rope is not None}
-    if not all(scaling and tuple(np.asarray(scaling.factors, np.float32).tolist()) in stored for scaling in scalings):
+    ropes = {attention.rope for attention in model.config.attention if attention.rope is not None}
+    # Pairs that are not rotated have a huge factor; layers with plain rope do not read the tensor then.
+    if partial := [rope for rope in ropes if rope.scaling is not None and rope.scaling.rope_type == "proportional"]:
+        ropes = set(partial)
+    if not all(_rope_factors_of(rope) in stored for rope in ropes):
         raise ModelFileError(source.path, "the tensor scales rope, but the model's rope_scaling differs", names[0])

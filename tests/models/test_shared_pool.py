@@ -40,7 +40,7 @@ from jaxengine.pallas_kernels.kv.pages import alloc
 from jaxengine.runner.devices import build_split
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
-from tests.models.config.published import GEMMA4_26B, GEMMA4_31B, GEMMA4_E2B, GEMMA4_E4B
+from tests.models.config.published import GEMMA3N_E2B, GEMMA4_26B, GEMMA4_31B, GEMMA4_E2B, GEMMA4_E4B
 from tests.models.conftest import CHECKPOINTS
 from tests.tables import each_row
 
@@ -112,6 +112,7 @@ def test_narrow_layers_count_by_their_share(windows, widths, groups):
     ("raw", "bytes_of_token", "rows"),
     [
         # Layers with pages, of 35 and 42: the others read theirs. Bytes in bfloat16: 2 * 2 * heads * head_dim.
+        pytest.param(GEMMA3N_E2B, 20 * 2048, 4, id="3n E2B"),
         pytest.param(GEMMA4_E2B, 12 * 1024 + 3 * 2048, 3, id="E2B"),
         pytest.param(GEMMA4_E4B, 20 * 2048 + 4 * 4096, 2, id="E4B"),
         pytest.param(GEMMA4_26B, 25 * 8192 + 5 * 4096, 5, id="26B"),
@@ -173,10 +174,20 @@ def resolved(name: str, **options: Any) -> Any:
             "kv_cache_dtype is 'int8'; allowed: auto, float32 or bfloat16",
         ),
         ("gemma4", {"kv_cache_dtype": "int8_per_token_head"}, "whose layers keep pages of different sizes"),
+        (
+            "gemma3n",
+            {"capture_layers": [1, 6]},
+            "allowed: 6, after the last norm: before it a token of Gemma3nForCausal",
+        ),
+        (
+            "gemma3n",
+            {"capture": ["residual:1"]},
+            "allowed: attention_output:0-5, mlp_output:0-5, final_norm, of Gemma3n",
+        ),
         ("gemma4", {"record_steps": "/tmp"}, "keep pages of different sizes, which is not supported yet"),
     ],
 )
-def test_what_such_a_pool_cannot_hold_is_refused(name, options, message):
+def test_what_such_layers_cannot_do_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
         resolved(name, **options)
 

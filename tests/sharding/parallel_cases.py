@@ -49,6 +49,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2},
     ),
+    "gemma3n tp2 pp2": (
+        "gemma3n",
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_layers": (2, 4)},
+    ),
     "gemma4 tp2 dp2": ("gemma4", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     "gemma4 tp8, replicated": ("gemma4", {"tensor_parallel_size": 8, "replicate_kv_heads": True}),
     "gemma4 tp2 pp2": (
@@ -187,7 +191,7 @@ OPTIONS = {
 }
 # The longest request holds 16 pages, or 27 where two cache groups take pages of the pool, 43 where three do.
 MORE_PAGES = dict.fromkeys(("gemma2", "gemma4_moe", "gpt_oss"), {"num_gpu_blocks_override": 60})
-MORE_PAGES["gemma4"] = {"num_gpu_blocks_override": 96}
+MORE_PAGES |= dict.fromkeys(("gemma3n", "gemma4"), {"num_gpu_blocks_override": 96})
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:

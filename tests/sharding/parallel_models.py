@@ -82,6 +82,16 @@ GEMMA4 = DENSE | {
     "vocab_size_per_layer_input": 300,
     "use_double_wide_mlp": True,
 }
+# Several hidden states, MLPs of two sizes, and gates whose mean and deviation are those of all devices.
+GEMMA3N = GEMMA4 | {
+    "architectures": ["Gemma3nForCausalLM"],
+    "model_type": "gemma3n_text",
+    "intermediate_size": [96, 96, 96, 96, 64, 64],
+    "activation_sparsity_pattern": [0.7, 0.7, 0.3, 0.0, 0.0, 0.0],
+    "vocab_size_per_layer_input": 290,
+    "altup_num_inputs": 3,
+    "laurel_rank": 6,
+}
 # Fewer heads in layers that see all keys, whose keys are values as well, and experts beside every MLP.
 GEMMA4_MOE = GEMMA4 | {
     "num_hidden_layers": 2,
@@ -183,6 +193,7 @@ MODELS = {
     "glm4": GLM4,
     "phi3": PHI3,
     "gemma2": GEMMA2,
+    "gemma3n": GEMMA3N,
     "gemma4": GEMMA4,
     "gemma4_moe": GEMMA4_MOE,
     "latent": LATENT,

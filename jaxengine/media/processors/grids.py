@@ -34,6 +34,10 @@ class GridProcessor:
         self.tower: Any = model_config.tower
         self.factor: int = self.tower.patch_size * self.tower.spatial_merge_size
 
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return this processor: options make no image larger."""
+        return self
+
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
         """Raises ModelConfigError if placeholders or the other tokens are not in the vocabulary."""
         for token in (*self.token_ids.values(), *others):

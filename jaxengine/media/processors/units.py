@@ -114,6 +114,10 @@ class UnitProcessor:
         """Return the names of mm_processor_kwargs that `units` uses."""
         return ()
 
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return this processor: options make no image larger."""
+        return self
+
     @property
     def in_tokens(self) -> tuple[str, ...]:
         """Return the modalities whose items are a single token in a prompt before expansion."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.errors import ConfigError
 from jaxengine.media.open import open_processor
 
 
@@ -27,6 +28,10 @@ def item_sizes(source: ModelSource, config: EngineConfig) -> list[tuple[int, int
         return []
     processor = open_processor(source.path, source.config, config.hf_overrides, source.load_tokenizer(config))
     assert processor is not None
+    try:
+        processor = processor.with_options(config.mm_processor_kwargs or {})
+    except ValueError as error:
+        raise ConfigError.because("mm_processor_kwargs", str(error), "give an allowed value") from None
     found = []
     for modality in processor.modalities:
         if config.mm_limit(modality):

@@ -74,7 +74,9 @@ class GGUFFile:
             if others:
                 check_tensors(self.path, self.metadata, len(tensors))
             self._layout = LAYOUTS[self.architecture]
-            self._heads = {part: self._head_count(key) for part, key in _HEADS_KEY.items()}
+            # Only where rows of heads are permuted; elsewhere layers may differ in their number.
+            parts = _HEADS_KEY if self._layout.permuted else {}
+            self._heads = {part: self._head_count(key) for part, key in parts.items()}
             self._factors: dict[str, TensorInfo] = {}
             self._tensors = self._named(tensors)
             self._kept: dict[str, tuple[str, str]] = {}
@@ -192,7 +194,7 @@ class GGUFFile:
             for name, part in self._parts(info):
                 if name.endswith(_INPUT_SCALE):  # activations are not rounded
                     continue
-                if name.endswith(_SCALE):
+                if name.endswith(_SCALE) and not name.endswith(tuple(self._layout.factors.values())):
                     whole = name.removesuffix(_SCALE) + ".weight"
                     if whole in self._factors:
                         raise ModelFileError(

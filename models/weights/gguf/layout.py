@@ -16,6 +16,9 @@ _GLOBAL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -34,7 +37,7 @@ _LAYER = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias|scale|input_scale)")
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z0-9_]+)\.(weight|bias|scale|input_scale)")
 _GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias|scale|input_scale)")
 # Files of old converters have each expert's matrix as a tensor; new ones may join two matrices of all experts.
 _ONE_EXPERT = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down))\.(0|[1-9][0-9]{0,3})(\.[a-z_]+)")
@@ -67,6 +70,17 @@ _LLAMA4 = {
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA4 = {
+    **_GEMMA,
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    **{f"ffn_{part}_exps": f"experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 
 
 class GGUFLayout(NamedTuple):
@@ -79,6 +93,7 @@ class GGUFLayout(NamedTuple):
       norm_offset: number that the converter has added to the weights of norms.
       bare: a layer's tensors whose checkpoint names have no `.weight` or `.bias`.
       rows: a layer's vectors that represent a matrix of one row.
+      factors: checkpoint names of a layer's `.scale` tensors, by the tensors' names, that are weights of their own.
     """
 
     parts: Mapping[str, str] = _NONE
@@ -86,12 +101,15 @@ class GGUFLayout(NamedTuple):
     norm_offset: float = 0.0
     bare: Mapping[str, str] = _NONE
     rows: frozenset[str] = frozenset()
+    factors: Mapping[str, str] = _NONE
 
     def canonical_name(self, name: str) -> str:
         """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; an unknown name is returned
         unchanged."""
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, part, kind = match.groups()
+            if kind == "scale" and part in self.factors:
+                return f"model.layers.{layer}.{self.factors[part]}"
             if part in self.bare:
                 return f"model.layers.{layer}.{self.bare[part]}"
             module = self.parts.get(part) or _LAYER.get(part)
@@ -152,6 +170,11 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "minicpm": GGUFLayout(permuted=True),
     "gemma": GGUFLayout(norm_offset=1.0),
     "gemma2": GGUFLayout(_GEMMA, norm_offset=1.0),
+    "gemma4": GGUFLayout(
+        _GEMMA4,
+        bare={"layer_output_scale": "layer_scalar"},
+        factors={"ffn_gate_inp": "router.scale", "ffn_down_exps": "router.per_expert_scale"},
+    ),
     "gemma3": GGUFLayout(_GEMMA, norm_offset=1.0),
     "olmo2": GGUFLayout(_POST_NORMS),
     "smollm3": GGUFLayout(permuted=True),

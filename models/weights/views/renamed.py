@@ -20,7 +20,7 @@ class RenamedSource(WrappedSource):
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
         super().__init__(source)
-        self._squeezed, self._flattened = names.squeezed, names.flattened
+        self._squeezed, self._flattened, self._scalars = names.squeezed, names.flattened, names.scalars
         self._stored: dict[str, str] = {}
         for stored in source.names():
             if stored.startswith(names.unused) or self._is_constant(stored, names):
@@ -48,18 +48,25 @@ class RenamedSource(WrappedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self._source.shape(self._stored[name])
+        if self._is_scalar(name, shape):
+            return (1,)
         if self._is_flattened(name, shape):
             return shape[0], math.prod(shape[1:])
         return (shape[0], *shape[2:]) if self._is_squeezed(name, shape) else shape
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         stored = self._stored[name]
+        if self._is_scalar(name, self._source.shape(stored)):
+            return self._source.read(stored).reshape(1)[rows]
         if self._is_squeezed(name, self._source.shape(stored)):
             return self._source.read(stored, rows)[:, 0, columns]
         if self._is_flattened(name, self._source.shape(stored)):
             whole = self._source.read(stored, rows)
             return whole.reshape(len(whole), -1)[:, columns]
         return self._source.read(stored, rows, columns)
+
+    def _is_scalar(self, name: str, shape: tuple[int, ...]) -> bool:
+        return not shape and name.endswith(self._scalars)
 
     def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)

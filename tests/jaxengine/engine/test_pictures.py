@@ -70,6 +70,8 @@ def options_of(case: Case) -> dict[str, Any]:
     """TIGHT, or WHOLE; a model whose layers keep unlike keys needs more pages for one prompt."""
     if case.name.startswith("gemma3"):
         return WHOLE
+    if case.name.startswith("gemma4"):  # layers whose pages differ in size
+        return {**(WHOLE if "both" in case.name else TIGHT), "num_gpu_blocks_override": 76}
     return {**TIGHT, "num_gpu_blocks_override": 42} if case.name.startswith("llama4") else TIGHT
 
 

@@ -36,7 +36,8 @@ TOLERANCE = 1e-5  # of the largest number
 ROUNDING = float(np.finfo(np.float32).eps)  # of the norm of all gradients
 # Of gradients. The weights of this checkpoint are so wide that its loss is 25, and rounding weighs more.
 # Gemma 4 ends a layer with a factor that the norms after it undo, so that its gradient cancels.
-TOLERANCES = {"llama": 2e-5, "gemma4": 5e-5}
+# Gemma 3n's modes are a norm's output times 1 / D: gradients of that norm are sums of terms that cancel.
+TOLERANCES = {"llama": 2e-5, "gemma3n": 5e-5, "gemma4": 5e-5}
 # The same where programs are not optimised: the GELUs of Gemma 4's gates lose digits there.
 UNOPTIMISED = {"gemma4": 2e-3}
 # Dense, windows, experts, latent attention, states, keys of other layers: all whose gradients are recorded.

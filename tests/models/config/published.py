@@ -316,6 +316,42 @@ def _gemma4(pattern: int, **text: Any) -> dict[str, Any]:
     }
 
 
+# google/gemma-3n-E2B-it
+GEMMA3N_E2B: dict[str, Any] = {
+    "architectures": ["Gemma3nForConditionalGeneration"],
+    "audio_config": {"model_type": "gemma3n_audio", "hidden_size": 1536},
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3n",
+    "text_config": {
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+        "altup_active_idx": 0,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_num_inputs": 4,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2048,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": [8192] * 30,
+        "laurel_rank": 64,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 6,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3n_text",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 10,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "vocab_size": 262400,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "vision_config": {"model_type": "gemma3n_vision", "architecture": "mobilenetv5_300m_enc", "hidden_size": 2048},
+}
 _SMALL = {"hidden_size_per_layer_input": 256, "sliding_window": 512}
 _LARGE = {
     "attention_k_eq_v": True,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxengine.models.config.altup import AltUp
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
@@ -20,6 +21,7 @@ from tests.models.config.published import (
     GEMMA,
     GEMMA3,
     GEMMA3_VISION,
+    GEMMA3N_E2B,
     GEMMA4_26B,
     GEMMA4_31B,
     GEMMA4_E2B,
@@ -80,6 +82,44 @@ def test_gemma4():
         assert (local.num_kv_heads, full.num_kv_heads) == heads and large.layer_input_size == 0
         assert full.keys_as_values and not local.keys_as_values and not large.ffn_sizes
     assert (sparse.num_kv_heads, dense.num_kv_heads) == (2, 4)  # heads of every layer divide into so many parts
+
+
+def test_gemma4_towers():
+    for raw, both_ways in ((GEMMA4_E2B, False), (GEMMA4_31B, True)):
+        tower = read_hf(raw).tower
+        assert tower is not None and tower.attends_both_ways == both_ways and (tower.merge, tower.unit) == (9, 288)
+    assert read_hf({**GEMMA4_E2B, "vision_config": None}).tower is None
+
+
+def test_gemma3n():
+    config = read_hf(GEMMA3N_E2B)
+    local, full = config.attention[0], config.attention[4]
+    assert kinds(config) == "LLLLG" * 6 and config.eos_token_ids == (1, 106) and config.tower is None
+    assert (local.window, local.rope, full.rope) == (512, Rope(256, 1e4), Rope(256, 1e6)) and full.scale == 1.0
+    assert [layer.kv_source for layer in config.attention] == [None] * 20 + [18, 18, 18, 18, 19] * 2
+    assert config.altup == AltUp(4, 0, True, 64, (0.95,) * 10 + (0.0,) * 20, 262144)
+    assert config.stream_size == 8192 and config.layer_input_size == 256 and not config.ffn_sizes
+    nested = read_hf(GEMMA3N_E2B | {"text_config": GEMMA3N_E2B["text_config"] | {"intermediate_size": [8, 9] * 15}})
+    assert nested.ffn_sizes == (8, 9) * 15 and nested.intermediate_size == 9
+
+
+@each_row(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": [8192] * 29}, "intermediate_size must be an integer >= 1, or a list of 30"),
+        (
+            {"activation_sparsity_pattern": 0.95},
+            "must be a list of 30 numbers >= 0 and < 1, got 0.95",
+        ),
+        ({"activation_sparsity_pattern": [1.0] * 30}, "activation_sparsity_pattern must be a list of 30 numbers"),
+        ({"altup_num_inputs": 1}, "altup_num_inputs must be an integer >= 2"),
+        ({"altup_active_idx": 4}, "altup_active_idx must be an integer >= 0 and <= 3"),
+        ({"num_kv_shared_layers": 29}, "num_kv_shared_layers must be a number that leaves a layer of each kind"),
+    ],
+)
+def test_gemma3n_refuses(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf(GEMMA3N_E2B | {"text_config": GEMMA3N_E2B["text_config"] | changes})
 
 
 @each_row(

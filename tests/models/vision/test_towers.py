@@ -52,7 +52,7 @@ def test_devices_share_a_tower_or_have_one_each(folders, name):
     layers = {path[1:4] for path in shared if path[0] == "layers"}
     assert layers == {(layer, *part) for layer in range(config.tower.num_layers) for part in PARTS}
     behind = {part for path in shared if path[0] in ("merger", "projector") for part in path}
-    assert behind >= {"up", "down"}
+    assert behind >= {"up", "down"} or name.startswith("gemma4")  # whose tower is followed by one product
     assert not split(build_model(config, Build("float32", whole_parts=("tower",))))
 
 

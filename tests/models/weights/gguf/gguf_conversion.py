@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "Olmo2ForCausalLM": "olmo2",
     "SmolLM3ForCausalLM": "smollm3",
     "Cohere2ForCausalLM": "cohere2",
@@ -74,6 +75,20 @@ NAMES = {
 POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 OWN_NAMES = {
     **dict.fromkeys(["gemma2", "gemma3"], {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}),
+    "gemma4": {
+        **POST_NORMS,
+        "pre_feedforward_layernorm": "ffn_norm",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "router.proj": "ffn_gate_inp",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "model.embed_tokens_per_layer": "per_layer_token_embd",
+        "model.per_layer_model_projection": "per_layer_model_proj",
+        "model.per_layer_projection_norm": "per_layer_proj_norm",
+    },
     **dict.fromkeys(["olmo2", "exaone4"], POST_NORMS),
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
@@ -112,10 +127,13 @@ BARE = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(
-    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.(weight|bias)"
+    r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?experts\.(\d+)\.(\w+)\.(weight|bias)"
 )
 _BARE = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, BARE))})")
 
@@ -159,6 +177,10 @@ def converted(
     for length in ("long", "short"):
         if f"{length}_factor" in rope:
             written[f"rope_factors_{length}.weight"] = np.asarray(rope[f"{length}_factor"], np.float32)
+    if architecture == "gemma4":  # generate_extra_tensors
+        half = config["global_head_dim"] // 2
+        turned = int(half * rope["full_attention"]["partial_rotary_factor"])
+        written["rope_freqs.weight"] = np.asarray([1.0] * turned + [1e30] * (half - turned), np.float32)
     return gguf_bytes(metadata(architecture, config), [store(name, values) for name, values in written.items()])
 
 
@@ -361,6 +383,32 @@ def _gemma(config: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
+def _gemma4(config: Mapping[str, Any]) -> dict[str, Value]:
+    sliding, shared = [kind == "sliding_attention" for kind in config["layer_types"]], config["num_kv_shared_layers"]
+    full, local, ffn = config["global_head_dim"], config["head_dim"], config["intermediate_size"]
+    own: dict[str, Value] = {
+        **_gemma(config),
+        "attention.shared_kv_layers": (U32, shared),
+        "attention.sliding_window_pattern": (ARRAY, (BOOL, sliding)),
+        **{f"attention.{kind}_length": (U32, full) for kind in ("key", "value")},
+        **{f"attention.{kind}_length_swa": (U32, local) for kind in ("key", "value")},
+        "rope.dimension_count": (U32, full),
+        "rope.dimension_count_swa": (U32, local),
+        "rope.freq_base_swa": (F32, config["rope_parameters"]["sliding_attention"]["rope_theta"]),
+        "embedding_length_per_layer_input": (U32, config["hidden_size_per_layer_input"]),
+    }
+    if config["use_double_wide_mlp"]:
+        sizes = [ffn * (1 + (layer >= len(sliding) - shared)) for layer in range(len(sliding))]
+        own["feed_forward_length"] = (ARRAY, (U32, sizes))
+    if config.get("num_global_key_value_heads"):
+        heads = config["num_key_value_heads"], config["num_global_key_value_heads"]
+        own["attention.head_count_kv"] = (ARRAY, (U32, [heads[not windowed] for windowed in sliding]))
+    if config["enable_moe_block"]:
+        own["expert_count"], own["expert_used_count"] = (U32, config["num_experts"]), (U32, config["top_k_experts"])
+        own["expert_feed_forward_length"] = (U32, config["moe_intermediate_size"])
+    return own
+
+
 def _cohere2(config: Mapping[str, Any]) -> dict[str, Value]:
     return {
         "attention.sliding_window": (U32, config["sliding_window"]),
@@ -381,6 +429,7 @@ def _exaone4(config: Mapping[str, Any]) -> dict[str, Value]:
 _OWN_METADATA = {
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "gemma4": _gemma4,
     "cohere2": _cohere2,
     "exaone4": _exaone4,
     "llama": _experts,

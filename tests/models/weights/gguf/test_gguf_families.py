@@ -45,6 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "gemma4": {"global_head_dim": 24},
+    # Of which the part that reads text alone is in a file.
+    "gemma4_moe": {"architectures": ["Gemma4ForCausalLM"], "global_head_dim": 16, "num_global_key_value_heads": 2},
     "olmo2_wide": {"rope_parameters": DEFAULT_ROPE},
     "smollm3_untied": {"no_rope_layers": None, "no_rope_layer_interval": None},
     "cohere2_wide": {"layer_types": None, "rope_parameters": DEFAULT_ROPE},
@@ -83,8 +86,11 @@ CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe")
 def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
     architecture = config["architectures"][0]
-    if (stacked := MODELS[architecture].checkpoint_names.stacked_experts) is not None:
-        source = StackedSource(source, stacked, config["num_local_experts"])
+    if name.startswith("gemma4"):
+        source = RenamedSource(source, MODELS[architecture].checkpoint_names)
+    count = config.get("num_local_experts") or config.get("num_experts")
+    if (stacked := MODELS[architecture].checkpoint_names.stacked_experts) is not None and count:
+        source = StackedSource(source, stacked, count)
     if architecture == "DeepseekV2ForCausalLM" and not config["attention_bias"]:
         biases = CheckpointNames(unused=tuple(each for each in source.names() if each.endswith(".bias")) or ("-",))
         source = RenamedSource(source, biases)
@@ -123,7 +129,8 @@ def opened(tmp_path):
     sources = []
 
     def open_case(name: str):
-        config = {**read_config_json(FOLDER / name), **CASES[name]}
+        raw = read_config_json(FOLDER / name)
+        config = {**raw, **raw.get("text_config", {}), **CASES[name]}
         tensors = tensors_of(name, config)
         (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
         sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
@@ -170,5 +177,6 @@ def test_every_layout_has_a_family_and_a_case():
     families = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture}
     assert {family.partition(" ")[0] for family in families} == set(LAYOUTS)
     # Those of Llama and Qwen are in test_gguf.py.
-    cases = {read_hf(read_config_json(FOLDER / name)).architecture for name in CASES}
+    configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in CASES.items())
+    cases = {config["architectures"][0] for config in configs}
     assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3"} == set(LAYOUTS)

@@ -1,0 +1,217 @@
+"""Gemma 4's processor: an image of any aspect ratio is resized until it fills a budget of embeddings; a video is a
+budget for each frame, with its time before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxengine.media.frames import LARGEST_FRAMES
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.grids import GridProcessor, check_ratio
+from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
+from jaxengine.media.processors.settings import (
+    IMAGES,
+    VIDEOS,
+    Pixels,
+    bad_option,
+    check_options,
+    check_pictures,
+    read_settings,
+)
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.errors import RequestError
+
+BUDGETS = (70, 140, 280, 560, 1120)
+_BUDGET, _DEFAULTS = "max_soft_tokens", {"image": 280, "video": 70}
+# transformers' ids of tokens that a configuration does not name.
+_IDS = {"image": 258_880, "video": 258_884, "boi": 255_999, "eoi": 258_882}
+
+
+class Settings(NamedTuple):
+    """Preprocessing settings of one modality; budget: most embeddings of an image or frame."""
+
+    pixels: Pixels
+    budget: int
+
+
+class Gemma4Processor(GridProcessor):
+    """Processor of Gemma4ForConditionalGeneration.
+
+    A model whose images see themselves in both directions takes no video: all frames would have to be in one step.
+
+    Args:
+      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
+        sizes. tokenizer: of the model.
+    """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        super().__init__(model_config)
+        self.tokenizer = tokenizer
+        self.modalities = ("image",) if self.tower.attends_both_ways else ("image", "video")
+        fields = ConfigFields(config_json)
+        ids = {name: fields.integer(f"{name}_token_id", default, minimum=0) for name, default in _IDS.items()}
+        self.token_ids = {modality: ids[modality] for modality in self.modalities}
+        self.around = ids["boi"], ids["eoi"]
+        self.check_token_ids(model_config, *self.around)
+        self.sizes = {modality: self._read_settings(Path(folder), modality) for modality in self.modalities}
+        self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
+
+    def _read_settings(self, folder: Path, modality: str) -> Settings:
+        path, fields = _found(folder, modality)
+        fields = fields.with_defaults(
+            do_normalize=False,
+            image_mean=[0.0] * 3,
+            image_std=[1.0] * 3,
+            patch_size=16,
+            pooling_kernel_size=3,
+            max_soft_tokens=_DEFAULTS[modality],
+        )
+        try:
+            fields.require(patch_size=self.tower.patch_size, pooling_kernel_size=self.tower.spatial_merge_size)
+            budget = fields.integer(_BUDGET)
+            if budget > self._most:
+                raise fields.fail(_BUDGET, f"1 to {self._most}, with which every patch has a learned position")
+            return Settings(Pixels.read(fields), budget)
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+
+    @property
+    def _most(self) -> int:
+        """Return the largest budget with which a side has no more patches than the tower has positions."""
+        return min(max(BUDGETS), self.tower.num_positions // self.tower.spatial_merge_size)
+
+    def placeholder(self, modality: str) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        check_options(options, (_BUDGET,))
+        frames = value if modality == "image" else getattr(value, "frames", value)
+        check_pictures(modality, frames, self.modalities, 3 if modality == "image" else 4)
+        frames, seconds = (frames[None], ()) if modality == "image" else (frames, _times(value, len(frames)))
+        settings = self.sizes[modality]
+        height, width = self._resized_size(frames.shape[1], frames.shape[2], self._asked(options, settings.budget))
+        self.check_room(modality, len(frames), height, width, most)
+        resized = np.stack([settings.pixels.resized(frame, height, width) for frame in frames])
+        return self.cut(settings.pixels.normalized(resized), seconds)
+
+    def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
+        """Cuts frames f32[N, H, W, 3] as GridProcessor.cut does, but a patch has the colours of a pixel together."""
+        patch, merge = self.tower.patch_size, self.tower.spatial_merge_size
+        count, height, width, _ = frames.shape
+        grid = count, height // patch, width // patch
+        cut = frames.reshape(count, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch, 3)
+        patches = cut.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(math.prod(grid), self.tower.num_features)
+        return self.processed(patches, grid, seconds)
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        budget, merge = self.sizes[modality].budget, self.tower.spatial_merge_size
+        height, width = (merge, merge * budget) if size is None else self._in_patches(*size, budget)
+        grid = (1 if modality == "image" else LARGEST_FRAMES), height, width
+        return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
+
+    def with_options(self, options: Mapping[str, Any]) -> Gemma4Processor:
+        """Return the processor with the budget that an engine's options give all images and frames."""
+        found = copy(self)
+        found.sizes = {
+            modality: settings._replace(budget=self._asked(options, settings.budget))
+            for modality, settings in self.sizes.items()
+        }
+        return found
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        # The prompt does not depend on the grid: without one all rows form a line.
+        merge = self.tower.spatial_merge_size
+        return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        ids = np.asarray(token_ids, np.int64)
+        at, order = self.placeholders(ids, items)
+        parts: list[int] = []
+        positions: list[np.ndarray] = []
+        copied = 0
+        for place, (modality, number) in zip(at.tolist(), order, strict=True):
+            parts += ids[copied:place].tolist()
+            shown = self._shown(modality, items[modality][number])
+            own = np.flatnonzero(np.asarray(shown) == self.token_ids[modality]) + len(parts)
+            positions.append(own.astype(np.int32))
+            parts += shown
+            copied = place + 1
+        return Expanded([*parts, *ids[copied:].tolist()], positions, order)
+
+    def _shown(self, modality: str, item: Processed) -> list[int]:
+        """Return the tokens of an item: its embeddings between two marks, and before each frame of a video its time.
+
+        Raises RequestError for a video without a tokenizer.
+        """
+        begin, end = self.around
+        frame = [begin, *[self.token_ids[modality]] * (item.num_rows // item.grid[0]), end]
+        if modality == "image":
+            return frame
+        if self.tokenizer is None:
+            raise RequestError(
+                "a video needs the model's tokenizer, for prompts say when frames are shown", param="video"
+            )
+        shown: list[int] = []
+        for seconds in item.seconds:
+            said = f"{int(seconds // 60):02d}:{int(seconds % 60):02d} "
+            shown += [*self.tokenizer.encode(f" {said}" if shown else said, False), *frame]
+        return shown
+
+    def _asked(self, options: Mapping[str, Any], budget: int) -> int:
+        """Return the budget that options ask for, `budget` if none. Raises RequestError for one that is not allowed."""
+        asked = options.get(_BUDGET, budget)
+        own = {settings.budget for settings in self.sizes.values()}
+        allowed = [each for each in sorted({*own, *BUDGETS}) if each <= self._most]
+        if type(asked) is not int or asked not in allowed:
+            raise bad_option(_BUDGET, asked, f"one of {', '.join(map(str, allowed))}")
+        return asked
+
+    def _resized_size(self, height: int, width: int, budget: int) -> tuple[int, int]:
+        """Return (height, width) in pixels of an image after resizing, as by transformers'
+        get_aspect_ratio_preserving_size: the largest multiples of `factor` with about its aspect ratio that make at
+        most `budget` embeddings.
+
+        Raises RequestError for an extreme aspect ratio.
+        """
+        check_ratio(height, width)
+        scale = math.sqrt(budget * self.factor**2 / (height * width))
+        high, wide = (math.floor(scale * side / self.factor) for side in (height, width))
+        if not high:
+            high, wide = 1, min(width // height, budget)
+        elif not wide:
+            high, wide = min(height // width, budget), 1
+        return high * self.factor, wide * self.factor
+
+    def _in_patches(self, height: int, width: int, budget: int) -> tuple[int, int]:
+        high, wide = self._resized_size(height, width, budget)
+        return high // self.tower.patch_size, wide // self.tower.patch_size
+
+
+def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
+    """Return the file with a modality's settings, and the settings. Frames have those of images, without their budget,
+    where a checkpoint has none for videos.
+
+    Raises ModelFileError.
+    """
+    if modality == "video":
+        try:
+            return read_settings(folder, VIDEOS)
+        except ModelFileError:
+            path, fields = read_settings(folder, IMAGES)
+            return path, ConfigFields({name: value for name, value in fields.raw.items() if name != _BUDGET})
+    return read_settings(folder, IMAGES)
+
+
+def _times(video: Any, count: int) -> tuple[float, ...]:
+    """Return the seconds at which the `count` frames of a video are shown; 24 frames a second if it does not say."""
+    indices = np.asarray(getattr(video, "frames_indices", range(count)))
+    return tuple((indices / (getattr(video, "fps", None) or UNKNOWN_FPS)).tolist())

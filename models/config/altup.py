@@ -1,0 +1,41 @@
+"""Fields of Gemma 3n: several hidden states side by side, which layers predict and correct (Baykal et al. 2023,
+arXiv:2301.13310), and what else its layers have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxengine.models.config.fields import ModelConfigError, check_size
+
+_MOST_STREAMS, _MOST_RANK = 16, 1 << 16
+
+
+@dataclass(frozen=True)
+class AltUp:
+    """Alternating updates of a token's hidden states, of which each layer computes one and predicts the others.
+
+    Attributes:
+      num_streams: A, hidden states of a token.
+      active: number of the one that layers compute.
+      scales_active: whether it is scaled by learned numbers before a layer's own input joins it.
+      laurel_rank: inner size of the product of low rank beside attention.
+      sparsity: of each layer, the share of the MLP's gates that are to be zero, 0 for none.
+      table_rows: tokens that have inputs of single layers; all others have those of token 0.
+    """
+
+    num_streams: int
+    active: int
+    scales_active: bool
+    laurel_rank: int
+    sparsity: tuple[float, ...]
+    table_rows: int
+
+    def __post_init__(self) -> None:
+        check_size("altup_num_inputs", self.num_streams, _MOST_STREAMS, 2)
+        check_size("altup_active_idx", self.active, self.num_streams - 1, 0)
+        check_size("laurel_rank", self.laurel_rank, _MOST_RANK)
+        if any(not 0 <= share < 1 for share in self.sparsity):
+            raise ModelConfigError(
+                f"activation_sparsity_pattern must hold numbers >= 0 and < 1, got {list(self.sparsity)}"
+            )

@@ -1,0 +1,232 @@
+"""Gemma 3n (Google 2025), text part: several hidden states per token, of which a layer computes one and predicts the
+others (AltUp, Baykal et al. 2023, arXiv:2301.13310), a product of low rank beside attention (LAuReL, Menghani et al.
+2024, arXiv:2411.07501), MLPs most of whose gates are zero, and Gemma 4's shared keys and inputs of single layers.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.altup import AltUp
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import Activation, hf_fields, layer_kinds, ropes_by_kind, text_fields, windows_by_kind
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
+from jaxengine.models.families.gemma4 import Gemma4Attention, LayerInputs, PerLayerGate, with_sources
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.altup import Projections, Streams
+from jaxengine.models.layers.attention import LayerPages, StepInputs
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import GatedMLP, SparseGelu, gelu_tanh
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.scale import scaled
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.pallas_kernels.kv.pages import KVPages
+
+# What transformers takes for fields that a file lacks.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262400,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "sliding_window": 512,
+    "num_kv_shared_layers": 15,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_FULL_EVERY, _SPARSE_LAYERS, _SPARSITY = 5, 10, 0.95
+# The language model's names in checkpoints that have towers as well, which are not read.
+NAMES = CheckpointNames(
+    prefixes=(("model.language_model.", "model."),),
+    unused=tuple(f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
+)
+
+
+class Laurel(nnx.Module):
+    """x + norm(right(left(x))), a product of low rank."""
+
+    def __init__(self, config: ModelConfig, rank: int, build: Build):
+        size, source = config.hidden_size, f"{LAYER}.laurel"
+        self.left = Linear(size, (Source(f"{source}.linear_left", rank),), axes=("embed", "latent"), build=build)
+        self.right = Linear(rank, (Source(f"{source}.linear_right", size),), axes=("latent", "embed"), build=build)
+        self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.post_laurel_norm", build=build)
+
+    def __call__(self, x: jax.Array, rows: Any) -> jax.Array:
+        """Map [T, D] -> [T, D]."""
+        return x + self.norm(self.right(self.left(x, rows), rows))
+
+
+class Gemma3nLayer(nnx.Module):
+    """Gemma 2's layer on the active hidden state, with the product of low rank beside attention; then the other states
+    are corrected, and the layer's own input is added to all but the first.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, build: Build):
+        altup, size, eps = config.altup, config.hidden_size, config.rms_norm_eps
+        assert altup is not None
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(size, eps, source=f"{LAYER}.{name}_layernorm", build=build)
+
+        self.streams, self.laurel = (
+            Streams(config, altup, source=f"{LAYER}.altup", build=build),
+            Laurel(config, altup.laurel_rank, build),
+        )
+        self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
+        self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
+        attention = config.attention[layer]
+        self.attention = Gemma4Attention(attention, size, eps=eps, source=f"{LAYER}.self_attn", build=build)
+        share = altup.sparsity[layer]
+        activation = SparseGelu(NormalDist().inv_cdf(share)) if share else gelu_tanh
+        ffn = config.ffn_sizes[layer] if config.ffn_sizes else config.intermediate_size
+        self.mlp = GatedMLP(size, ffn, source=f"{LAYER}.mlp", activation=activation, build=build)
+        self.input_gate = PerLayerGate(config, build)
+        self.num_streams, self.active = altup.num_streams, altup.active
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """Map the hidden states [T, A * D] as a DecoderLayer does."""
+        with jax.named_scope("predict"):
+            predictions = self.streams.predict(x.reshape(x.shape[0], self.num_streams, -1))
+            active = predictions[:, self.active].astype(x.dtype)
+        with jax.named_scope("attention"):
+            normed = self.input_norm(active)
+            attended, kv = self.attention(normed, kv, pages, step)
+            beside = self.laurel(normed, step.rows)
+            active = scaled(active + self.attention_norm(attended) + beside, 2**-0.5)
+        with jax.named_scope("mlp"):
+            active = active + self.mlp_norm(self.mlp(self.mlp_input_norm(active), step.rows))
+        with jax.named_scope("correct"):
+            corrected = self.streams.correct(predictions, active).astype(x.dtype)
+        with jax.named_scope("layer_input"):
+            own = self.input_gate(self.streams.scaled_active(corrected), step)
+            corrected = corrected.at[:, 1:].add(own[:, None])
+        return corrected.reshape(x.shape), kv
+
+
+class JoinedNorm(nnx.Module):
+    """Norm of the mean of a token's hidden states, of which all but the first are projected: [T, A * D] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, altup: AltUp, build: Build):
+        self.projections = Projections(config, altup, "model.altup_unembed_projections", build)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, source="model.norm", build=build)
+        self.num_streams = altup.num_streams
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        first, *others = jnp.split(x, self.num_streams, axis=-1)
+        projected = self.projections(first, others)
+        total = sum(projected, first.astype(jnp.float32))
+        return self.norm((total / self.num_streams).astype(x.dtype))
+
+
+class Gemma3nForCausalLM(Gemma2ForCausalLM):
+    """Decoder of Gemma3nLayers, which pass on A hidden states of each token, [T, A * D]."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES
+    norm_class = RMSNorm
+
+    def __init__(self, config: ModelConfig, build: Build):
+        super().__init__(config, build)
+        if self.stage.is_first:
+            assert config.altup is not None
+            self.layer_inputs = LayerInputs(config, self.build, num_rows=config.altup.table_rows)
+            self.projections = Projections(config, config.altup, "model.altup_projections", self.build)
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**DEFAULTS)
+        kinds, bias = layer_kinds(fields, _FULL_EVERY), fields.boolean("attention_bias", False)
+        fields, sizes = _with_ffn_sizes(fields)
+        shared = hf_fields(
+            fields,
+            windows=windows_by_kind(kinds, fields.integer("sliding_window")),
+            ropes=ropes_by_kind(fields, fields.integer("head_dim"), kinds, sliding_theta="rope_local_base_freq"),
+            activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
+            tied=True,
+            scale=1.0,
+            bias=bias,
+            output_bias=bias,
+        )
+        return shared | {
+            "attention": with_sources(fields, kinds, shared["attention"]),
+            "ffn_sizes": () if len(set(sizes)) == 1 else sizes,
+            "layer_input_size": fields.integer("hidden_size_per_layer_input", 256),
+            "logit_soft_cap": read_cap(fields, "final_logit_softcapping", 30.0),
+            "altup": AltUp(
+                num_streams=fields.integer("altup_num_inputs", 4),
+                active=fields.integer("altup_active_idx", 0, minimum=0),
+                scales_active=fields.value("altup_correct_scale", True) is not False,
+                laurel_rank=fields.integer("laurel_rank", 64),
+                sparsity=_read_sparsity(fields, len(kinds)),
+                table_rows=fields.integer("vocab_size_per_layer_input", 262144),
+            ),
+        }
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        return Gemma3nLayer(self.config, layer, build)
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        assert self.config.altup is not None
+        return JoinedNorm(self.config, self.config.altup, build)
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        """Embed the tokens of a step and project them to all hidden states, [T, A * D]."""
+        x = self.embed_tokens(batch.token_ids)
+        others = self.projections(x, [x] * len(self.projections.products))
+        return jnp.concatenate([x, *(each.astype(x.dtype) for each in others)], axis=-1)
+
+    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+        altup, token_ids = self.config.altup, batch.token_ids
+        assert altup is not None
+        known = jnp.where(token_ids < altup.table_rows, token_ids, 0)
+        return self.layer_inputs(known, x[:, : self.config.hidden_size])
+
+
+def _with_ffn_sizes(fields: ConfigFields) -> tuple[ConfigFields, tuple[int, ...]]:
+    """Return the fields with the largest `intermediate_size` where a file lists one for each layer, and that of each
+    layer.
+
+    Raises ModelConfigError for a list of another length, or of other things than sizes.
+    """
+    count, given = fields.integer("num_hidden_layers"), fields.value("intermediate_size")
+    if not isinstance(given, (list, tuple)):
+        return fields, (fields.integer("intermediate_size"),) * count
+    if len(given) != count or any(type(size) is not int or size < 1 for size in given):
+        raise fields.fail("intermediate_size", f"an integer >= 1, or a list of {count}")
+    return ConfigFields({**fields.raw, "intermediate_size": max(given)}), tuple(given)
+
+
+def _read_sparsity(fields: ConfigFields, count: int) -> tuple[float, ...]:
+    """Read the share of gates that are to be zero in each of `count` layers. Raises ModelConfigError."""
+    name = "activation_sparsity_pattern"
+    sparse = _SPARSE_LAYERS if count > _SPARSE_LAYERS else 0
+    found = fields.value(name, [_SPARSITY] * sparse + [0.0] * (count - sparse))
+    if (
+        not isinstance(found, (list, tuple))
+        or len(found) != count
+        or any(type(share) not in (int, float) or not 0 <= share < 1 for share in found)
+    ):
+        raise fields.fail(name, f"a list of {count} numbers >= 0 and < 1")
+    return tuple(float(share) for share in found)
+
+
+class Gemma3nForConditionalGeneration(Gemma3nForCausalLM):
+    """Text part of Gemma 3n, read from checkpoints that also have vision and audio towers."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(text_fields(fields))

@@ -1,0 +1,91 @@
+"""Several hidden states of a token, of which a layer computes one and predicts the others (AltUp, Baykal et al. 2023,
+arXiv:2301.13310, as in Gemma 3n). A: how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.altup import AltUp
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.scale import scaled
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.quantization.registry import PLAIN
+
+_LEAST_SQUARE = 1e-5  # of a hidden state whose magnitude is changed
+
+
+class Streams(nnx.Module):
+    """A layer's predictions of a token's hidden states x [T, A, D], and their correction once one has been computed.
+
+    Its products are of a few numbers each: they are never quantised, and adapters have none of them.
+    """
+
+    def __init__(self, config: ModelConfig, altup: AltUp, *, source: str, build: Build):
+        size, count, self.active = config.hidden_size, altup.num_streams, altup.active
+        plain = replace(build, scheme=PLAIN, lora=None)
+
+        def product(name: str, inputs: int, outputs: int) -> Linear:
+            return Linear(inputs, (Source(f"{source}.{name}", outputs),), axes=("embed", "embed"), build=plain)
+
+        self.router = product("modality_router", size, count)
+        self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.router_norm", build=build)
+        self.predictor = product("prediction_coefs", count, count**2)
+        self.corrector = product("correction_coefs", count, count)
+        scale = ParamDecl((None,), (Source(f"{source}.correct_output_scale", size),))
+        self.scale = declare((size,), build.dtype, scale)
+        self.scales_active = altup.scales_active
+
+    def _modes(self, x: jax.Array) -> jax.Array:
+        """Route a hidden state [T, D] to modes [T, A] between -1 and 1."""
+        routed = self.router(scaled(self.norm(x), 1 / x.shape[-1]), out_dtype=jnp.float32)
+        return jnp.tanh(routed).astype(x.dtype)
+
+    def predict(self, x: jax.Array) -> jax.Array:
+        """Map [T, A, D] to the predictions f32[T, A, D]."""
+        shares = self.predictor(self._modes(x[:, self.active]), out_dtype=jnp.float32)
+        shares = shares.reshape(x.shape[0], x.shape[1], x.shape[1])
+        wide = x.astype(jnp.float32)
+        return wide + jnp.einsum("tqp,tpd->tqd", shares, wide)
+
+    def correct(self, predictions: jax.Array, computed: jax.Array) -> jax.Array:
+        """Correct predictions f32[T, A, D] by what was computed of the active one, [T, D]; returns f32[T, A, D]."""
+        shares = self.corrector(self._modes(computed), out_dtype=jnp.float32) + 1.0
+        missed = computed.astype(jnp.float32) - predictions[:, self.active]
+        return predictions + shares[:, :, None] * missed[:, None]
+
+    def scaled_active(self, x: jax.Array) -> jax.Array:
+        """Return the active one of hidden states [T, A, D], [T, D], times the learned numbers where the model does."""
+        own = x[:, self.active]
+        return own * self.scale[...].astype(own.dtype) if self.scales_active else own
+
+
+class Projections(nnx.Module):
+    """Products of A - 1 hidden states, each brought to the magnitude of the first."""
+
+    def __init__(self, config: ModelConfig, altup: AltUp, source: str, build: Build):
+        size = config.hidden_size
+        self.products = nnx.List(
+            [
+                Linear(size, (Source(f"{source}.{number}", size),), axes=("embed", "embed"), build=build)
+                for number in range(altup.num_streams - 1)
+            ]
+        )
+
+    def __call__(self, first: jax.Array, others: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return f32[T, D] of each of A - 1 hidden states [T, D], with the root mean square of `first` [T, D]."""
+        wide = [product(x).astype(jnp.float32) for product, x in zip(self.products, others, strict=True)]
+        target = _mean_square(first.astype(jnp.float32))
+        return [x * jnp.sqrt(target / jnp.maximum(_mean_square(x), _LEAST_SQUARE)) for x in wide]
+
+
+def _mean_square(x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.square(x), axis=-1, keepdims=True)
