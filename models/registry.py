@@ -63,6 +63,7 @@ from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.mixtral import MixtralForCausalLM
 from jaxengine.models.families.modernbert import ModernBertModel
 from jaxengine.models.families.nemotron import NemotronForCausalLM
+from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
 from jaxengine.models.families.nomic_bert import NomicBertModel
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
@@ -144,6 +145,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
     "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "FalconH1ForCausalLM": FalconH1ForCausalLM,
+    "NemotronHForCausalLM": NemotronHForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
