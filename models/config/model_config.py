@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import (
@@ -63,7 +64,8 @@ class ModelConfig:
     plain weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
     `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
     each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
-    `layer_input_size` elements of its own for every token beside the hidden state; 0 for none.
+    `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `declared` is for
+    families that are rows of a table (jaxengine.models.families.declared).
     """
 
     architecture: str
@@ -90,6 +92,7 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     ffn_sizes: tuple[int, ...] = ()
     layer_input_size: int = 0
+    declared: DeclaredForm | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
