@@ -31,6 +31,8 @@ class ExpertsConfig:
       shared_intermediate_size: feed-forward size of the shared dense MLP that every token goes to in addition, 0 for
         none.
       shared_gate: the shared MLP's output is weighed by a sigmoid gate of its own.
+      router_jitter_noise: half of the relative distance from the best score within which others count, for families
+        that weigh experts so.
       latent_size: elements of an expert's input and output, projected from and to the hidden state; None for the hidden
         state itself.
     """
@@ -52,6 +54,7 @@ class ExpertsConfig:
     bias: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    router_jitter_noise: float = 0.01
     latent_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +77,6 @@ class ExpertsConfig:
             raise ModelConfigError(
                 f"experts: scoring_func must be one of {', '.join(SCORING_FUNCS)}, got {self.scoring_func!r}"
             )
-        for name in ("routed_scaling_factor", "min_weight_sum", "swiglu_alpha", "swiglu_limit"):
+        for name in ("routed_scaling_factor", "min_weight_sum", "swiglu_alpha", "swiglu_limit", "router_jitter_noise"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ModelConfigError(f"experts: {name} must be a finite number > 0, got {getattr(self, name)!r}")

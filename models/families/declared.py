@@ -257,15 +257,18 @@ class DeclaredForCausalLM(Decoder):
         attention = ClippedAttention(
             form.clip, own, size, eps=eps, source=LAYER_NAME, build=build, qkv=_qkv(form, own), out=out, qk_norms=sources
         )
+        return DeclaredLayer(config, form, attention, self.make_mlp(layer, build), build)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        """Make the feed-forward part of a layer: ([T, D], Rows) -> [T, D]."""
+        config, form = self.config, self.form
+        size, ffn = config.hidden_size, config.intermediate_size
         options: dict[str, Any] = {"activation": ACTIVATIONS[form.activation], "bias": config.mlp_bias, "build": build}
         if len(form.up) == 1:
-            names = {"up": form.up[0], "down": form.down}
-            mlp = MLP(size, config.intermediate_size, source=LAYER_NAME, **names, **options)
-        else:
-            gate_up = tuple(Source(f"{LAYER_NAME}.{name}", config.intermediate_size) for name in form.up)
-            options |= {"gate_up": gate_up, "down": Source(f"{LAYER_NAME}.{form.down}", size)}
-            mlp = GatedMLP(size, config.intermediate_size, source=LAYER_NAME, **options)
-        return DeclaredLayer(config, form, attention, mlp, build)
+            return MLP(size, ffn, source=LAYER_NAME, up=form.up[0], down=form.down, **options)
+        gate_up = tuple(Source(f"{LAYER_NAME}.{name}", ffn) for name in form.up)
+        down = Source(f"{LAYER_NAME}.{form.down}", size)
+        return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, **options)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
         x = super().embed_batch(batch)
