@@ -252,11 +252,9 @@ class DeclaredForCausalLM(Decoder):
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, form, own = self.config, self.form, self.config.attention[layer]
         size, eps, norm = config.hidden_size, config.rms_norm_eps, NORMS[form.qk_norm]
-        sources = [norm(own.head_dim, eps, source=f"{LAYER_NAME}.{name}", build=build) for name in form.qk_norms]
-        out = Source(f"{LAYER_NAME}.{form.out}", size)
-        attention = ClippedAttention(
-            form.clip, own, size, eps=eps, source=LAYER_NAME, build=build, qkv=_qkv(form, own), out=out, qk_norms=sources
-        )
+        norms = [norm(own.head_dim, eps, source=f"{LAYER_NAME}.{name}", build=build) for name in form.qk_norms]
+        modules = {"qkv": _qkv(form, own), "out": Source(f"{LAYER_NAME}.{form.out}", size), "qk_norms": norms}
+        attention = ClippedAttention(form.clip, own, size, eps=eps, source=LAYER_NAME, build=build, **modules)
         return DeclaredLayer(config, form, attention, self.make_mlp(layer, build), build)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:

@@ -32,10 +32,10 @@ from jaxengine.models.params.source import CheckpointNames
 MAMBA, ATTENTION, FEED_FORWARD, EXPERTS = "mamba", "attention", "mlp", "moe"
 # What transformers 4 and 5 call the kinds of layers, and the letters of a `hybrid_override_pattern`.
 KINDS = {
-    **{name: MAMBA for name in ("mamba", "linear_attention", "M")},
-    **{name: ATTENTION for name in ("attention", FULL, "*")},
-    **{name: FEED_FORWARD for name in ("mlp", "-")},
-    **{name: EXPERTS for name in ("moe", "E")},
+    **dict.fromkeys(("mamba", "linear_attention", "M"), MAMBA),
+    **dict.fromkeys(("attention", FULL, "*"), ATTENTION),
+    **dict.fromkeys(("mlp", "-"), FEED_FORWARD),
+    **dict.fromkeys(("moe", "E"), EXPERTS),
 }
 SOURCE = f"{LAYER}.mixer"
 
@@ -65,12 +65,11 @@ class LatentExperts(nnx.Module):
         assert config.experts is not None
         size, latent = config.hidden_size, config.experts.latent_size
         own = replace(config, hidden_size=latent or size, experts=replace(config.experts, shared_intermediate_size=0))
-        activation, bias, names = relu_squared, config.mlp_bias, ExpertNames(gate="")
-        self.experts = MixtureOfExperts(
-            own, source=SOURCE, names=names, activation=activation, router_dtype=jnp.float32, router_size=size, build=build
-        )
+        activation, bias = relu_squared, config.mlp_bias
+        router: dict[str, Any] = {"names": ExpertNames(gate=""), "router_dtype": jnp.float32, "router_size": size}
+        self.experts = MixtureOfExperts(own, source=SOURCE, activation=activation, build=build, **router)
         axes, into, back = ("embed", "latent"), f"{SOURCE}.fc1_latent_proj", f"{SOURCE}.fc2_latent_proj"
-        whole = None if latent is None else {"axes": axes, "bias": bias, "build": build}
+        whole: dict[str, Any] | None = None if latent is None else {"axes": axes, "bias": bias, "build": build}
         self.into = None if whole is None else Linear(size, (Source(into, own.hidden_size),), **whole)
         self.back = None if whole is None else Linear(own.hidden_size, (Source(back, size),), **whole)
         ffn, shared = config.experts.shared_intermediate_size, f"{SOURCE}.shared_experts"
@@ -142,7 +141,7 @@ class NemotronHForCausalLM(Decoder):
             return MixerLayer(config, Mamba2(own.state, size, eps=eps, source=SOURCE, build=build), MAMBA, build)
         if config.experts is not None and layer not in config.experts.dense_layers:
             return MixerLayer(config, LatentExperts(config, build), EXPERTS, build)
-        options = {"activation": relu_squared, "bias": config.mlp_bias, "build": build}
+        options: dict[str, Any] = {"activation": relu_squared, "bias": config.mlp_bias, "build": build}
         return MixerLayer(config, MLP(size, config.intermediate_size, source=SOURCE, **options), FEED_FORWARD, build)
 
 

@@ -135,7 +135,8 @@ class MixtureOfExperts(nnx.Module):
         prefix = f"{source}.experts.{{expert}}"
         gate_up = tuple(Source(f"{prefix}.{name}", ffn) for name in (names.gate, names.up) if name)
         down = (Source(f"{prefix}.{names.down}", size),)
-        self.gate_up = build.weight((count, size, len(gate_up) * ffn), gate_up, (over, "embed", within), num_experts=count)
+        shape = count, size, len(gate_up) * ffn
+        self.gate_up = build.weight(shape, gate_up, (over, "embed", within), num_experts=count)
         self.down = build.weight((count, ffn, size), down, (over, within, "embed"), num_experts=count)
         spec, dtype = build.lora if build.layer is not None else None, build.dtype
 
@@ -143,7 +144,8 @@ class MixtureOfExperts(nnx.Module):
             return None if spec is None else ExpertPools(spec, count, in_size, sources, axes=axes, dtype=dtype)
 
         def plain_pools(source: Source, dtype: Any) -> LoraPools | None:
-            return None if spec is None else LoraPools(spec, router_size or size, (source,), axes=("embed", None), dtype=dtype)
+            axes = "embed", None
+            return None if spec is None else LoraPools(spec, router_size or size, (source,), axes=axes, dtype=dtype)
 
         self.gate_up_lora = pools(size, gate_up, (over, "embed", within))
         self.down_lora = pools(ffn, down, (over, within, "embed"))
