@@ -23,7 +23,7 @@ from jaxengine.models.families.apertus import ApertusForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
-from jaxengine.models.families.declared import DECLARED
+from jaxengine.models.families.declared_rows import DECLARED
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.families.distilbert import DistilBertModel

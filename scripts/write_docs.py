@@ -24,6 +24,7 @@ from jaxengine.checkpoint.custom_models import is_custom
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import class_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
+from jaxengine.models.families import declared
 from jaxengine.models.registry import MODELS, read_hf
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
 from jaxengine.requests.options import RequestOptions
@@ -343,8 +344,8 @@ def _models() -> Iterator[str]:
         if is_custom(model):
             continue
         gguf, found = model.gguf_architecture, errors.get(name, [])
-        about = row.about if (row := getattr(model, "row", None)) else inspect.getdoc(inspect.getmodule(model)) or ""
-        about = about.partition("\n\n")[0]
+        module = inspect.getmodule(model)
+        about = (inspect.getdoc(model if module is declared else module) or "").partition("\n\n")[0]
         measured = f"{len(found)} | {max(found):.0e}" if found else "0 | "
         repositories = "<br>".join(f"`{repository}`" for repository in HUB_IDS.get(name, ()))
         yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {repositories} | {measured} | {_cell(about)} |"

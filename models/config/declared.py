@@ -1,6 +1,6 @@
 """DeclaredForm: what a family that is a row of a table says of its layers, as data.
 
-The row and the reading of its configuration are in jaxengine.models.families.declared.
+The row and the reading of its configuration are in jaxengine.models.families.declared_rows.
 """
 
 from __future__ import annotations

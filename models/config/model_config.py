@@ -65,7 +65,7 @@ class ModelConfig:
     `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
     each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
     `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `declared` is for
-    families that are rows of a table (jaxengine.models.families.declared).
+    families that are rows of a table (jaxengine.models.families.declared_rows).
     """
 
     architecture: str
