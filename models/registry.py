@@ -23,6 +23,7 @@ from jaxengine.models.families.apertus import ApertusForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
+from jaxengine.models.families.declared_rows import DECLARED
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.families.distilbert import DistilBertModel
@@ -43,6 +44,7 @@ from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration
 from jaxengine.models.families.gpt_oss import GptOssForCausalLM
 from jaxengine.models.families.granite import GraniteForCausalLM
+from jaxengine.models.families.granite_moe import GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from jaxengine.models.families.gte import GteModel
 from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
@@ -51,6 +53,7 @@ from jaxengine.models.families.idefics3 import Idefics3ForConditionalGeneration,
 from jaxengine.models.families.internlm3 import InternLM3ForCausalLM
 from jaxengine.models.families.internvl import InternVLForConditionalGeneration
 from jaxengine.models.families.jina_embeddings_v3 import JinaEmbeddingsV3Model
+from jaxengine.models.families.kimi_k25 import KimiK25ForConditionalGeneration
 from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from jaxengine.models.families.llama import LlamaForCausalLM
@@ -64,11 +67,13 @@ from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.mixtral import MixtralForCausalLM
 from jaxengine.models.families.modernbert import ModernBertModel
 from jaxengine.models.families.nemotron import NemotronForCausalLM
+from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
 from jaxengine.models.families.nomic_bert import NomicBertModel
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
 from jaxengine.models.families.phi3 import Phi3ForCausalLM
+from jaxengine.models.families.phimoe import PhiMoEForCausalLM
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM
 from jaxengine.models.families.qwen2_vl import Qwen2_5_VLForConditionalGeneration, Qwen2VLForConditionalGeneration
@@ -147,6 +152,10 @@ MODELS: dict[str, type[CausalLM]] = {
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
     "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "FalconH1ForCausalLM": FalconH1ForCausalLM,
+    "NemotronHForCausalLM": NemotronHForCausalLM,
+    "GraniteMoeForCausalLM": GraniteMoeForCausalLM,
+    "GraniteMoeSharedForCausalLM": GraniteMoeSharedForCausalLM,
+    "PhiMoEForCausalLM": PhiMoEForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
@@ -162,6 +171,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoeForConditionalGeneration,
     "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
     "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
+    "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
+    **DECLARED,
 }
 # The same of models that only pool.
 ENCODERS: dict[str, type[Encoder]] = {

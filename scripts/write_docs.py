@@ -24,7 +24,8 @@ from jaxengine.checkpoint.custom_models import is_custom
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import class_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
-from jaxengine.models.registry import MODELS
+from jaxengine.models.families import declared
+from jaxengine.models.registry import MODELS, read_hf
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import _RULES, SamplingParams
@@ -36,6 +37,7 @@ from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.options import ServerConfig
 from scripts import first_hour
 from scripts.hub_ids import HUB_IDS
+from scripts.model_names import read_names
 
 # In the order of the import arrows, the user's side first.
 TOP_PACKAGES = ("jaxengine", "scheduler", "models", "sharding", "pallas_kernels")
@@ -144,11 +146,27 @@ Keyword arguments of `AsyncLLM.generate`. `LLM.generate` takes `priority` and `c
 {options}
 """
 
+_MODEL_NAMES = """# Models by name
+<!-- Written by scripts/write_docs.py from scripts/model_names.json; change that. -->
+
+{count} models under the names that they have on the hub, with the class that reads each. For every one the fields of
+its config.json that decide its shape are kept in `scripts/model_names.json`. `tests/models/config/test_model_names.py`
+reads them, and counts the parameters of the model that comes of it against the published number. Weights of this size
+were not run for this table: what is computed is compared by family, on small checkpoints
+([Supported models](models.md)). Other sizes and fine-tunes of a class work as well. Some older repositories hold
+pickles alone, which are not read: save those as safetensors first.
+
+| models | class | parameters | input |
+|---|---|---:|---|
+{models}
+"""
+
 _SUPPORTED_MODELS = """# Supported models
 <!-- Written by scripts/write_docs.py from the code; change that. -->
 
 A checkpoint is served if its `config.json` names one of these architectures, or if it is a GGUF file of an architecture
-in the second column. Others are refused with this list.
+in the second column. Others are refused with this list. [Models by name](model_names.md) lists models under the names
+that they have on the hub.
 
 Each family is compared with Hugging Face transformers in float32, on tiny checkpoints of odd shapes recorded by
 `python -m tests.fixtures.record models`. The comparison covers the logits of whole prompts, of chunks and of single
@@ -170,7 +188,7 @@ GPTQ): [Quantised weights](quantization.md).
 types](quantization.md#gguf-files) that weights are stored in; dequantised at load, or kept as stored with
 `quantization="gguf"`), or from the output of `jaxengine convert`. Models run in float32 or bfloat16, also with
 [quantised weights](quantization.md) and [adapters](lora.md). Families with a vision tower take
-[images and videos](media.md), but for Gemma 3n, which reads text alone; audio is not built.
+[images and videos](media.md), but for Gemma 3n and Kimi K2.5, which read text alone; audio is not built.
 
 **Tokenizers** are read from `tokenizer.json`, from vocabularies of SentencePiece, tiktoken and BERT, and from GGUF
 files; see [Tokenizers](tokenizers.md).
@@ -284,6 +302,7 @@ def documents() -> dict[str, str]:
             options=_table(RequestOptions, flags=False, without=("arrival", "owner")),
         ),
         "models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
+        "model_names.md": _model_names(),
         "packages.md": _PACKAGES.format(packages="\n".join(package_rows(DOCS.parent))),
     }
 
@@ -325,10 +344,23 @@ def _models() -> Iterator[str]:
         if is_custom(model):
             continue
         gguf, found = model.gguf_architecture, errors.get(name, [])
-        about = (inspect.getdoc(inspect.getmodule(model)) or "").partition("\n\n")[0]
+        module = inspect.getmodule(model)
+        about = (inspect.getdoc(model if module is declared else module) or "").partition("\n\n")[0]
         measured = f"{len(found)} | {max(found):.0e}" if found else "0 | "
         repositories = "<br>".join(f"`{repository}`" for repository in HUB_IDS.get(name, ()))
         yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {repositories} | {measured} | {_cell(about)} |"
+
+
+def _model_names() -> str:
+    """Return the page of models by name."""
+    rows, count = [], 0
+    for names, parameters, config in read_names():
+        model = read_hf(config)
+        listed, reads = "<br>".join(f"`{name}`" for name in names), "text" if model.tower is None else "text, pictures"
+        size = f"{parameters:.1f} B" if parameters >= 1 else f"{parameters * 1000:.0f} M"
+        rows.append(f"| {listed} | `{config['architectures'][0]}` | {size} | {reads} |")
+        count += len(names)
+    return _MODEL_NAMES.format(count=count, models="\n".join(rows))
 
 
 def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str:

@@ -89,6 +89,7 @@ class LayerAttention:
       state: recurrent state instead of attention, None for a layer that only attends. Sizes are then those of the
         attending layers, and the other fields have their defaults.
       beside_state: the layer has a state and attends as well.
+      feed_forward_only: the layer has a feed-forward part, and neither attention nor a state.
       kv_source: number of the layer before this one whose keys and values it attends to, as that layer has cached them;
         None for its own. It projects queries only and has no pages.
       keys_as_values: the projection to keys gives the values as well, before norm and rope; there is no other.
@@ -111,6 +112,7 @@ class LayerAttention:
     latent: Latent | None = None
     state: LayerState | None = None
     beside_state: bool = False
+    feed_forward_only: bool = False
     kv_source: int | None = None
     keys_as_values: bool = False
 
@@ -147,8 +149,8 @@ class LayerAttention:
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has keys and values; otherwise it has a state alone."""
-        return self.state is None or self.beside_state
+        """Whether the layer has keys and values; otherwise it has a state alone, or nothing that lasts."""
+        return not self.feed_forward_only and (self.state is None or self.beside_state)
 
     @property
     def has_pages(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxengine.models.config.fields import MAX_EXPERTS, MAX_INTERMEDIATE, ModelConfigError, check_size
+from jaxengine.models.config.fields import MAX_EXPERTS, MAX_HIDDEN, MAX_INTERMEDIATE, ModelConfigError, check_size
 
 SCORING_FUNCS = ("softmax", "sigmoid")
 
@@ -31,6 +31,10 @@ class ExpertsConfig:
       shared_intermediate_size: feed-forward size of the shared dense MLP that every token goes to in addition, 0 for
         none.
       shared_gate: the shared MLP's output is weighed by a sigmoid gate of its own.
+      router_jitter_noise: half of the relative distance from the best score within which others count, for families
+        that weigh experts so.
+      latent_size: elements of an expert's input and output, projected from and to the hidden state; None for the hidden
+        state itself.
     """
 
     num_experts: int
@@ -50,12 +54,16 @@ class ExpertsConfig:
     bias: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    router_jitter_noise: float = 0.01
+    latent_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_per_token", "num_expert_group", "topk_group"):
             check_size(f"experts: {name}", getattr(self, name), MAX_EXPERTS)
         check_size("experts: intermediate_size", self.intermediate_size, MAX_INTERMEDIATE)
         check_size("experts: shared_intermediate_size", self.shared_intermediate_size, MAX_INTERMEDIATE, 0)
+        if self.latent_size is not None:
+            check_size("experts: latent_size", self.latent_size, MAX_HIDDEN)
         if self.num_experts % self.num_expert_group or self.topk_group > self.num_expert_group:
             raise ModelConfigError(
                 f"experts: num_expert_group must divide num_experts = {self.num_experts} and be at least topk_group = "
@@ -69,6 +77,6 @@ class ExpertsConfig:
             raise ModelConfigError(
                 f"experts: scoring_func must be one of {', '.join(SCORING_FUNCS)}, got {self.scoring_func!r}"
             )
-        for name in ("routed_scaling_factor", "min_weight_sum", "swiglu_alpha", "swiglu_limit"):
+        for name in ("routed_scaling_factor", "min_weight_sum", "swiglu_alpha", "swiglu_limit", "router_jitter_noise"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ModelConfigError(f"experts: {name} must be a finite number > 0, got {getattr(self, name)!r}")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxengine.models.config.altup import AltUp
 from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import (
@@ -65,7 +66,8 @@ class ModelConfig:
     `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
     each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
     `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `altup` is for families
-    whose tokens have several hidden states; None for one.
+    whose tokens have several hidden states; None for one. `declared` is for families that are rows of a table
+    (jaxengine.models.families.declared_rows).
     """
 
     architecture: str
@@ -93,6 +95,7 @@ class ModelConfig:
     ffn_sizes: tuple[int, ...] = ()
     layer_input_size: int = 0
     altup: AltUp | None = None
+    declared: DeclaredForm | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():

@@ -228,11 +228,12 @@ def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None)
         conv_bias=fields.boolean("mamba_conv_bias", True),
         bias=fields.boolean("mamba_proj_bias", False),
         norm=norm,
-        dt_limits=_dt_limits(fields),
+        dt_limits=read_dt_limits(fields),
     )
 
 
-def _dt_limits(fields: ConfigFields) -> tuple[float, float]:
+def read_dt_limits(fields: ConfigFields) -> tuple[float, float]:
+    """Read `time_step_limit`, the bounds of time steps; no bounds where it is absent. Raises ModelConfigError."""
     given = fields.value("time_step_limit", [0.0, float("inf")])
     limits = [_dt_limit(each) for each in given] if isinstance(given, (list, tuple)) else []
     if len(limits) != 2 or not 0 <= limits[0] < limits[1]:

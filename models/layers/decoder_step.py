@@ -53,7 +53,7 @@ class DecoderLayer(Protocol):
     """One layer of a family: an nnx.Module.
 
     A layer that keeps states gets its arrays [R, ...] in place of the pool, and StateRows in place of pages; one that
-    also attends gets a pair of each.
+    also attends gets a pair of each, and one of a feed-forward part alone gets () for both.
     """
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
@@ -126,7 +126,7 @@ class DecoderStep:
         with jax.named_scope(f"layer_{index}"):
             given = [self._kv_of(number, attention)] if attention.attends else []
             given += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]
-            parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True))
+            parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True)) or ((), ())
             x, own, notes = self._run_layer(graph, state, x, *parts, inputs)
             left = [own] if len(given) == 1 else list(own)
             if attention.attends:

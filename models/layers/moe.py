@@ -31,7 +31,7 @@ from jaxengine.models.layers.rows import Rows
 from jaxengine.models.layers.section import ExpertLoad, Note
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
-from jaxengine.pallas_kernels.matmul.gated import Gating, activated
+from jaxengine.pallas_kernels.matmul.gated import activated
 from jaxengine.pallas_kernels.matmul.grouped import group_step
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 from jaxengine.sharding.collectives import (
@@ -51,7 +51,7 @@ from jaxengine.sharding.collectives import (
 
 class ExpertNames(NamedTuple):
     """Checkpoint names of an expert's three matrices (`gate`, `up`, `down`), and of the modules next to the experts:
-    the router, its correction bias, the shared MLP and the shared MLP's gate.
+    the router, its correction bias, the shared MLP and the shared MLP's gate. gate: "" for experts without.
     """
 
     gate: str = "gate_proj"
@@ -92,8 +92,9 @@ class MixtureOfExperts(nnx.Module):
     gather the tokens of the devices that share the weights, compute their part and add up; devices with different
     experts can be sent only the rows of their tokens instead (`mesh.sends_rows`).
 
-    activation: function of (gate, up), both and the result f32[M, F].
+    activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate.
     router_dtype: dtype of the router's weights and product, by default the model's.
+    router_size: elements of the router's input, by default the hidden size, as an expert's input always has.
     shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
 
     Attributes:
@@ -111,15 +112,16 @@ class MixtureOfExperts(nnx.Module):
         source: str,
         build: Build,
         names: ExpertNames = MLP_NAMES,
-        activation: Gating = swiglu,
+        activation: Callable[..., jax.Array] = swiglu,
         router_dtype: Any = None,
+        router_size: int | None = None,
         shared: Mapping[str, Any] = NO_MODULES,
     ):
         if config.experts is None:
             raise ModelConfigError(f"experts must be set for {config.architecture}, got None")
         self.experts = experts = config.experts
         size, ffn, count = config.hidden_size, experts.intermediate_size, experts.num_experts
-        self.activation = activation
+        self.activation, self.is_gated = activation, bool(names.gate)
         self.axis = "experts" if build.mesh.expert_parallel else "ffn"
         self.sends_rows = build.mesh.sends_rows
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
@@ -127,11 +129,14 @@ class MixtureOfExperts(nnx.Module):
         self.router_dtype = router_dtype or build.dtype
         # Routers are not quantised in any checkpoint.
         plain = replace(build, scheme=PLAIN)
-        self.router = replace(plain, dtype=self.router_dtype).weight((size, count), (router,), ("embed", None))
+        self.router = replace(plain, dtype=self.router_dtype).weight(
+            (router_size or size, count), (router,), ("embed", None)
+        )
         prefix = f"{source}.experts.{{expert}}"
-        gate_up = Source(f"{prefix}.{names.gate}", ffn), Source(f"{prefix}.{names.up}", ffn)
+        gate_up = tuple(Source(f"{prefix}.{name}", ffn) for name in (names.gate, names.up) if name)
         down = (Source(f"{prefix}.{names.down}", size),)
-        self.gate_up = build.weight((count, size, 2 * ffn), gate_up, (over, "embed", within), num_experts=count)
+        shape = count, size, len(gate_up) * ffn
+        self.gate_up = build.weight(shape, gate_up, (over, "embed", within), num_experts=count)
         self.down = build.weight((count, ffn, size), down, (over, within, "embed"), num_experts=count)
         spec, dtype = build.lora if build.layer is not None else None, build.dtype
 
@@ -139,7 +144,8 @@ class MixtureOfExperts(nnx.Module):
             return None if spec is None else ExpertPools(spec, count, in_size, sources, axes=axes, dtype=dtype)
 
         def plain_pools(source: Source, dtype: Any) -> LoraPools | None:
-            return None if spec is None else LoraPools(spec, size, (source,), axes=("embed", None), dtype=dtype)
+            axes = "embed", None
+            return None if spec is None else LoraPools(spec, router_size or size, (source,), axes=axes, dtype=dtype)
 
         self.gate_up_lora = pools(size, gate_up, (over, "embed", within))
         self.down_lora = pools(ffn, down, (over, within, "embed"))
@@ -332,7 +338,12 @@ class MixtureOfExperts(nnx.Module):
         """
         with jax.named_scope("gate_up"):
             bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
-            if self.gate_up_lora is None or adapters is None:
+            if not self.is_gated:
+                inner = self.gate_up.grouped_matmul(rows, sizes, bias, jnp.float32)
+                if self.gate_up_lora is not None and adapters is not None:
+                    inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
+                inner = self.activation(inner).astype(rows.dtype)
+            elif self.gate_up_lora is None or adapters is None:
                 inner = self.gate_up.gated_matmul(rows, sizes, bias, self.activation, rows.dtype)
             else:
                 inner = self.gate_up.grouped_matmul(rows, sizes, None, rows.dtype)

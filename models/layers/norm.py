@@ -78,6 +78,17 @@ class UnbiasedLayerNorm(LayerNorm):
     has_bias = False
 
 
+class FixedLayerNorm(nnx.Module):
+    """Layer norm without weights: OLMo's, whose checkpoints have nothing under `source`."""
+
+    def __init__(self, size: int, eps: float, *, source: str, build: Build):
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        return rms_normalized(y - jnp.mean(y, axis=-1, keepdims=True), self.eps).astype(x.dtype)
+
+
 class OffsetLayerNorm(LayerNorm):
     """LayerNorm with 1 + weight: Nemotron's LayerNorm1P, whose weights are stored as their difference to one."""
 

@@ -30,7 +30,8 @@ class Source(NamedTuple):
       padding: rows of zeros contributed after the tensor's.
       first: the first row used.
       tensor_rows: rows of the tensor if more than those used; its other rows belong to other sources.
-      stride: rows of the tensor from the beginning of one group to that of the next, where others lie between them.
+      stride: rows of the tensor from the beginning of one run to that of the next, where others lie between them.
+      run: rows that lie together, a multiple of `group`; None for `group`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Source(NamedTuple):
     first: int = 0
     tensor_rows: int | None = None
     stride: int | None = None
+    run: int | None = None
 
     @property
     def num_contributed(self) -> int:
@@ -52,8 +54,9 @@ class Source(NamedTuple):
         """List [first, end) of each run of used rows."""
         if self.stride is None:
             return [(self.first, self.first + self.rows)]
-        firsts = range(self.first, self.first + self.rows // self.group * self.stride, self.stride)
-        return [(first, first + self.group) for first in firsts]
+        run = self.run or self.group
+        firsts = range(self.first, self.first + self.rows // run * self.stride, self.stride)
+        return [(first, first + run) for first in firsts]
 
     def tensor(self, kind: str) -> Source:
         """Return the same rows of one of the module's tensors: "weight", "bias"."""

@@ -31,11 +31,13 @@ class CheckpointNames(NamedTuple):
       prefixes: pairs of a beginning of names and the model's replacement; the first match counts.
       suffixes: the same for ends of names.
       unused: beginnings of the names of other parts, which are not read.
+      unused_ends: the same for ends of names.
       tower: beginnings, in the model's names, of the vision tower: not read where the model is served without it.
       heads: beginnings, in the model's names, of output heads: not read where the model does not declare them.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
       scalars: ends of the names of tensors without axes, which are of one entry in the model.
+      transposed: ends of the names of matrices that are stored as [in, out].
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
       stacked_experts: storage of experts where they may be in one tensor; None for tensors per expert.
       of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the model's
@@ -45,14 +47,20 @@ class CheckpointNames(NamedTuple):
     prefixes: tuple[tuple[str, str], ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+    unused_ends: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
     squeezed: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
     flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None
     of_adapters: tuple[tuple[str, str], ...] = ()
+
+    def is_unused(self, stored: str) -> bool:
+        """Whether a tensor of the checkpoint belongs to a part that is not read."""
+        return stored.startswith(self.unused) or stored.endswith(self.unused_ends)
 
     def renamed(self, stored: str) -> str:
         """Map the name of a tensor, or a module, of the checkpoint to the model's."""

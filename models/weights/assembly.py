@@ -112,7 +112,8 @@ class Assembly:
             widths = [columns.stop - columns.start for columns in block.columns]
             widths += self._param.source_shape(source)[1 + len(widths) :]
             number_bytes = max(4, jnp.dtype(self._param.dtype).itemsize)
-            apart = -(-(source.stride or source.group) // source.group)  # rows that are read for one that is used
+            run = source.run or source.group
+            apart = -(-(source.stride or run) // run)  # rows that are read for one that is used
             row_bytes = math.prod(widths) * number_bytes * apart + _ROW_NUMBER_BYTES
             step = max(1, self._chunk_bytes // (row_bytes * _COPIES))
         else:

@@ -45,7 +45,7 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
 
     def named(name: str) -> str:
         own = names.renamed(name)
-        as_it_is = own.startswith(kept) or name.startswith(names.unused) or is_unread(first, own)
+        as_it_is = own.startswith(kept) or names.is_unused(name) or is_unread(first, own)
         return name if as_it_is else _MODEL + name
 
     return named

@@ -156,7 +156,7 @@ class _Stream:
         if of_tied and self._stages[0][0].config.pooler is None:
             self._digests[name] = _digest(ArraySource({stored: array}), stored, self._chunk_bytes)
         if not tensors:  # nobody's, or of those that wait for the end
-            if stored.startswith(self._names.unused) or is_unread(self._stages[0][0], name) or of_tied:
+            if self._names.is_unused(stored) or is_unread(self._stages[0][0], name) or of_tied:
                 self._given[stored] = Taken(tuple(array.shape))
                 self._let_go({stored: array})
             return

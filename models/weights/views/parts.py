@@ -136,8 +136,9 @@ def source_row(source: Source, contributed: Any) -> Any:
 
     Meaningful below source.rows * source.repeat: padding follows.
     """
-    groups = contributed // (source.group * source.repeat)
-    return source.first + groups * (source.stride or source.group) + contributed % source.group
+    run = source.run or source.group
+    row = contributed // (source.group * source.repeat) * source.group + contributed % source.group
+    return source.first + row // run * (source.stride or run) + row % run
 
 
 def tensor_name(source: Source, expert: int) -> str:

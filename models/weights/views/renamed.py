@@ -20,10 +20,11 @@ class RenamedSource(WrappedSource):
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
         super().__init__(source)
-        self._squeezed, self._flattened, self._scalars = names.squeezed, names.flattened, names.scalars
+        self._squeezed, self._flattened = names.squeezed, names.flattened
+        self._scalars, self._transposed = names.scalars, names.transposed
         self._stored: dict[str, str] = {}
         for stored in source.names():
-            if stored.startswith(names.unused) or self._is_constant(stored, names):
+            if names.is_unused(stored) or self._is_constant(stored, names):
                 continue
             name = names.renamed(stored)
             if name in self._stored:
@@ -52,6 +53,8 @@ class RenamedSource(WrappedSource):
             return (1,)
         if self._is_flattened(name, shape):
             return shape[0], math.prod(shape[1:])
+        if self._is_transposed(name, shape):
+            return shape[::-1]
         return (shape[0], *shape[2:]) if self._is_squeezed(name, shape) else shape
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
@@ -63,6 +66,8 @@ class RenamedSource(WrappedSource):
         if self._is_flattened(name, self._source.shape(stored)):
             whole = self._source.read(stored, rows)
             return whole.reshape(len(whole), -1)[:, columns]
+        if self._is_transposed(name, self._source.shape(stored)):
+            return self._source.read(stored, columns, rows).T
         return self._source.read(stored, rows, columns)
 
     def _is_scalar(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -70,6 +75,9 @@ class RenamedSource(WrappedSource):
 
     def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
+
+    def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2 and name.endswith(self._transposed)
 
     def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) > 2 and name.endswith(self._flattened)

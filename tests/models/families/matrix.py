@@ -153,16 +153,15 @@ def logits_error(name: str) -> float:
 
 def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
     """What came out in each mode: "equal", "not split" and why, "refused" and why, or what differs."""
-    raw = json.loads((FOLDER / name / "config.json").read_text())
-    text = raw.get("text_config", raw)
-    length = min(256, text["max_position_embeddings"])
+    raw, config = json.loads((FOLDER / name / "config.json").read_text()), read_folder(FOLDER / name)
+    length = min(256, config.max_position_embeddings)
     folder = checkpoint(WEIGHTS_OF.get(name, name))
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary)  # the recorded configuration over weights that may be another case's
         (model / "config.json").write_text(json.dumps(raw))
         for file in folder.glob("model*.safetensors*"):
             shutil.copy(file, model)
-        return serve(model, Workload.recorded(FOLDER / name, length, text["vocab_size"]), length, cache, only)
+        return serve(model, Workload.recorded(FOLDER / name, length, config.vocab_size), length, cache, only)
 
 
 def serve(model: Path, workload: Workload, length: int, cache: str, only: list[str]) -> dict[str, str]:

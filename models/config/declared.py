@@ -1,0 +1,59 @@
+"""DeclaredForm: what a family that is a row of a table says of its layers, as data.
+
+The row and the reading of its configuration are in jaxengine.models.families.declared_rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Kinds of norms: RMS; layer norms with weights and biases, with weights alone, without either.
+RMS, LAYER, UNBIASED, FIXED = "rms", "layer", "unbiased", "fixed"
+# Places of norms: x + part(norm(x)), one part after the other; both parts beside each other; norm(x + part(x)).
+BEFORE, PARALLEL, AFTER = "before", "parallel", "after"
+# Rows of a joined projection: all of q, all of k, all of v; queries, a key and a value of each group of heads; queries,
+# values and keys of each quarter of the heads.
+ROWS, GROUPS, QUARTERS = "rows", "groups", "quarters"
+
+
+@dataclass(frozen=True)
+class DeclaredForm:
+    """Layers and ends of a decoder. Names are of checkpoint modules, those of a layer without the layer's own.
+
+    Attributes:
+      norm: kind of all norms.
+      placement: of norms.
+      norms: names of a layer's norms, one where both parts share it.
+      qkv: projections of queries, keys and values, or one name where they are joined.
+      joined: order of a joined projection's rows.
+      out: projection after attention.
+      clip: bound of projected queries, keys and values; None for none.
+      qk_norms: norms of each head's q and k, () for none. qk_norm: their kind.
+      up: the MLP's projections before its activation: gate and up, or up alone.
+      down: its projection after that.
+      activation: name of its activation.
+      positions: table of positions, whose rows are added to embeddings; None for none.
+      first_position: row of the first position.
+      final_norm: whether a norm follows the last layer.
+      head_bias: whether logits have a bias.
+      embedding_size: elements of an embedding that is projected to the hidden size, and back before the logits; None
+        for the hidden size.
+    """
+
+    norm: str = LAYER
+    placement: str = BEFORE
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    joined: str = ROWS
+    out: str = "self_attn.o_proj"
+    clip: float | None = None
+    qk_norms: tuple[str, ...] = ()
+    qk_norm: str = LAYER
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    activation: str = "silu"
+    positions: str | None = None
+    first_position: int = 0
+    final_norm: bool = True
+    head_bias: bool = False
+    embedding_size: int | None = None

@@ -1,0 +1,305 @@
+"""Families that only mix parts that there are: what a row says of one, and the layers and the decoder that come of it.
+
+The rows are in jaxengine.models.families.declared_rows. A family with a part of its own is a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.declared import (
+    AFTER,
+    FIXED,
+    LAYER,
+    PARALLEL,
+    QUARTERS,
+    RMS,
+    ROWS,
+    UNBIASED,
+    DeclaredForm,
+)
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import (
+    Activation,
+    hf_fields,
+    read_head_dim,
+    read_rope,
+)
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.families.llama import LAYER as LAYER_NAME
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.embedding import Embedding, vocab_source
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared
+from jaxengine.models.layers.norm import FixedLayerNorm, LayerNorm, NormClass, RMSNorm, UnbiasedLayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.pallas_kernels.kv.pages import KVPages
+
+NORMS: dict[str, NormClass] = {RMS: RMSNorm, LAYER: LayerNorm, UNBIASED: UnbiasedLayerNorm, FIXED: FixedLayerNorm}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": gelu,
+    "gelu_fast": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": jax.nn.relu,
+    "relu2": relu_squared,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+}
+_NONE: Mapping[str, Any] = MappingProxyType({})
+EPS = "layer_norm_eps"
+
+
+def whole_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Read rope of all of a head."""
+    return read_rope(fields, head_dim)
+
+
+def parts_of_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Read rope of a part of each head."""
+    return read_rope(fields, head_dim, partial_rotary=True)
+
+
+def neighbours(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Read rope that pairs neighbours, of all of a head or of its first `rotary_dim` elements."""
+    return replace(read_rope(fields, head_dim, interleaved=True), rotary_dim=fields.integer("rotary_dim", head_dim))
+
+
+def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
+    return None
+
+
+class Row(NamedTuple):
+    """One family.
+
+    Attributes:
+      about: first sentence of its documentation.
+      form: its layers and ends, where the configuration says nothing else.
+      names: beginnings of the names of weights outside of layers, and the model's.
+      spelled: names of fields that it spells otherwise, and what others call them.
+      defaults: values of fields that a configuration may leave out.
+      only: values of fields that nothing else is read for.
+      eps: field with the epsilon of norms.
+      rope: function from the fields and the head dimension to the rope of all layers.
+      bias, output_bias, mlp_bias: whether projections before attention, after it, and those of the MLP have biases; or
+        the field that says so.
+      grouped: whether several heads of queries may share one of keys and values, as `num_key_value_heads` says.
+      tied: default of tie_word_embeddings.
+      adapt: function that makes fields of others' meaning of its own; None for none.
+      choose: function from the fields and the form to the form of a checkpoint; None where all have the same.
+      each_layer: function from the fields, a layer's number and its attention to its own; None where all are alike.
+      transposed: ends of the names of matrices that are stored as [in, out].
+      unused_ends: ends of the names of tensors that are not read.
+    """
+
+    about: str
+    form: DeclaredForm
+    names: Sequence[tuple[str, str]] = ()
+    spelled: Mapping[str, str] = _NONE
+    defaults: Mapping[str, Any] = _NONE
+    only: Mapping[str, Any] = _NONE
+    eps: str = EPS
+    rope: Callable[[ConfigFields, int], Rope | None] = whole_heads
+    bias: bool | str = True
+    output_bias: bool | str = True
+    mlp_bias: bool | str = True
+    grouped: bool = False
+    tied: bool = False
+    adapt: Callable[[ConfigFields], Mapping[str, Any]] | None = None
+    choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
+    each_layer: Callable[[ConfigFields, int, LayerAttention], LayerAttention] | None = None
+    transposed: tuple[str, ...] = ()
+    unused_ends: tuple[str, ...] = ()
+
+    def read(self, fields: ConfigFields) -> dict[str, Any]:
+        """Read a config.json: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
+        fields = self._canonical(fields)
+        fields.require(**self.only)
+        activation = fields.text("hidden_act", self.form.activation)
+        if activation not in ACTIVATIONS:
+            raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        form = replace(self.form, activation=activation)
+        form = form if self.choose is None else self.choose(fields, form)
+        bias, output_bias, mlp_bias = (
+            fields.boolean(each) if isinstance(each, str) else each
+            for each in (self.bias, self.output_bias, self.mlp_bias)
+        )
+        rope = self.rope(fields, read_head_dim(fields))
+        shared = hf_fields(
+            fields,
+            ropes=[rope] * fields.integer("num_hidden_layers"),
+            activation=Activation("hidden_act", (activation,)),
+            tied=self.tied,
+            eps=self.eps,
+            bias=bias,
+            output_bias=output_bias,
+            qk_norm=bool(form.qk_norms),
+        )
+        if self.each_layer is not None:
+            numbered = enumerate(shared["attention"])
+            shared["attention"] = tuple(self.each_layer(fields, number, layer) for number, layer in numbered)
+        return shared | {"mlp_bias": mlp_bias, "declared": form}
+
+    def _canonical(self, fields: ConfigFields) -> ConfigFields:
+        """Return the fields under the names that most families use, with defaults."""
+        raw = dict(fields.raw)
+        raw |= {usual: raw[own] for own, usual in self.spelled.items() if own in raw}
+        if not self.grouped:
+            raw["num_key_value_heads"] = None
+        fields = ConfigFields({**raw, **{key: value for key, value in self.defaults.items() if raw.get(key) is None}})
+        return fields if self.adapt is None else ConfigFields({**fields.raw, **self.adapt(fields)})
+
+
+class DeclaredLayer(nnx.Module):
+    """Layer of a DeclaredForm, made of the given attention and MLP."""
+
+    def __init__(self, config: ModelConfig, form: DeclaredForm, attention: nnx.Module, mlp: nnx.Module, build: Build):
+        norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
+        first, *second = (norm(source=f"{LAYER_NAME}.{name}") for name in form.norms)
+        self.input_norm, self.mlp_norm = first, second[0] if second else None
+        self.attention, self.mlp, self.placement = attention, mlp, form.placement
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        after = self.placement == AFTER
+        normed = x if after else self.input_norm(x)
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(normed, kv, pages, step)
+        with jax.named_scope("mlp"):
+            if self.placement == PARALLEL:
+                normed = normed if self.mlp_norm is None else self.mlp_norm(x)
+                return x + attended + self.mlp(normed, step.rows), kv
+            assert self.mlp_norm is not None
+            x = self.input_norm(x + attended) if after else x + attended
+            added = self.mlp(x if after else self.mlp_norm(x), step.rows)
+            return self.mlp_norm(x + added) if after else x + added, kv
+
+
+class ClippedAttention(Attention):
+    """Attention whose projected queries, keys and values are bounded by -clip and clip; None for no bound."""
+
+    def __init__(self, clip: float | None, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.clip = clip
+
+    def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        return super().rotate(self.values(q), self.values(k), step)
+
+    def values(self, v: jax.Array) -> jax.Array:
+        return v if self.clip is None else jnp.clip(v, -self.clip, self.clip)
+
+
+class DeclaredForCausalLM(Decoder):
+    """Decoder of DeclaredLayers. Its subclasses are made of rows."""
+
+    row: ClassVar[Row]
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return cls.row.read(fields)
+
+    def __init__(self, config: ModelConfig, build: Build):
+        assert config.declared is not None
+        self.form = form = config.declared
+        super().__init__(config, build)
+        stage, size, inner = self.stage, config.hidden_size, form.embedding_size
+        scores = stage.is_last and config.pooler is None
+        if stage.is_first and form.positions is not None:
+            rows = config.max_position_embeddings + form.first_position
+            decl = ParamDecl((None, None), (Source(form.positions, rows).tensor("weight"),), init_std=0.02)
+            self.positions = declare((rows, size), build.dtype, decl)
+        if stage.is_first and inner is not None:
+            source = (Source("model.project_in", size),)
+            self.project_in = Linear(inner, source, axes=("embed", "latent"), build=self.build)
+        if scores and inner is not None:
+            source = (Source("model.project_out", inner),)
+            self.project_out = Linear(size, source, axes=("embed", "latent"), build=self.build)
+        if scores and form.head_bias:
+            bias = vocab_source("lm_head", config.vocab_size, self.mesh).tensor("bias")
+            decl = ParamDecl(("vocab",), (bias,), init_std=0.02)
+            self.head_bias = declare((bias.num_contributed,), build.dtype, decl)
+
+    def make_embedding(self, build: Build) -> Any:
+        size = self.form.embedding_size or self.config.hidden_size
+        return Embedding(self.config.vocab_size, size, source="model.embed_tokens", build=build)
+
+    def make_norm(self, build: Build) -> Any:
+        if not self.form.final_norm:
+            return _unchanged
+        norm = NORMS[self.form.norm]
+        return norm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        config, form, own = self.config, self.form, self.config.attention[layer]
+        size, eps, norm = config.hidden_size, config.rms_norm_eps, NORMS[form.qk_norm]
+        norms = [norm(own.head_dim, eps, source=f"{LAYER_NAME}.{name}", build=build) for name in form.qk_norms]
+        modules = {"qkv": _qkv(form, own), "out": Source(f"{LAYER_NAME}.{form.out}", size), "qk_norms": norms}
+        attention = ClippedAttention(form.clip, own, size, eps=eps, source=LAYER_NAME, build=build, **modules)
+        return DeclaredLayer(config, form, attention, self.make_mlp(layer, build), build)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        """Make the feed-forward part of a layer: ([T, D], Rows) -> [T, D]."""
+        config, form = self.config, self.form
+        size, ffn = config.hidden_size, config.intermediate_size
+        options: dict[str, Any] = {"activation": ACTIVATIONS[form.activation], "bias": config.mlp_bias, "build": build}
+        if len(form.up) == 1:
+            return MLP(size, ffn, source=LAYER_NAME, up=form.up[0], down=form.down, **options)
+        gate_up = tuple(Source(f"{LAYER_NAME}.{name}", ffn) for name in form.up)
+        down = Source(f"{LAYER_NAME}.{form.down}", size)
+        return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, **options)
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        x = super().embed_batch(batch)
+        if self.form.positions is None:
+            return x
+        added = self.positions[...][batch.positions + self.form.first_position]
+        return (x.astype(jnp.float32) + added.astype(jnp.float32)).astype(x.dtype)
+
+    def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
+        x = super().embed_tokens(token_ids)
+        return x if self.form.embedding_size is None else self.project_in(x)
+
+    def token_logits(self, hidden: jax.Array) -> jax.Array:
+        logits = super().token_logits(hidden if self.form.embedding_size is None else self.project_out(hidden))
+        return logits + self.head_bias[...].astype(jnp.float32) if self.form.head_bias else logits
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
+    """Return the modules of queries, keys and values, in this order, or their rows of a joined one."""
+    heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    sizes = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    names = [f"{LAYER_NAME}.{name}" for name in form.qkv]
+    if len(names) == len(sizes):
+        return [Source(name, size) for name, size in zip(names, sizes, strict=True)]
+    if form.joined == ROWS:
+        return list(parts_of(names[0], *sizes))
+    count = 4 if form.joined == QUARTERS else kv_heads
+    runs = [size // count for size in sizes]
+    stored = (0, 2, 1) if form.joined == QUARTERS else (0, 1, 2)  # CodeGen has values before keys
+    firsts = {part: sum(runs[each] for each in stored[:place]) for place, part in enumerate(stored)}
+    joined = {"tensor_rows": sum(sizes), "stride": sum(runs)}
+    return [Source(names[0], sizes[each], first=firsts[each], run=runs[each], **joined) for each in range(3)]
+
+
+def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
+    """Make the class of one row."""
+    names = CheckpointNames(prefixes=tuple(row.names), transposed=row.transposed, unused_ends=row.unused_ends)
+    members = {"row": row, "checkpoint_names": names, "__doc__": row.about, "__module__": __name__}
+    return type(name, (DeclaredForCausalLM,), members)

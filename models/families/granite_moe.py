@@ -1,0 +1,44 @@
+"""Granite 3 with experts (IBM 2024, "Granite 3.0 Language Models"), and PowerMoE: Granite with experts in every layer,
+in some checkpoints beside a shared MLP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.granite import granite_multipliers
+from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
+
+
+class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
+    """Granite 4's layers, with attention and rope in all of them."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        bias, scale = fields.boolean("attention_bias", False), fields.number("attention_multiplier", 1.0)
+        shared = hf_fields(fields, bias=bias, output_bias=bias, scale=scale)
+        shared_size = cls.shared_size(fields)
+        experts = ExpertsConfig(
+            num_experts=fields.integer("num_local_experts", 8),
+            num_per_token=fields.integer("num_experts_per_tok", 2),
+            intermediate_size=fields.integer("intermediate_size"),
+            shared_intermediate_size=shared_size,
+        )
+        sizes = {"intermediate_size": shared_size or shared["intermediate_size"], "experts": experts}
+        return shared | granite_multipliers(fields) | sizes
+
+    @classmethod
+    def shared_size(cls, fields: ConfigFields) -> int:
+        """Return the feed-forward size of the shared MLP; 0 for none."""
+        return 0
+
+
+class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
+    """Granite with experts and a shared MLP."""
+
+    @classmethod
+    def shared_size(cls, fields: ConfigFields) -> int:
+        return fields.integer("shared_intermediate_size", 0, minimum=0)

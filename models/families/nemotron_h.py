@@ -1,0 +1,196 @@
+"""Nemotron-H, Nemotron Nano 2 and 3, and Nemotron 3 Super (NVIDIA 2025, arXiv:2504.03624, arXiv:2508.14444): layers of
+one part each, Mamba-2, attention without rope, an MLP or experts, in the order that the configuration lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import FULL, Activation, hf_fields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.state import StateSpace, read_dt_limits
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.attention import Attention, StepInputs
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mamba2 import Mamba2
+from jaxengine.models.layers.mlp import MLP, relu_squared
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
+
+MAMBA, ATTENTION, FEED_FORWARD, EXPERTS = "mamba", "attention", "mlp", "moe"
+# What transformers 4 and 5 call the kinds of layers, and the letters of a `hybrid_override_pattern`.
+KINDS = {
+    **dict.fromkeys(("mamba", "linear_attention", "M"), MAMBA),
+    **dict.fromkeys(("attention", FULL, "*"), ATTENTION),
+    **dict.fromkeys(("mlp", "-"), FEED_FORWARD),
+    **dict.fromkeys(("moe", "E"), EXPERTS),
+}
+SOURCE = f"{LAYER}.mixer"
+
+
+class MixerLayer(nnx.Module):
+    """Layer x + mixer(norm(x)). kind: one of the values of KINDS."""
+
+    def __init__(self, config: ModelConfig, mixer: nnx.Module, kind: str, build: Build):
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, source=f"{LAYER}.norm", build=build)
+        self.mixer, self.kind = mixer, kind
+
+    def __call__(self, x: jax.Array, kv: Any, pages: Any, step: StepInputs) -> tuple[jax.Array, Any]:
+        normed = self.norm(x)
+        with jax.named_scope(self.kind):
+            if self.kind in (FEED_FORWARD, EXPERTS):
+                return x + self.mixer(normed, step.rows), kv
+            mixed, kv = self.mixer(normed, kv, pages, step)
+            return x + mixed, kv
+
+
+class LatentExperts(nnx.Module):
+    """Experts without gates, and an MLP that every token goes to in addition; in some models the experts have a smaller
+    input and output, which are projected from and to the hidden state.
+    """
+
+    def __init__(self, config: ModelConfig, build: Build):
+        assert config.experts is not None
+        size, latent = config.hidden_size, config.experts.latent_size
+        own = replace(config, hidden_size=latent or size, experts=replace(config.experts, shared_intermediate_size=0))
+        activation, bias = relu_squared, config.mlp_bias
+        router: dict[str, Any] = {"names": ExpertNames(gate=""), "router_dtype": jnp.float32, "router_size": size}
+        self.experts = MixtureOfExperts(own, source=SOURCE, activation=activation, build=build, **router)
+        axes, into, back = ("embed", "latent"), f"{SOURCE}.fc1_latent_proj", f"{SOURCE}.fc2_latent_proj"
+        whole: dict[str, Any] | None = None if latent is None else {"axes": axes, "bias": bias, "build": build}
+        self.into = None if whole is None else Linear(size, (Source(into, own.hidden_size),), **whole)
+        self.back = None if whole is None else Linear(own.hidden_size, (Source(back, size),), **whole)
+        ffn, shared = config.experts.shared_intermediate_size, f"{SOURCE}.shared_experts"
+        self.shared = MLP(size, ffn, source=shared, activation=activation, bias=bias, build=build)
+
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """Map [T, D] -> [T, D]; the router gets the hidden state, whatever the experts get."""
+        if self.into is None or self.back is None:
+            mixed = self.experts(x, rows)
+        else:
+            with jax.named_scope("latent"):
+                latent = self.into(x, rows)
+            mixed = self.experts(latent, rows, routed_by=x)
+            with jax.named_scope("latent"):
+                mixed = self.back(mixed, rows)
+        with jax.named_scope("shared"):
+            return mixed + self.shared(x, rows)
+
+
+class NemotronHForCausalLM(Decoder):
+    """Decoder of MixerLayers."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=tuple(
+            (f"{old}.{module}.", f"model.{new}.")
+            for old in ("backbone", "model")
+            for module, new in (("embeddings", "embed_tokens"), ("norm_f", "norm"), ("layers", "layers"))
+        ),
+        unused=("mtp.",),
+        squeezed=(".conv1d.weight",),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        kinds = layer_kinds(fields)
+        fields.require(
+            attention_bias=False,
+            mamba_hidden_act="silu",
+            mamba_proj_bias=False,
+            n_shared_experts=1,
+            residual_in_fp32=False,
+            sliding_window=None,
+        )
+        fields = fields.with_defaults(num_hidden_layers=len(kinds), layer_norm_epsilon=1e-5)
+        shared = hf_fields(
+            fields,
+            ropes=[None] * len(kinds),
+            head_dim=fields.integer("attention_head_dim", 128),
+            activation=Activation("mlp_hidden_act", ("relu2",)),
+            eps="layer_norm_epsilon",
+        )
+        state = _state(fields) if MAMBA in kinds else None
+        by_kind = {MAMBA: {"state": state}, ATTENTION: {}}
+        shared["attention"] = tuple(
+            replace(layer, **by_kind.get(kind, {"feed_forward_only": True}))
+            for layer, kind in zip(shared["attention"], kinds, strict=True)
+        )
+        if EXPERTS in kinds:
+            dense = tuple(layer for layer, kind in enumerate(kinds) if kind != EXPERTS)
+            shared["experts"] = _experts(fields, dense)
+        return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        config, own = self.config, self.config.attention[layer]
+        size, eps = config.hidden_size, config.rms_norm_eps
+        if own.attends:
+            return MixerLayer(config, Attention(own, size, eps=eps, source=SOURCE, build=build), ATTENTION, build)
+        if isinstance(own.state, StateSpace):
+            return MixerLayer(config, Mamba2(own.state, size, eps=eps, source=SOURCE, build=build), MAMBA, build)
+        if config.experts is not None and layer not in config.experts.dense_layers:
+            return MixerLayer(config, LatentExperts(config, build), EXPERTS, build)
+        options: dict[str, Any] = {"activation": relu_squared, "bias": config.mlp_bias, "build": build}
+        return MixerLayer(config, MLP(size, config.intermediate_size, source=SOURCE, **options), FEED_FORWARD, build)
+
+
+def layer_kinds(fields: ConfigFields) -> list[str]:
+    """Return the kind of each layer, a value of KINDS: as `layers_block_type` or `layer_types` lists them, else as
+    `hybrid_override_pattern` spells them. Raises ModelConfigError.
+    """
+    name = next((name for name in ("layers_block_type", "layer_types") if fields.has(name)), None)
+    listed = fields.text("hybrid_override_pattern") if name is None else fields.value(name)
+    name = name or "hybrid_override_pattern"
+    known = isinstance(listed, (list, str)) and all(isinstance(kind, str) and kind in KINDS for kind in listed)
+    count = fields.integer("num_hidden_layers", None)
+    if not known or not listed or count not in (None, len(listed)):
+        number = "" if count is None else f"{count} "
+        raise fields.fail(name, f"{number}layers, each one of {', '.join(KINDS)}")
+    return [KINDS[kind] for kind in listed]
+
+
+def _state(fields: ConfigFields) -> StateSpace:
+    low, high = read_dt_limits(fields)
+    if fields.has("layers_block_type") or fields.has("layer_types"):
+        # transformers bounds time steps by this field; NVIDIA's code, whose configurations spell a pattern, does not.
+        low, high = fields.number("time_step_min", 0.001), float("inf")
+    bias = fields.boolean("use_bias", False)
+    return StateSpace(
+        num_heads=fields.integer("mamba_num_heads"),
+        head_dim=fields.integer("mamba_head_dim"),
+        num_groups=fields.integer("n_groups", 8),
+        state_size=fields.integer("ssm_state_size", 128),
+        conv_kernel=fields.integer("conv_kernel", 4),
+        conv_bias=fields.boolean("use_conv_bias", True),
+        bias=bias,
+        output_bias=bias,
+        dt_limits=(low, high),
+    )
+
+
+def _experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=fields.integer("n_routed_experts"),
+        num_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        norm_weights=fields.boolean("norm_topk_prob", True),
+        dense_layers=dense_layers,
+        scoring_func="sigmoid",
+        correction_bias=True,
+        num_expert_group=fields.integer("n_group", 1),
+        topk_group=fields.integer("topk_group", 1),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size"),
+        latent_size=fields.integer("moe_latent_size", None),
+    )

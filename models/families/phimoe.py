@@ -1,0 +1,103 @@
+"""Phi-3.5-MoE and Phi-mini-MoE (Abdin et al. 2024, arXiv:2404.14219): layer norms, and experts that are picked one
+after the other, each weighed against those with scores close to its own (SparseMixer, arXiv:2409.12136).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.declared import DeclaredForm
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.declared import DeclaredForCausalLM, Row
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts, PickedExperts
+from jaxengine.models.params.source import CheckpointNames
+
+NAMES = ExpertNames(gate="w1", up="w3", down="w2")
+_MSCALES = ("short_mscale", "long_mscale")
+
+
+class SparseMixer(MixtureOfExperts):
+    """Experts of a SparseMixer router: a token goes to the best one, then to the best of the others."""
+
+    def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
+        """Route x[T, D]: weights f32[T, k] and experts i32[T, k] of each token, the best first.
+
+        An expert's weight is its share of the softmax over all experts whose scores are closer to the best one's than
+        twice `router_jitter_noise`, relative to the larger magnitude, but for those picked before it. adapters: of x's
+        rows.
+        """
+        logits = self._router_logits(x, adapters)
+        ids = jax.lax.top_k(logits, self.experts.num_per_token)[1]
+        ids = ids if self.given is None else self._replayed(ids)
+        left, weights = logits, []
+        for pick in range(self.experts.num_per_token):
+            best = jnp.max(left, axis=-1, keepdims=True)
+            far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * self.experts.router_jitter_noise
+            shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+            own = ids[:, pick, None]
+            weights.append(jnp.take_along_axis(shares, own, axis=-1))
+            left = jnp.where(jnp.arange(left.shape[-1]) == own, -jnp.inf, left)
+        if self.notes_experts:
+            self.picked = PickedExperts(ids)
+        return jnp.concatenate(weights, axis=-1), ids
+
+
+def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
+    """Return the rope fields with longrope's two factors of cos and sin, which must be equal, as one."""
+    name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    rope = ConfigFields(fields.mapping(name) or {})
+    if not any(rope.has(each) for each in _MSCALES):
+        return {}
+    short, long = (rope.number(each) for each in _MSCALES)
+    if short != long:
+        raise rope.fail("long_mscale", f"short_mscale, {short}")
+    kept = {key: value for key, value in rope.raw.items() if key not in _MSCALES}
+    return {name: {**kept, "attention_factor": short}}
+
+
+def _windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    return replace(attention, window=fields.integer("sliding_window", None))
+
+
+class PhiMoEForCausalLM(DeclaredForCausalLM):
+    """Llama with layer norms, experts in every layer, and in some checkpoints biases."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames()
+    row = Row(
+        "Phi-3.5-MoE",
+        DeclaredForm(),
+        defaults={"rms_norm_eps": 1e-5, "attention_bias": False, "lm_head_bias": False},
+        eps="rms_norm_eps",
+        grouped=True,
+        bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias=False,
+        adapt=_one_mscale,
+        choose=lambda fields, form: replace(form, head_bias=fields.boolean("lm_head_bias")),
+        each_layer=_windowed,
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        experts = ExpertsConfig(
+            num_experts=fields.integer("num_local_experts", 16),
+            num_per_token=fields.integer("num_experts_per_tok", 2),
+            intermediate_size=fields.integer("intermediate_size"),
+            router_jitter_noise=fields.number("router_jitter_noise", 0.01),
+        )
+        if experts.num_per_token != 2:
+            raise fields.fail("num_experts_per_tok", "2")
+        return super().read_hf(fields) | {"experts": experts}
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        return SparseMixer(self.config, source=f"{LAYER}.block_sparse_moe", names=NAMES, build=build)

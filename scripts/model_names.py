@@ -1,0 +1,31 @@
+"""Models of the hub by name: the fields of their config.json that decide the shape of the model.
+
+Kept by hand in model_names.json, a row for each shape, from what the repositories publish.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).with_suffix(".json")
+
+
+class NamedModels(NamedTuple):
+    """Repositories with one shape.
+
+    Attributes:
+      names: of the repositories.
+      parameters: in billions, as published; a tied head counts once, layers that predict further tokens do not.
+      config: of config.json, the fields that decide the shape.
+    """
+
+    names: tuple[str, ...]
+    parameters: float
+    config: dict[str, Any]
+
+
+def read_names() -> list[NamedModels]:
+    """Read all rows."""
+    return [NamedModels(tuple(row["names"]), row["params"], row["config"]) for row in json.loads(FILE.read_text())]
