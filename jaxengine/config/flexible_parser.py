@@ -47,6 +47,7 @@ GROUPS: dict[str, str] = {
     "StructuredOutputsConfig": "structured_outputs_config",
     "ObservabilityConfig": """
         disable_log_stats kernel_proof record_steps record_steps_limit record_steps_bytes record_steps_detail
+        record_trace
     """,
 }
 _DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[A-Za-z]+)\.([^=]+)(?:=(.*))?", re.DOTALL)

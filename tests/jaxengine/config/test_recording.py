@@ -23,6 +23,8 @@ CPU = PLATFORMS["cpu"]
     "name, options, match",
     [
         ("llama", {"record_steps": ""}, "record_steps is ''; allowed: the name of a folder"),
+        ("llama", {"record_trace": ""}, "record_trace is ''; allowed: the name of a new file"),
+        ("llama", {"record_trace": "/nowhere/t"}, "record_trace is .*; allowed: a new file in a folder that can be"),
         ("llama", {"record_steps": __file__}, "record_steps is .*; allowed: a folder that can be written"),
         ("llama", {"record_steps": "s", "record_steps_limit": 0}, "record_steps_limit is 0; allowed: 1 to"),
         ("llama", {"record_steps": "s", "record_steps_bytes": "x"}, "record_steps_bytes cannot be read"),
