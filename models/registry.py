@@ -18,7 +18,7 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import LAST, Pooler
+from jaxengine.models.config.pooler import CLASSIFY, EMBED, LAST, TOKEN_CLASSIFY, TOKEN_EMBED, Pooler
 from jaxengine.models.families.apertus import ApertusForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
@@ -176,16 +176,25 @@ ENCODERS: dict[str, type[Encoder]] = {
 
 QUANTIZATION = "quantization_config"
 # Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM, or of an encoder.
-POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed", "ForMaskedLM": "embed"}
+POOLING_SUFFIXES = {"ForSequenceClassification": CLASSIFY, "Model": EMBED, "ForMaskedLM": EMBED}
+# Those of encoders alone.
+_ENCODER_SUFFIXES = {"ForTokenClassification": TOKEN_CLASSIFY}
 
 
 # Classes of pooling models whose names are not those of their families with a suffix.
-_POOLING = {"Gemma3TextModel": ("Gemma3ForCausalLM", "embed")}
+_POOLING = {
+    "Gemma3TextModel": ("Gemma3ForCausalLM", EMBED),
+    "HF_ColBERT": ("BertModel", TOKEN_EMBED),
+    "ColBERTModel": ("BertModel", TOKEN_EMBED),
+    "ColBERTModernBertModel": ("ModernBertModel", TOKEN_EMBED),
+    "BgeM3EmbeddingModel": ("XLMRobertaModel", EMBED),
+    "BertSpladeSparseEmbeddingModel": ("BertModel", EMBED),
+}
 
 
 def family_of(architecture: str) -> tuple[str, str | None]:
-    """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task: "classify", "embed"
-    or None).
+    """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task; None if it
+    generates).
 
     An unknown name is returned unchanged, with None.
     """
@@ -196,6 +205,9 @@ def family_of(architecture: str) -> tuple[str, str | None]:
         if architecture.endswith(suffix) and architecture not in MODELS:
             if (name := f"{stem}ForCausalLM") in MODELS or (name := f"{stem}Model") in ENCODERS:
                 return name, task
+    for suffix, task in _ENCODER_SUFFIXES.items():
+        if architecture.endswith(suffix) and (name := f"{architecture.removesuffix(suffix)}Model") in ENCODERS:
+            return name, task
     return architecture, None
 
 
