@@ -62,6 +62,7 @@ from jaxengine.models.families.ministral3 import Ministral3ForCausalLM, Mistral3
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.mixtral import MixtralForCausalLM
 from jaxengine.models.families.modernbert import ModernBertModel
+from jaxengine.models.families.mpnet import MPNetModel
 from jaxengine.models.families.nemotron import NemotronForCausalLM
 from jaxengine.models.families.nomic_bert import NomicBertModel
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
@@ -171,6 +172,7 @@ ENCODERS: dict[str, type[Encoder]] = {
     "GteModel": GteModel,
     "NewModel": GteModel,
     "JinaEmbeddingsV3Model": JinaEmbeddingsV3Model,
+    "MPNetModel": MPNetModel,
 }
 
 

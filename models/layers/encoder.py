@@ -204,20 +204,23 @@ class PostNormEncoder(Encoder):
         attention = config.attention[layer]
         width = attention.num_heads * attention.head_dim
         qkv = [f"{names.layer}.{name}" for name in names.qkv]
-        attend = Attention(
-            attention,
-            size,
+        attend = self.make_attention(
+            layer,
+            build,
             eps=config.rms_norm_eps,
             source=names.layer,
             qkv=[Source(name, width) for name in qkv] if len(qkv) > 1 else parts_of(qkv[0], width, width, width),
             out=Source(f"{names.layer}.{names.out}", size),
-            build=build,
         )
         norms = [
             LayerNorm(size, config.rms_norm_eps, source=f"{names.layer}.{name}", build=build)
             for name in (names.attention_norm, names.mlp_norm)
         ]
         return PostNormLayer(attend, norms[0], self.make_mlp(build), norms[1])
+
+    def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
+        """Make a layer's attention. names: further arguments of Attention."""
+        return Attention(self.config.attention[layer], self.config.hidden_size, build=build, **names)
 
     @property
     def activation(self) -> Callable[[jax.Array], jax.Array]:
