@@ -20,6 +20,7 @@ class EncoderConfig(NamedTuple):
       num_positions: rows of the position table; 0 for a model without one.
       first_position: the row that a prompt's first token has.
       norm_bias: whether norms have biases.
+      embedding_size: elements of embeddings; 0 for those of hidden states.
       head_activation, head_bias: of the dense layer before scores of labels, where the family leaves that open.
     """
 
@@ -30,6 +31,7 @@ class EncoderConfig(NamedTuple):
     norm_bias: bool = True
     head_activation: str = ACTIVATIONS[0]
     head_bias: bool = True
+    embedding_size: int = 0
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:

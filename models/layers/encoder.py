@@ -104,7 +104,7 @@ class EncoderEmbeddings(nnx.Module):
     """norm(token + token type + position), under BERT's names for the tables; `norm`: the norm's checkpoint module."""
 
     def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, norm: str, build: Build):
-        size, types = config.hidden_size, encoder.num_token_types
+        size, types = encoder.embedding_size or config.hidden_size, encoder.num_token_types
         self.first_position, self.num_rows = encoder.first_position, config.vocab_size // max(1, types)
 
         def table(name: str, rows: int) -> Any:  # in whole on every device
