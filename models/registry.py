@@ -20,6 +20,7 @@ from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLASSIFY, CLS, EMBED, LAST, MEAN, TOKEN_CLASSIFY, TOKEN_EMBED, Pooler
+from jaxengine.models.families.albert import AlbertModel
 from jaxengine.models.families.apertus import ApertusForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
@@ -176,6 +177,7 @@ ENCODERS: dict[str, type[Encoder]] = {
     "JinaEmbeddingsV3Model": JinaEmbeddingsV3Model,
     "MPNetModel": MPNetModel,
     "ElectraModel": ElectraModel,
+    "AlbertModel": AlbertModel,
 }
 
 

@@ -21,11 +21,10 @@ from jaxengine.models.params.source import CheckpointNames
 class ProjectedEmbeddings(nnx.Module):
     """Embeddings of `inner`, [T, E], and a product that makes hidden states of them, [T, D]."""
 
-    def __init__(self, inner: EncoderEmbeddings, size: int, hidden_size: int, *, build: Build):
-        self.inner = inner
-        source = Source("model.embeddings_project", hidden_size)
+    def __init__(self, inner: EncoderEmbeddings, size: int, hidden_size: int, *, source: str, build: Build):
+        self.inner, own = inner, Source(source, hidden_size)
         # Whole on every device, as the other tables of an encoder.
-        self.project = Linear(size, (source,), axes=("embed", "labels"), bias=True, build=build)
+        self.project = Linear(size, (own,), axes=("embed", "labels"), bias=True, build=build)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Embed tokens i32[T], with their types in their ids, at positions i32[T] -> [T, D]."""
@@ -62,4 +61,5 @@ class ElectraModel(BertModel):
         inner, size = super().make_embedding(build), self.config.encoder.embedding_size
         if size == self.config.hidden_size:
             return inner
-        return ProjectedEmbeddings(inner, size, self.config.hidden_size, build=build)
+        source = "model.embeddings_project"
+        return ProjectedEmbeddings(inner, size, self.config.hidden_size, source=source, build=build)
