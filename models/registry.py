@@ -85,6 +85,7 @@ from jaxengine.models.families.roberta import RobertaModel, XLMRobertaModel
 from jaxengine.models.families.seed_oss import SeedOssForCausalLM
 from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
 from jaxengine.models.families.starcoder2 import Starcoder2ForCausalLM
+from jaxengine.models.families.t5 import T5EncoderModel
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.encoder import Encoder
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
@@ -178,6 +179,7 @@ ENCODERS: dict[str, type[Encoder]] = {
     "MPNetModel": MPNetModel,
     "ElectraModel": ElectraModel,
     "AlbertModel": AlbertModel,
+    "T5EncoderModel": T5EncoderModel,
 }
 
 
