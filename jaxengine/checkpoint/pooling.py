@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.checkpoint.sentence_transformers import read_sentence_model
-from jaxengine.checkpoint.token_tasks import colbert_projection, with_token_labels, with_tokens
+from jaxengine.checkpoint.token_tasks import EMBEDDINGS, colbert_projection, with_token_labels, with_tokens
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.pooling_model import (
@@ -140,8 +140,8 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
         raise ConfigError("runner", config.runner, "generate: rerankers are not read from GGUF files")
     task = _task(config, "a GGUF file", None, False)
     chosen = config.pooler_config or PoolerConfig()
-    pooler = Pooler(chosen.pooling_type or found or LAST)
-    return _with_choices(PoolingModel(pooler, task, NORMALIZE, own_task=task), chosen)
+    pooler = Pooler(chosen.pooling_type or found or LAST, answers_tokens=True)
+    return _with_choices(PoolingModel(pooler, task, NORMALIZE, tokens=EMBEDDINGS, own_task=task), chosen)
 
 
 def check_width(model: PoolingModel, hidden_size: int) -> None:

@@ -15,6 +15,8 @@ from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 
 # Modules of BAAI/bge-m3, in files of their own: (task, module).
 M3_HEADS = ((TOKEN_EMBED, "colbert_linear"), (TOKEN_CLASSIFY, "sparse_linear"))
+# The tasks of a model that embeds tokens as it embeds prompts, whatever the size of its embeddings.
+EMBEDDINGS: Mapping[str, TokenTask] = {TOKEN_EMBED: TokenTask((0, MAX_HIDDEN), NORMALIZE)}
 _M3 = "BgeM3EmbeddingModel"
 _LINEAR = ("linear.weight", "model.linear.weight")
 
@@ -53,7 +55,7 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
 
     model: as far as it pools prompts, or with the heads of labels of tokens.
     """
-    pooler, size = model.pooler, fields.value("hidden_size", fields.value("dim", None))
+    pooler = model.pooler
     if pooler.splade is not None:
         return model
     if pooler.token_heads:  # labels of tokens
@@ -68,8 +70,7 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
             return model
         tokens = {TOKEN_CLASSIFY: TokenTask((0, pooler.classifier.num_labels), model.activation)}
     else:
-        width = pooler.width(size if type(size) is int else MAX_HIDDEN)
-        tokens = {TOKEN_EMBED: TokenTask((0, width), NORMALIZE)}
+        tokens = EMBEDDINGS
     return replace(model, pooler=replace(pooler, answers_tokens=True), tokens=tokens)
 
 

@@ -19,6 +19,8 @@ from jaxengine.models.weights.views.joined import JoinedSource
 from jaxengine.models.weights.views.renamed import with_prefix
 
 _MODEL = "model."
+# Names of ColBERT's projection, which is the first Dense module of such a model.
+_PROJECTION = ("linear.weight", "model.linear.weight")
 
 
 def with_own_files(folder: Path, weights: WeightSource, pooler: Pooler, *, partial: bool = False) -> WeightSource:
@@ -29,7 +31,8 @@ def with_own_files(folder: Path, weights: WeightSource, pooler: Pooler, *, parti
     stored, weights, found = weights, with_prefix(weights), {}
     for index, each in enumerate(pooler.dense):
         if not each.folder:  # among the model's weights
-            found[f"{DENSE}.{index}.linear."] = _Linear(stored)
+            if not partial or any(name in stored.names() for name in _PROJECTION):
+                found[f"{DENSE}.{index}.linear."] = _Linear(stored)
             continue
         file = inside(folder, f"{each.folder}/{SINGLE_FILE}")
         if not partial or file.exists():
@@ -63,7 +66,7 @@ class _Linear(WrappedSource):
 
     @property
     def _stored(self) -> str:
-        return next(name for name in ("linear.weight", "model.linear.weight") if name in self._source.names())
+        return next(name for name in _PROJECTION if name in self._source.names())
 
 
 def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
@@ -78,7 +81,12 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     heads = {f"{name.partition('.')[0]}." for name in sources}
     kept = (_MODEL, "lm_head.", *heads)
 
+    pooler = first.config.pooler
+    projects = pooler is not None and any(not each.folder for each in pooler.dense)
+
     def named(name: str) -> str:
+        if projects and name in _PROJECTION:
+            return f"{DENSE}.0.linear.weight"
         own = names.renamed(name)
         as_it_is = own.startswith(kept) or name.startswith(names.unused) or is_unread(first, own)
         return name if as_it_is else _MODEL + name
