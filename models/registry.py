@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from flax import nnx
 
 from jaxengine.models.build import Build, build_abstract
 from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.eagle3 import Eagle3Config, head_fields, read_head
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import LAST, Pooler
+from jaxengine.models.config.pooler import CLASSIFY, CLS, EMBED, LAST, MEAN, TOKEN_CLASSIFY, TOKEN_EMBED, Pooler
+from jaxengine.models.families.albert import AlbertModel
 from jaxengine.models.families.apertus import ApertusForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
@@ -28,6 +30,7 @@ from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.families.distilbert import DistilBertModel
 from jaxengine.models.families.dots1 import Dots1ForCausalLM
+from jaxengine.models.families.electra import ElectraModel
 from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
 from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
 from jaxengine.models.families.exaone4 import Exaone4ForCausalLM
@@ -66,6 +69,7 @@ from jaxengine.models.families.ministral3 import Ministral3ForCausalLM, Mistral3
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.mixtral import MixtralForCausalLM
 from jaxengine.models.families.modernbert import ModernBertModel
+from jaxengine.models.families.mpnet import MPNetModel
 from jaxengine.models.families.nemotron import NemotronForCausalLM
 from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
 from jaxengine.models.families.nomic_bert import NomicBertModel
@@ -87,6 +91,7 @@ from jaxengine.models.families.roberta import RobertaModel, XLMRobertaModel
 from jaxengine.models.families.seed_oss import SeedOssForCausalLM
 from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
 from jaxengine.models.families.starcoder2 import Starcoder2ForCausalLM
+from jaxengine.models.families.t5 import T5EncoderModel
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.encoder import Encoder
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
@@ -185,21 +190,44 @@ ENCODERS: dict[str, type[Encoder]] = {
     "GteModel": GteModel,
     "NewModel": GteModel,
     "JinaEmbeddingsV3Model": JinaEmbeddingsV3Model,
+    "MPNetModel": MPNetModel,
+    "ElectraModel": ElectraModel,
+    "AlbertModel": AlbertModel,
+    "T5EncoderModel": T5EncoderModel,
 }
 
 
 QUANTIZATION = "quantization_config"
 # Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM, or of an encoder.
-POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed", "ForMaskedLM": "embed"}
+POOLING_SUFFIXES = {"ForSequenceClassification": CLASSIFY, "Model": EMBED, "ForMaskedLM": EMBED}
+# Those of encoders alone.
+_ENCODER_SUFFIXES = {"ForTokenClassification": TOKEN_CLASSIFY}
 
 
 # Classes of pooling models whose names are not those of their families with a suffix.
-_POOLING = {"Gemma3TextModel": ("Gemma3ForCausalLM", "embed")}
+_POOLING = {
+    "Gemma3TextModel": ("Gemma3ForCausalLM", EMBED),
+    "HF_ColBERT": ("BertModel", TOKEN_EMBED),
+    "ColBERTModel": ("BertModel", TOKEN_EMBED),
+    "ColBERTModernBertModel": ("ModernBertModel", TOKEN_EMBED),
+    "LlamaBidirectionalModel": ("LlamaForCausalLM", EMBED),
+    "LlamaBidirectionalForSequenceClassification": ("LlamaForCausalLM", CLASSIFY),
+    "EuroBertModel": ("LlamaForCausalLM", EMBED),
+    "EuroBertForMaskedLM": ("LlamaForCausalLM", EMBED),
+    "BgeM3EmbeddingModel": ("XLMRobertaModel", EMBED),
+    "BertSpladeSparseEmbeddingModel": ("BertModel", EMBED),
+}
+
+
+# Those with a decoder's layers whose tokens see their whole prompt, whatever their files say.
+_BIDIRECTIONAL = tuple(name for name, (family, _) in _POOLING.items() if family == "LlamaForCausalLM")
+# Values of their field `pooling`.
+_POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
 
 
 def family_of(architecture: str) -> tuple[str, str | None]:
-    """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task: "classify", "embed"
-    or None).
+    """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task; None if it
+    generates).
 
     An unknown name is returned unchanged, with None.
     """
@@ -210,6 +238,9 @@ def family_of(architecture: str) -> tuple[str, str | None]:
         if architecture.endswith(suffix) and architecture not in MODELS:
             if (name := f"{stem}ForCausalLM") in MODELS or (name := f"{stem}Model") in ENCODERS:
                 return name, task
+    for suffix, task in _ENCODER_SUFFIXES.items():
+        if architecture.endswith(suffix) and (name := f"{architecture.removesuffix(suffix)}Model") in ENCODERS:
+            return name, task
     return architecture, None
 
 
@@ -217,6 +248,10 @@ def usual_pooling(architecture: str, fields: ConfigFields) -> str:
     """Return the type of pooling if the checkpoint names none: an encoder's own choice, else LAST. Raises
     ModelConfigError.
     """
+    if architecture in _BIDIRECTIONAL:
+        if (kind := fields.text("pooling", "mean")) not in _POOLINGS:
+            raise fields.fail("pooling", ", ".join(_POOLINGS))
+        return _POOLINGS[kind]
     encoder = ENCODERS.get(family_of(architecture)[0])
     return LAST if encoder is None else encoder.usual_pooling(fields)
 
@@ -258,8 +293,6 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     """
     fields = ConfigFields(with_one_rope(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields))
-    if pooler is not None and not fields.boolean("is_causal", True):
-        raise fields.fail("is_causal", "true or absent: tokens see only those before them")
     stored = fields.value(QUANTIZATION, None)
     stored = fields.value("compression_config", None) if stored is None else stored  # as compressed-tensors once had it
     if stored is None and (text := fields.mapping("text_config")) is not None:
@@ -268,10 +301,24 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_prefix(names.prefixes))
     quantization = read_quantization(stored, prefixes, names.suffixes, names.stacked_experts is not None)
     shape = model.read_hf(fields)
+    if pooler is not None and sees_all(fields):
+        shape["attention"] = _seeing_all(fields, shape["attention"])
     config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
     if pooler is None and not config.is_causal:
         raise fields.fail("use_bidirectional_attention", "false or absent for a model that generates")
     return config
+
+
+def sees_all(fields: ConfigFields) -> bool:
+    """Whether the tokens of a pooling model with a decoder's layers see their whole prompt. Raises ModelConfigError."""
+    return hf_architecture(fields) in _BIDIRECTIONAL or not fields.boolean("is_causal", True)
+
+
+def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tuple[LayerAttention, ...]:
+    """Return the layers' attention with all tokens visible. Raises ModelConfigError for layers that cannot have it."""
+    if any(each.window is not None or each.chunk is not None or each.state is not None for each in attention):
+        raise fields.fail("is_causal", "true or absent for a model with windows, chunks or recurrent states")
+    return tuple(replace(each, causal=False) for each in attention)
 
 
 def _without_prefix(prefixes: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

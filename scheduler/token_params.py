@@ -102,6 +102,7 @@ class TokenParams(SamplingFields):
       processors: values of all columns of each logits processor that the request uses, by its number.
       uses_counts: one of these counts tokens.
       reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache.
+      token_results: each prompt token's own row of results is returned.
       capabilities: features that no other field asks for.
     """
 
@@ -123,6 +124,7 @@ class TokenParams(SamplingFields):
     processors: Mapping[int, tuple[float | int | bool, ...]] = field(default_factory=dict)
     uses_counts: bool = False
     reads_prompt: bool = False
+    token_results: bool = False
     capabilities: int = 0
 
     @cached_property

@@ -231,7 +231,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Returns the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts.
+        """Returns the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts; of a
+        task about tokens f32[n, N], a vector for each token.
 
         Args:
           prompts: as for `generate`.
@@ -310,7 +311,7 @@ class LLM(WeightMethods, VllmMethods):
 
         A classifier with one label (cross-encoder, reranker) reads both texts, concatenated or formatted by
         `chat_template` from messages of the roles "query" and "document". An embedding model gives the cosine
-        similarity.
+        similarity, one that embeds tokens (ColBERT) the sum of each query token's best match.
 
         chat_template: None for the engine's option; without that either, texts are concatenated, for an encoder by its
           tokenizer.
@@ -320,11 +321,10 @@ class LLM(WeightMethods, VllmMethods):
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
-        if inputs.require_pooling().task == "embed":
+        if scoring.reads_apart(model := inputs.require_pooling()):
             scoring.refuse_template(chat_template)
-            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-            found = dict(zip(texts, self.encode(texts, pooling_params, **options), strict=True))
-            return [ScoringRequestOutput.of_pair(found[one], found[other]) for one, other in pairs]
+            roles = scoring.role_params(model, pooling_params)
+            return scoring.compare(pairs, roles, lambda texts, params: self.encode(texts, params, **options))
         with self._lock:
             prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
         return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]

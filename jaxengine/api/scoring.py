@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxengine.config.pooling_model import DOCUMENT, QUERY, PoolingModel
+from jaxengine.models.config.pooler import EMBED, TOKEN_EMBED
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.errors import RequestError
 
@@ -79,6 +82,47 @@ def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template
     return inputs.require_tokenizer().apply_chat_template(
         messages, add_generation_prompt=False, continue_final_message=False, chat_template=template
     )
+
+
+def reads_apart(model: PoolingModel) -> bool:
+    """Whether the model reads the texts of a pair one by one, and their embeddings are compared."""
+    return model.task in (EMBED, TOKEN_EMBED)
+
+
+def role_params(model: PoolingModel, params: PoolingParams | None) -> tuple[PoolingParams, PoolingParams]:
+    """Return the parameters of queries and of documents whose embeddings are to be compared: with the prompts that a
+    ColBERT model has for both, unless `params` name one.
+    """
+    params = params or PoolingParams()
+    sentence = model.sentence
+    by_tokens = sentence is not None and sentence.by_tokens and {QUERY, DOCUMENT} <= {*sentence.prompts}
+    if not by_tokens or params.prompt_name is not None:
+        return params, params
+    return replace(params, prompt_name=QUERY), replace(params, prompt_name=DOCUMENT)
+
+
+def by_role(pairs: Iterable[tuple[str, str]], roles: tuple[PoolingParams, PoolingParams]) -> Iterator[tuple[int, str]]:
+    """Iterate over the texts of the pairs, each with the number of its role in `roles`; 0 for all if both are equal."""
+    second = 0 if roles[0] == roles[1] else 1
+    for query, document in pairs:
+        yield 0, query
+        yield second, document
+
+
+def compare(
+    pairs: Sequence[tuple[str, str]],
+    roles: tuple[PoolingParams, PoolingParams],
+    encode: Callable[[list[str], list[PoolingParams]], Sequence[Any]],
+) -> list[ScoringRequestOutput]:
+    """Return the score of each pair of texts that a model reads one by one, each text once.
+
+    roles: from `role_params`. encode: (texts, their parameters) -> their outputs.
+    """
+    texts = list(dict.fromkeys(by_role(pairs, roles)))
+    outputs = encode([text for _, text in texts], [roles[number] for number, _ in texts])
+    found = dict(zip(texts, outputs, strict=True))
+    own = iter(found[each] for each in by_role(pairs, roles))
+    return [ScoringRequestOutput.of_pair(one, other) for one, other in zip(own, own, strict=True)]
 
 
 def refuse_template(chat_template: str | None) -> None:

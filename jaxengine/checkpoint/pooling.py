@@ -11,21 +11,34 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.checkpoint.sentence_transformers import read_sentence_model
+from jaxengine.checkpoint.token_tasks import EMBEDDINGS, colbert_projection, with_token_labels, with_tokens
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.pooling_model import (
-    CLASSIFY,
-    EMBED,
     IDENTITY,
     NORMALIZE,
     SIGMOID,
     SOFTMAX,
+    TOKEN_TASKS,
     PoolingModel,
+    SentenceModel,
     check_dimensions,
 )
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.hf import hf_architecture
-from jaxengine.models.config.pooler import CLS, LAST, MAX_LABELS, MEAN, Classifier, Pooler
+from jaxengine.models.config.pooler import (
+    CLASSIFY,
+    CLS,
+    EMBED,
+    LAST,
+    MAX_LABELS,
+    MEAN,
+    TOKEN_CLASSIFY,
+    TOKEN_EMBED,
+    Classifier,
+    Pooler,
+    Splade,
+)
 from jaxengine.models.registry import ENCODERS, family_of, usual_pooling
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
@@ -34,6 +47,9 @@ _MODULES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
 _GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
 _GGUF_RANK = 4
 TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
+
+# A class that pools sparsely, whatever its files say.
+SPLADE = "BertSpladeSparseEmbeddingModel"
 
 TokenId = Callable[[str], int | None]
 
@@ -55,22 +71,59 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
     sentence = read_sentence_model(folder)
     if not _pools(config, architecture, own_task, sentence is not None):
         return None
+    if sentence is not None and sentence.by_tokens and own_task != CLASSIFY:
+        own_task = TOKEN_EMBED
     task = _task(config, architecture, own_task, fields.has("classifier_from_token"))
     chosen, usual = config.pooler_config or PoolerConfig(), usual_pooling(architecture, fields)
     if task == CLASSIFY:
         pooler = Pooler(chosen.pooling_type or usual, _read_classifier(fields, token_id))
         assert pooler.classifier is not None
-        model = PoolingModel(
-            pooler, task, _read_activation(fields, pooler.classifier.num_labels), labels=_labels(fields)
-        )
+        activation = _read_activation(fields, pooler.classifier.num_labels)
+        model = PoolingModel(pooler, task, activation, labels=_labels(fields), own_task=task)
+    elif task == TOKEN_CLASSIFY:
+        num_labels = _read_classifier(fields, token_id).num_labels
+        pooler = with_token_labels(Pooler(CLS), num_labels)
+        model = PoolingModel(pooler, task, _read_activation(fields, num_labels), labels=_labels(fields))
     else:
-        pooler = Pooler(
-            chosen.pooling_type or (usual if sentence is None else sentence.pooling_type),
-            dense=() if sentence is None else sentence.dense,
-        )
-        normalize = sentence is None or sentence.normalize
-        model = PoolingModel(pooler, task, NORMALIZE, normalize, matryoshka=_read_matryoshka(fields), sentence=sentence)
-    return _with_choices(model, chosen)
+        model = _embedder(folder, fields, architecture, task, sentence, config)
+    return _with_choices(with_tokens(model, folder, architecture, fields), chosen)
+
+
+def _embedder(
+    folder: Path,
+    fields: ConfigFields,
+    architecture: str,
+    task: str,
+    sentence: SentenceModel | None,
+    config: EngineConfig,
+) -> PoolingModel:
+    """Read how a model embeds prompts, or their tokens. Raises ConfigError, ModelConfigError or ModelFileError."""
+    pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
+    usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
+    dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
+    if task == TOKEN_EMBED and not dense:
+        dense = (colbert_projection(folder, fields),)
+    if architecture == SPLADE:
+        splade = splade or Splade(0)
+    if splade is not None:
+        fields.require(tie_word_embeddings=True)
+        splade = splade._replace(num_tokens=fields.integer("vocab_size"))
+        if pooling_type is not None:
+            raise ConfigError("pooler_config.pooling_type", pooling_type, "None: the checkpoint pools sparsely")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):  # parts of a token table give no maximum
+            if (size := getattr(config, name)) > 1:
+                raise ConfigError(name, size, "1 for a model that pools sparsely")
+    pooler = Pooler(pooling_type or usual, dense=dense, splade=splade)
+    normalize = sentence is None or sentence.normalize or task == TOKEN_EMBED
+    return PoolingModel(
+        pooler,
+        task,
+        NORMALIZE if splade is None else IDENTITY,
+        normalize,
+        matryoshka=_read_matryoshka(fields),
+        sentence=sentence,
+        own_task=None if task == TOKEN_EMBED else task,
+    )
 
 
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
@@ -87,7 +140,8 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
         raise ConfigError("runner", config.runner, "generate: rerankers are not read from GGUF files")
     task = _task(config, "a GGUF file", None, False)
     chosen = config.pooler_config or PoolerConfig()
-    return _with_choices(PoolingModel(Pooler(chosen.pooling_type or found or LAST), task, NORMALIZE), chosen)
+    pooler = Pooler(chosen.pooling_type or found or LAST, answers_tokens=True)
+    return _with_choices(PoolingModel(pooler, task, NORMALIZE, tokens=EMBEDDINGS, own_task=task), chosen)
 
 
 def check_width(model: PoolingModel, hidden_size: int) -> None:
@@ -130,14 +184,13 @@ def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: boo
         raise ConfigError("convert", config.convert, f"auto, embed or classify: {name} generates")
     if own_task == CLASSIFY and task != CLASSIFY:
         raise ConfigError("convert", config.convert, f"auto or classify for {name}")
+    if own_task in TOKEN_TASKS and task != own_task:
+        raise ConfigError("convert", config.convert, f"auto for {name}, which answers for tokens")
     if task == CLASSIFY and own_task != CLASSIFY and not has_tokens:
         problem = f"{name} has no scores of labels, which convert={config.convert!r} needs"
         raise ConfigError.because(
             "convert", problem, "name the tokens that stand for them: hf_overrides, classifier_from_token"
         )
-    chosen = None if config.pooler_config is None else config.pooler_config.task
-    if chosen not in (None, task):
-        raise ConfigError("pooler_config.task", chosen, f"{task} for {name} with convert={config.convert!r}")
     return task
 
 
@@ -150,7 +203,10 @@ def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
         check_dimensions(
             model, chosen.dimensions, lambda text: ConfigError("pooler_config.dimensions", chosen.dimensions, text)
         )
-    return replace(model, use_activation=use_activation, dimensions=chosen.dimensions)
+    if chosen.task not in (None, *model.tasks):
+        raise ConfigError("pooler_config.task", chosen.task, f"{' or '.join(model.tasks)} for this model")
+    task = chosen.task or model.task
+    return replace(model, task=task, use_activation=use_activation, dimensions=chosen.dimensions)
 
 
 def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:

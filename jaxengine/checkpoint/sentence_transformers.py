@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config.pooling_model import SentenceModel
+from jaxengine.config.pooling_model import DOCUMENT, QUERY, SentenceModel
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
-from jaxengine.models.config.pooler import CLS, DENSE_ACTIVATIONS, LAST, MEAN, Dense
+from jaxengine.models.config.pooler import CLS, DENSE_ACTIVATIONS, LAST, MEAN, Dense, Splade
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_object, read_text
 
@@ -37,18 +37,23 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
     modules = _read_modules(folder)
     if modules is None:
         return None
-    pooling = normalize = None
+    pooling = normalize = splade = None
     dense: list[Dense] = []
+    by_tokens = not any(kind.endswith("Pooling") for kind, _ in modules) and _is_of_pylate(folder)
     for kind, path in modules:
-        if kind == "Pooling":
+        if kind == "SpladePooling" and pooling is None:
+            pooling, splade = (CLS, True), _read_splade(folder, path)
+        elif kind == "Pooling":
             pooling = _read_pooling(folder, path)
-        elif kind == "Dense" and pooling is not None and not normalize:
+        elif kind == "Dense" and (pooling is not None or by_tokens) and not normalize and splade is None:
             dense.append(_read_dense(folder, path))
         elif kind == "Normalize":
             normalize = True
-        elif kind != "Transformer":
+        elif kind not in ("Transformer", "MLMTransformer"):
             text = f"the module {kind!r} is not supported here; supported are Transformer, Pooling, Dense and Normalize"
-            raise ModelFileError(folder / MODULES, f"{text}, in this order")
+            raise ModelFileError(folder / MODULES, f"{text}, in this order, and MLMTransformer with SpladePooling")
+    if by_tokens:
+        pooling = CLS, True
     if pooling is None:
         raise ModelFileError(folder / MODULES, "has no module Pooling")
     prompts, default = _read_prompts(folder)
@@ -58,7 +63,9 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
             folder / MODULES, "include_prompt is false, which is not supported for a model with prompts"
         )
     longest, lower = _read_input(folder)
-    return SentenceModel(pooling_type, bool(normalize), prompts, default, longest, tuple(dense), lower)
+    return SentenceModel(
+        pooling_type, bool(normalize), prompts, default, longest, tuple(dense), lower, by_tokens, splade
+    )
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
@@ -76,6 +83,25 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
             raise ModelFileError(folder / MODULES, "each module must have a type and a path")
         found.append((kind.rpartition(".")[2][:100], path))
     return found
+
+
+def _is_of_pylate(folder: Path) -> bool:
+    """Whether the modules are those of PyLate, which embed tokens (ColBERT). Raises ModelFileError."""
+    source = read_text(folder, MODULES, MAX_JSON_BYTES)
+    listed = parse_object(folder / MODULES, f'{{"modules": {source}}}')["modules"]
+    return any(str(each.get("type")).startswith("pylate.") for each in listed)
+
+
+def _read_splade(folder: Path, path: str) -> Splade:
+    """Reads a SpladePooling module; num_tokens is not known here, and 0. Raises ModelFileError."""
+    name = f"{path}/config.json"
+    fields = ConfigFields(read_object(folder, name) or {})
+    strategy, kind = fields.text("pooling_strategy", "max"), fields.text("activation_function", "relu")
+    logs = {"relu": 1, "log1p_relu": 2}
+    for field, value, allowed in (("pooling_strategy", strategy, ("max", "sum")), ("activation_function", kind, logs)):
+        if value not in allowed:
+            raise ModelFileError(folder / name, f"{field} must be {' or '.join(allowed)}, got {value[:100]}")
+    return Splade(0, strategy, logs[kind])
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
@@ -123,6 +149,10 @@ def _read_dense(folder: Path, path: str) -> Dense:
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
+    # PyLate's names for what it prepends.
+    for name in (QUERY, DOCUMENT):
+        if raw.get(f"{name}_prefix") and isinstance(prompts, dict):
+            prompts = {**prompts, name: raw[f"{name}_prefix"]}
     texts = isinstance(prompts, dict) and len(prompts) <= _MAX_PROMPTS
     if not texts or not all(isinstance(text, str) and len(text) <= _MAX_PROMPT_CHARS for text in prompts.values()):
         allowed = f"at most {_MAX_PROMPTS} texts of at most {_MAX_PROMPT_CHARS} characters, by name"

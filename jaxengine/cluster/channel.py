@@ -42,6 +42,7 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
     "sample": {},
     "score": {},
     "pool": {},
+    "pool_tokens": {},
     "change": {"name": str},
     "expert load": {},
     # Beside steps: what jaxengine.cluster.orders has, and what a worker answers. number: of the order.

@@ -11,12 +11,13 @@ from jaxengine.config.values import plain
 from jaxengine.models.config.pooler import POOLING_TYPES
 
 POOLING_TASKS = ("embed", "classify")
+_TASKS = (*POOLING_TASKS, "token_embed", "token_classify")
 ROPE_OPTIONS = ("rope_scaling", "rope_theta")
 # Names that `settle_names` replaces.
 EARLIER = ("override_pooler_config", "task", *ROPE_OPTIONS)
 # vLLM's other fields, with the values that have no effect here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tok_pooling_type": (),
+    "tok_pooling_type": ("ALL",),
     "enable_chunked_processing": (False,),
     "max_embed_len": (),
     "logit_mean": (),
@@ -50,7 +51,7 @@ class PoolerConfig:
     """Overrides of the checkpoint's pooling; None keeps the checkpoint's value.
 
     Attributes:
-      task: "embed" or "classify".
+      task: "embed", "classify", "token_embed" or "token_classify": what requests get that name none.
       pooling_type: "LAST", "MEAN" or "CLS".
       use_activation: normalise embeddings, or turn scores into probabilities.
       dimensions: leading dimensions of embeddings to keep; needs a Matryoshka model.
@@ -62,7 +63,7 @@ class PoolerConfig:
     dimensions: int | None = None
 
     def __post_init__(self):
-        for name, allowed in (("task", POOLING_TASKS), ("pooling_type", POOLING_TYPES)):
+        for name, allowed in (("task", _TASKS), ("pooling_type", POOLING_TYPES)):
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ConfigError(f"pooler_config.{name}", value, ", ".join(allowed))

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from jaxengine.models.config.pooler import Dense, Pooler
+from jaxengine.models.config.pooler import EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, Splade
 
-EMBED, CLASSIFY = "embed", "classify"
 NORMALIZE, SOFTMAX, SIGMOID, IDENTITY = "normalize", "softmax", "sigmoid", "identity"
+RELU = "relu"
+TOKEN_TASKS = (TOKEN_EMBED, TOKEN_CLASSIFY)
+# Prompts of models that embed the tokens of a query and of a document differently.
+QUERY, DOCUMENT = "query", "document"
+
+
+class TokenTask(NamedTuple):
+    """How the rows of a prompt's tokens are made into an answer.
+
+    Attributes:
+      columns: (first, end) of the columns of the model's rows that belong to the task.
+      activation: effect of use_activation, as of PoolingModel, or RELU.
+      left_out: ids of special tokens whose rows are left out: that of a prompt's first and that of its last token.
+    """
+
+    columns: tuple[int, int]
+    activation: str
+    left_out: tuple[int | None, int | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -22,6 +40,8 @@ class SentenceModel:
       max_seq_length: limit of the input in tokens; None for the model's own limit.
       dense: products behind the pooling, in order.
       do_lower_case: texts are lower-cased before they are tokenized.
+      by_tokens: a text has an embedding for each token (ColBERT), and no pooling.
+      splade: sparse pooling; None for none. Its number of tokens is not known here, and 0.
     """
 
     pooling_type: str
@@ -31,6 +51,8 @@ class SentenceModel:
     max_seq_length: int | None = None
     dense: tuple[Dense, ...] = ()
     do_lower_case: bool = False
+    by_tokens: bool = False
+    splade: Splade | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,9 @@ class PoolingModel:
 
     Attributes:
       pooler: the pooling that the model computes.
-      task: EMBED or CLASSIFY.
+      task: EMBED, CLASSIFY or one of TOKEN_TASKS, unless a request names another one of `tasks`.
+      tokens: tasks about tokens, by name.
+      own_task: what the model has for prompts, EMBED or CLASSIFY; None if it answers for tokens alone.
       activation: effect of use_activation: NORMALIZE for an embedding; SOFTMAX, SIGMOID or IDENTITY for scores.
       use_activation: default of a request's use_activation.
       dimensions: default of a request's dimensions; None for all.
@@ -62,6 +86,18 @@ class PoolingModel:
     sentence: SentenceModel | None = None
     token_rows: int | None = None
     has_token_types: bool = False
+    tokens: Mapping[str, TokenTask] = field(default_factory=dict)
+    own_task: str | None = None
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Return all tasks that a request may name."""
+        return (*([] if self.own_task is None else [self.own_task]), *self.tokens)
+
+    @property
+    def interacts_late(self) -> bool:
+        """Whether pairs of texts are scored by the embeddings of their tokens (ColBERT)."""
+        return self.task == TOKEN_EMBED
 
     @property
     def cut_side(self) -> str:
@@ -88,7 +124,7 @@ def check_dimensions(model: PoolingModel, dimensions: int, error: Callable[[str]
     """Raise `error(text)`, where the text says which sizes are allowed, if embeddings of this model may not be cut to
     `dimensions`.
     """
-    if model.task != EMBED:
+    if not {EMBED, TOKEN_EMBED} & {*model.tasks}:
         raise error("None: this model classifies")
     if model.matryoshka is None:
         raise error("None: the model is not said to be trained for it (is_matryoshka, matryoshka_dimensions)")

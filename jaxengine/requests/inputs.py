@@ -230,7 +230,7 @@ class InputProcessor:
         request = Request(
             request_id=str(index) if request_id is None else request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(model),
+            params=params.token_params(model, recipe),
             max_tokens=0,
             stop_token_ids=(POOLED,),
             eos_token_ids=(POOLED,),

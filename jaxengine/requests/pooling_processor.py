@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +17,7 @@ from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.output_processor import TAGS
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingRecipe
-from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.request import NOT_FINITE, FinishReason, Request
 
 if TYPE_CHECKING:
     from jaxengine.requests.prepared import PreparedRequest
@@ -25,22 +25,31 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Followed:
-    """Tracked request, and its vector once computed."""
+    """Tracked request, and its vector once computed, or the rows of its tokens so far."""
 
     request: Request
     request_id: str
     prompt_token_ids: list[int]
     recipe: PoolingRecipe
     vector: np.ndarray | None = None
+    rows: list[np.ndarray] = field(default_factory=list)
 
     def output(self) -> PoolingRequestOutput[PoolingOutput]:
         request = self.request
         assert request.finish_reason is not None
         # A request aborted after its vector was computed has no answer either.
         vector = self.vector if request.finish_reason is FinishReason.STOP else None
+        if vector is None:
+            data = np.empty(0, np.float32)
+        elif self.recipe.tokens is None:
+            data = self.recipe.finish(vector)
+        else:
+            data = self.recipe.finish_tokens(np.concatenate(self.rows), self.prompt_token_ids)
+            if not np.isfinite(data).all():
+                vector, request.stop_reason, request.finish_reason = None, NOT_FINITE, FinishReason.ERROR
         return PoolingRequestOutput(
             request_id=self.request_id,
-            outputs=PoolingOutput(np.empty(0, np.float32) if vector is None else self.recipe.finish(vector)),
+            outputs=PoolingOutput(data),
             prompt_token_ids=self.prompt_token_ids,
             num_cached_tokens=max(0, request.num_cached_tokens),
             finish_reason=STOP if vector is not None else request.finish_reason.value,
@@ -95,6 +104,9 @@ class PoolingProcessor:
             for tag, token_id, vector in zip(emitted.tags.tolist(), emitted.token_ids, emitted.vectors, strict=True):
                 if token_id >= 0 and (followed := self._by_tag.get(tag)) is not None:
                     followed.vector = vector
+        for found in step.found:
+            if (followed := self._by_tag.get(found.request.tag)) is not None:
+                followed.rows.append(found.rows)
         outputs = []
         for request in step.finished:
             if (followed := self._by_tag.get(request.tag)) is not None:

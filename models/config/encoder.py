@@ -20,6 +20,9 @@ class EncoderConfig(NamedTuple):
       num_positions: rows of the position table; 0 for a model without one.
       first_position: the row that a prompt's first token has.
       norm_bias: whether norms have biases.
+      distances: number of ranges of distances that have a bias of attention each, and the distance from which on all
+        have the last; None for a model without such biases, or whose family knows them.
+      embedding_size: elements of embeddings; 0 for those of hidden states.
       head_activation, head_bias: of the dense layer before scores of labels, where the family leaves that open.
     """
 
@@ -30,6 +33,8 @@ class EncoderConfig(NamedTuple):
     norm_bias: bool = True
     head_activation: str = ACTIVATIONS[0]
     head_bias: bool = True
+    embedding_size: int = 0
+    distances: tuple[int, int] | None = None
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:

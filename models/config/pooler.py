@@ -12,6 +12,9 @@ from jaxengine.models.config.fields import ModelConfigError
 
 LAST, MEAN, CLS = "LAST", "MEAN", "CLS"
 POOLING_TYPES = (LAST, MEAN, CLS)
+# What a pooling model may be asked for: one vector of a prompt, or one of each of its tokens.
+EMBED, CLASSIFY = "embed", "classify"
+TOKEN_EMBED, TOKEN_CLASSIFY = "token_embed", "token_classify"
 MAX_LABELS = 1 << 16
 # Stands for a token in the answer of a pooled prompt: the row that ends the prompt gives it, and it ends the request.
 POOLED = 0
@@ -63,6 +66,35 @@ class Classifier:
             raise ModelConfigError(f"{self.num_labels} labels need {rows} tokens, got {len(self.token_ids)}")
 
 
+class TokenHead(NamedTuple):
+    """Scores of each token, hidden @ weight + bias, for one of the tasks about tokens.
+
+    Attributes:
+      task: TOKEN_EMBED or TOKEN_CLASSIFY.
+      width: elements of a token's row.
+      source: checkpoint module of weight and bias; None for the family's own scores of labels.
+    """
+
+    task: str
+    width: int
+    source: str | None = None
+
+
+class Splade(NamedTuple):
+    """Sparse pooling (Formal et al. 2021, arXiv:2109.10086): a prompt's vector has an element for each token of the
+    vocabulary, made of the logits of a masked language model at all positions.
+
+    Attributes:
+      num_tokens: elements of a vector, tokens of the vocabulary.
+      strategy: "max" or "sum", over the positions.
+      num_logs: how often log(1 + x) is applied to what is above 0 of a logit.
+    """
+
+    num_tokens: int
+    strategy: str = "max"
+    num_logs: int = 1
+
+
 @dataclass(frozen=True)
 class Pooler:
     """Pooling of the hidden states of a prompt into one, and its use.
@@ -71,17 +103,25 @@ class Pooler:
       pooling_type: LAST, the state of the last token; CLS, of the first; MEAN, the mean over all of them.
       classifier: scores of the pooled state; None where the state itself is the result, an embedding.
       dense: products that make the embedding of the state, in order.
+      token_heads: what the checkpoint has for tasks about tokens; without any, tokens get what prompts get.
+      answers_tokens: whether the model has rows of tokens to give.
+      splade: sparse pooling, in place of pooling_type; None for none.
     """
 
     pooling_type: str = LAST
     classifier: Classifier | None = None
     dense: tuple[Dense, ...] = ()
+    token_heads: tuple[TokenHead, ...] = ()
+    answers_tokens: bool = False
+    splade: Splade | None = None
 
     def width(self, hidden_size: int) -> int:
         """Return the number of elements of an embedding, for a model with hidden states of this size."""
+        if self.splade is not None:
+            return self.splade.num_tokens
         return self.dense[-1].out_features if self.dense else hidden_size
 
     @property
     def reads_all(self) -> bool:
         """Whether pooling needs hidden states of tokens before the last."""
-        return self.pooling_type != LAST
+        return self.pooling_type != LAST or self.splade is not None

@@ -9,6 +9,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
+_MASKED = "model.cls.predictions"
 NAMES = EncoderNames(
     layer="model.encoder.layer.{layer}",
     qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -19,6 +20,7 @@ NAMES = EncoderNames(
     mlp_norm="output.LayerNorm",
     dense="model.pooler.dense",
     labels="model.classifier",
+    masked=(f"{_MASKED}.transform.dense", f"{_MASKED}.transform.LayerNorm", f"{_MASKED}.bias"),
 )
 
 
@@ -30,7 +32,7 @@ class BertModel(PostNormEncoder):
         prefixes=(("model.bert.", "model."),),
         # As TensorFlow's checkpoints have them.
         suffixes=((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias")),
-        heads=("model.pooler.", "model.cls.", "model.classifier."),
+        heads=("model.pooler.", "model.cls.", "model.classifier.", "model.linear."),
     )
 
     @classmethod

@@ -36,6 +36,7 @@ class DistilBertModel(PostNormEncoder):
         mlp_norm="output_layer_norm",
         dense="model.pre_classifier",
         labels="model.classifier",
+        masked=("model.vocab_transform", "model.vocab_layer_norm", "model.vocab_projector.bias"),
     )
     label_activation: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(jax.nn.relu)
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(

@@ -4,6 +4,7 @@ in two of three layers tokens see a window around them, in the third all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,12 +25,13 @@ from jaxengine.models.config.hf import (
     windows_by_kind,
 )
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import CLS, MEAN, Classifier
+from jaxengine.models.config.pooler import CLS, MEAN, Classifier, TokenHead
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.layers.attention import Attention
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.embedding import Embedding
 from jaxengine.models.layers.encoder import FUNCTIONS, Encoder, Identity
+from jaxengine.models.layers.masked import MaskedScores
 from jaxengine.models.layers.mlp import GatedMLP
 from jaxengine.models.layers.norm import LayerNorm, NormClass, UnbiasedLayerNorm
 from jaxengine.models.params.declare import Source, parts_of
@@ -59,6 +61,16 @@ class NormedEmbedding(nnx.Module):
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Embed tokens i32[T] -> [T, D]; positions are ignored."""
         return self.norm(self.tokens(token_ids))
+
+
+class TokenLabelScores(nnx.Module):
+    """Scores of labels for each token, by the module that scores a prompt's: [T, D] -> f32[T, N]."""
+
+    def __init__(self, labels: DenseLabelScores):
+        self.labels = labels
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        return self.labels(hidden, None)
 
 
 class ModernBertModel(Encoder):
@@ -161,6 +173,25 @@ class ModernBertModel(Encoder):
             dense_bias=self.encoder.head_bias,
             norm=partial(self.norm_of, "head.norm"),
         )
+
+    def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
+        if heads[0].source is not None:
+            return super().make_token_heads(heads, build)
+        return TokenLabelScores(self.make_labels(Classifier(heads[0].width), build))
+
+    def make_masked(self, build: Build) -> MaskedScores:
+        return MaskedScores(
+            self.config,
+            ("head.dense", "decoder.bias"),
+            norm=self.norm_of("head.norm", build),
+            activation=FUNCTIONS[self.encoder.head_activation],
+            build=build,
+            dense_bias=self.encoder.head_bias,
+        )
+
+    @property
+    def table(self) -> Embedding:
+        return self.embed.tokens
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:

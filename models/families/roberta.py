@@ -15,7 +15,11 @@ from jaxengine.models.params.source import CheckpointNames
 class RobertaModel(BertModel):
     """BERT's layers; a prompt's first position is the one after that of the padding token's id."""
 
-    names: ClassVar[EncoderNames] = NAMES._replace(dense="model.classifier.dense", labels="model.classifier.out_proj")
+    names: ClassVar[EncoderNames] = NAMES._replace(
+        dense="model.classifier.dense",
+        labels="model.classifier.out_proj",
+        masked=("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    )
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.roberta.", "model."),),
         heads=("model.pooler.", "lm_head.", "model.lm_head.", "model.classifier."),

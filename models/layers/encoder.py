@@ -6,7 +6,7 @@ the parts (EncoderNames).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,18 +15,20 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
-from jaxengine.models.config.fields import MAX_VOCAB, ConfigFields
+from jaxengine.models.config.fields import MAX_VOCAB, ConfigFields, ModelConfigError
 from jaxengine.models.config.hf import Activation, hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import CLS, Classifier
+from jaxengine.models.config.pooler import CLS, Classifier, TokenHead
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.embedding import Embedding
+from jaxengine.models.layers.masked import MaskedScores
 from jaxengine.models.layers.mlp import MLP, gelu, gelu_tanh
 from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.token_results import TokenHeads
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
@@ -49,6 +51,7 @@ class EncoderNames(NamedTuple):
       up, down: the MLP's projections.
       dense, labels: the two projections of a classifier.
       embedding_norm: the norm of embeddings.
+      masked: projection, norm and bias of the head of a masked language model; None where it is not known.
     """
 
     layer: str
@@ -61,6 +64,7 @@ class EncoderNames(NamedTuple):
     dense: str
     labels: str
     embedding_norm: str = "model.embeddings.LayerNorm"
+    masked: tuple[str, str, str] | None = None
 
 
 def encoder_fields(
@@ -100,7 +104,7 @@ class EncoderEmbeddings(nnx.Module):
     """norm(token + token type + position), under BERT's names for the tables; `norm`: the norm's checkpoint module."""
 
     def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, norm: str, build: Build):
-        size, types = config.hidden_size, encoder.num_token_types
+        size, types = encoder.embedding_size or config.hidden_size, encoder.num_token_types
         self.first_position, self.num_rows = encoder.first_position, config.vocab_size // max(1, types)
 
         def table(name: str, rows: int) -> Any:  # in whole on every device
@@ -146,6 +150,27 @@ class Identity(nnx.Module):
 class Encoder(Decoder):
     """Decoder stack whose tokens see their whole prompt; `embed` also gets the tokens' positions."""
 
+    def __init__(self, config: ModelConfig, build: Build):
+        super().__init__(config, build)
+        pooler = config.pooler
+        if self.stage.is_last and pooler is not None and pooler.token_heads:
+            self.token_heads = self.make_token_heads(pooler.token_heads, build)
+        if self.stage.is_last and pooler is not None and pooler.splade is not None:
+            self.masked = self.make_masked(build)
+
+    def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
+        """Make the module of the checkpoint's scores of tokens, [T, D] -> f32[T, N], those of `heads` joined."""
+        return TokenHeads(self.config.hidden_size, heads, "model.classifier", build)
+
+    def make_masked(self, build: Build) -> MaskedScores:
+        """Make the head of a masked language model. Raises ModelConfigError for a family whose head is not known."""
+        raise ModelConfigError(f"{type(self).__name__} has no known head of a masked language model")
+
+    @property
+    def table(self) -> Embedding:
+        """Return the token table."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell its table of tokens")
+
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
         """Return the type of pooling, one of POOLING_TYPES, of a checkpoint that has no file about it; by default CLS.
@@ -179,20 +204,23 @@ class PostNormEncoder(Encoder):
         attention = config.attention[layer]
         width = attention.num_heads * attention.head_dim
         qkv = [f"{names.layer}.{name}" for name in names.qkv]
-        attend = Attention(
-            attention,
-            size,
+        attend = self.make_attention(
+            layer,
+            build,
             eps=config.rms_norm_eps,
             source=names.layer,
             qkv=[Source(name, width) for name in qkv] if len(qkv) > 1 else parts_of(qkv[0], width, width, width),
             out=Source(f"{names.layer}.{names.out}", size),
-            build=build,
         )
         norms = [
             LayerNorm(size, config.rms_norm_eps, source=f"{names.layer}.{name}", build=build)
             for name in (names.attention_norm, names.mlp_norm)
         ]
         return PostNormLayer(attend, norms[0], self.make_mlp(build), norms[1])
+
+    def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
+        """Make a layer's attention. names: further arguments of Attention."""
+        return Attention(self.config.attention[layer], self.config.hidden_size, build=build, **names)
 
     @property
     def activation(self) -> Callable[[jax.Array], jax.Array]:
@@ -214,6 +242,22 @@ class PostNormEncoder(Encoder):
         return DenseLabelScores(
             self.config.hidden_size, classifier, sources, activation=type(self).label_activation, build=build
         )
+
+    def make_masked(self, build: Build) -> MaskedScores:
+        config, names = self.config, self.names.masked
+        if names is None:
+            return super().make_masked(build)
+        norm = LayerNorm(config.hidden_size, config.rms_norm_eps, source=names[1], build=build)
+        return MaskedScores(config, (names[0], names[2]), norm=norm, activation=self.masked_activation, build=build)
+
+    @property
+    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """Return the activation function of the head of a masked language model."""
+        return self.activation
+
+    @property
+    def table(self) -> Embedding:
+        return self.embed.tokens
 
 
 # Of checkpoints that say `hidden_act`.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.pooler import DENSE, Pooler
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.files import inside
-from jaxengine.models.params.source import WeightSource
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.weights.formats.safetensors import SINGLE_FILE, SafetensorsCheckpoint
+from jaxengine.models.weights.formats.torch_zip import TorchCheckpoint
 from jaxengine.models.weights.load import is_unread
 from jaxengine.models.weights.views.joined import JoinedSource
 from jaxengine.models.weights.views.renamed import with_prefix
 
 _MODEL = "model."
+# Names of ColBERT's projection, which is the first Dense module of such a model.
+_PROJECTION = ("linear.weight", "model.linear.weight")
 
 
 def with_own_files(folder: Path, weights: WeightSource, pooler: Pooler, *, partial: bool = False) -> WeightSource:
@@ -23,12 +28,45 @@ def with_own_files(folder: Path, weights: WeightSource, pooler: Pooler, *, parti
 
     partial: files that are not there are left out. Raises ModelFileError.
     """
-    weights, found = with_prefix(weights), {}
+    stored, weights, found = weights, with_prefix(weights), {}
     for index, each in enumerate(pooler.dense):
+        if not each.folder:  # among the model's weights
+            if not partial or any(name in stored.names() for name in _PROJECTION):
+                found[f"{DENSE}.{index}.linear."] = _Linear(stored)
+            continue
         file = inside(folder, f"{each.folder}/{SINGLE_FILE}")
         if not partial or file.exists():
             found[f"{DENSE}.{index}."] = SafetensorsCheckpoint(file)
+    for head in pooler.token_heads:
+        if head.source is not None and (file := _file_of(folder, head.source)) is not None:
+            found[f"{head.source}."] = file
     return JoinedSource(weights, found) if found else weights
+
+
+def _file_of(folder: Path, name: str) -> WeightSource | None:
+    """Open the file of a module's weight and bias, .safetensors or torch's; None if there is none. Raises
+    ModelFileError.
+    """
+    if (folder / f"{name}.safetensors").exists():
+        return SafetensorsCheckpoint(inside(folder, f"{name}.safetensors"))
+    return TorchCheckpoint(inside(folder, f"{name}.pt")) if (folder / f"{name}.pt").exists() else None
+
+
+class _Linear(WrappedSource):
+    """WeightSource of ColBERT's projection, which is `linear.weight` of the checkpoint."""
+
+    def names(self) -> Iterable[str]:
+        return ("weight",)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._stored)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        return self._source.read(self._stored, rows, columns)
+
+    @property
+    def _stored(self) -> str:
+        return next(name for name in _PROJECTION if name in self._source.names())
 
 
 def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
@@ -43,7 +81,12 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     heads = {f"{name.partition('.')[0]}." for name in sources}
     kept = (_MODEL, "lm_head.", *heads)
 
+    pooler = first.config.pooler
+    projects = pooler is not None and any(not each.folder for each in pooler.dense)
+
     def named(name: str) -> str:
+        if projects and name in _PROJECTION:
+            return f"{DENSE}.0.linear.weight"
         own = names.renamed(name)
         as_it_is = own.startswith(kept) or names.is_unused(name) or is_unread(first, own)
         return name if as_it_is else _MODEL + name

@@ -31,14 +31,23 @@ def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_toke
 
 
 def whole_prompt_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, schedule: Any, *, spec: AttentionSpec, platform: str
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    schedule: Any,
+    *,
+    spec: AttentionSpec,
+    platform: str,
+    biases: jax.Array | None = None,
 ) -> jax.Array:
     """Attend q [T, N, H] to the keys k [T, K, H] and values v [T, K, Hv] of each token's own prompt: [T, N, Hv] in q's
     dtype.
 
     A token sees the keys of its prompt less than `spec.window` positions away, all without a window. Tokens of no
     prompt get 0. A token's result does not depend on other prompts, bit for bit. schedule: result of
-    `whole_prompt_schedule` for this step. Raises ValueError for shapes or a spec that do not fit.
+    `whole_prompt_schedule` for this step. biases: f32[N, 2 R + 1], added to a head's logits by the position of the key
+    less that of the query, from -R to R; those further away have the first and the last. Raises ValueError for shapes
+    or a spec that do not fit.
     """
     if not has_whole_prompts(spec, platform):
         raise ValueError(f"whole_prompt_attention does not run {spec} on platform {platform!r}")
@@ -52,4 +61,6 @@ def whole_prompt_attention(
         raise ValueError(f"q, k and v must be {wanted}, got {got}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
-    return kernel("whole_prompt_attention", platform)(q, k, v, schedule, spec=spec)
+    if biases is not None and (biases.shape[0] != spec.num_q_heads or biases.ndim != 2 or biases.shape[1] % 2 == 0):
+        raise ValueError(f"biases must be [{spec.num_q_heads}, an odd number], got {biases.shape}")
+    return kernel("whole_prompt_attention", platform)(q, k, v, schedule, spec=spec, biases=biases)

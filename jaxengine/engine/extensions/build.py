@@ -118,6 +118,8 @@ class Extensions:
             self.require("trace")
         if request.params.routed_experts_prompt_start:
             self.require("routed_experts")
+        if request.params.token_results:
+            self.require("token_pooling")
         for each in self.active:
             each.prepare(request)
 
@@ -240,6 +242,12 @@ def _pooling(_: Extensions) -> LoopExtension:
     return Pooling()
 
 
+def _token_pooling(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.token_pooling import TokenPooling
+
+    return TokenPooling()
+
+
 def _scores(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.scores import Scores
 
@@ -321,6 +329,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "scores": _scores,
     "steering": _steering,
     "structured": Extensions._structured,
+    "token_pooling": _token_pooling,
     "trace": _trace,
     "weights": _weights,
 }

@@ -15,7 +15,9 @@ STOP = "stop"
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """Result of a pooling model. data: f32[N], an embedding or the scores of labels."""
+    """Result of a pooling model. data: f32[N], an embedding or the scores of labels; f32[n, N] of a task about tokens,
+    a row for each.
+    """
 
     data: np.ndarray
 
@@ -109,12 +111,16 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     def of_pair(
         first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
     ) -> ScoringRequestOutput:
-        """Return the cosine similarity of two embeddings, 0 if one has no length; prompts are
-        concatenated, as in vLLM.
+        """Return the score of a query and a document. Of embeddings of prompts it is the cosine, 0 if one has no
+        length; of embeddings of tokens the sum, over the query's, of the largest product with one of the document's.
+        Prompts are concatenated, as in vLLM.
         """
         one, other = (each.outputs.data.astype(np.float64) for each in (first, second))
-        lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
-        score = float(one @ other) / lengths if lengths else 0.0
+        if one.ndim == 2:
+            score = float((one @ other.T).max(axis=1).sum())
+        else:
+            lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+            score = float(one @ other) / lengths if lengths else 0.0
         return ScoringRequestOutput(
             request_id=f"{first.request_id}_{second.request_id}",
             outputs=ScoringOutput(score),

@@ -5,6 +5,7 @@ Checks parameters, and applies the cut to fewer dimensions, normalisation and ac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,12 @@ from jaxengine.config.pooling_model import (
     EMBED,
     IDENTITY,
     NORMALIZE,
+    RELU,
     SIGMOID,
     SOFTMAX,
+    TOKEN_EMBED,
     PoolingModel,
+    TokenTask,
     check_dimensions,
 )
 from jaxengine.scheduler.errors import RequestError, show_value
@@ -33,25 +37,42 @@ class PoolingRecipe:
 
     Attributes:
       dimensions: number of leading dimensions to keep; None for all.
-      activation: NORMALIZE, SOFTMAX, SIGMOID or IDENTITY.
+      activation: NORMALIZE, SOFTMAX, SIGMOID, RELU or IDENTITY.
+      tokens: the task, if it is one about tokens; None for a task about prompts.
     """
 
     dimensions: int | None
     activation: str
+    tokens: TokenTask | None = None
 
-    def finish(self, vector: np.ndarray) -> np.ndarray:
-        """Compute the answer f32[dimensions] (f32[N] if dimensions is None) from the model's vector f32[N]."""
-        kept = vector[: self.dimensions].astype(np.float64)
+    def finish(self, vectors: np.ndarray) -> np.ndarray:
+        """Compute the answer f32[..., dimensions] (f32[..., N] if dimensions is None) from the model's vectors f32[...,
+        N].
+        """
+        kept = vectors[..., : self.dimensions].astype(np.float64)
         if self.activation == NORMALIZE:
-            kept /= max(float(np.linalg.norm(kept)), _LEAST_LENGTH)
+            kept /= np.maximum(np.linalg.norm(kept, axis=-1, keepdims=True), _LEAST_LENGTH)
         elif self.activation == SOFTMAX:
-            kept = np.exp(kept - kept.max())
-            kept /= kept.sum()
+            kept = np.exp(kept - kept.max(axis=-1, keepdims=True))
+            kept /= kept.sum(axis=-1, keepdims=True)
         elif self.activation == SIGMOID:
             kept = np.exp(-np.logaddexp(0.0, -kept))
+        elif self.activation == RELU:
+            kept = np.maximum(kept, 0.0)
         else:
             assert self.activation == IDENTITY
         return kept.astype(np.float32)
+
+    def finish_tokens(self, rows: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
+        """Compute the answer f32[n, dimensions] from the model's rows f32[tokens, N] for a prompt's tokens; n leaves
+        out special tokens that the task does without.
+        """
+        assert self.tokens is not None
+        first, end = self.tokens.columns
+        begin, last = self.tokens.left_out
+        skipped = int(begin is not None and token_ids[:1] == [begin])
+        stop = len(token_ids) - int(last is not None and token_ids[-1:] == [last])
+        return self.finish(rows[skipped:stop, first:end])
 
 
 @dataclass(kw_only=True)
@@ -66,7 +87,8 @@ class PoolingParams:
       normalize: normalise an embedding to length 1; same as use_activation.
       use_activation: normalise an embedding, or turn scores into probabilities. softmax and activation are earlier
         names.
-      task: "embed", "classify" or "score"; only the one that the model is for.
+      task: "embed" or "classify", a vector of the prompt; "token_embed" or "token_classify", one of each token; "score"
+        for what pairs of texts are scored by. The model must have it; None for its first one.
       prompt_name: name of a prompt in config_sentence_transformers.json to prepend to the text; "" for none.
       skip_reading_prefix_cache: compute every token of the prompt.
     """
@@ -86,12 +108,14 @@ class PoolingParams:
         for name in _SWITCHES:
             if getattr(self, name) not in (None, True, False):
                 raise _refuse(name, getattr(self, name), "True, False or None")
-        if self.task not in (None, model.task, "score"):
-            raise _refuse("task", self.task, f"{model.task} or score: the task of this model")
-        names = ("use_activation", *(("normalize",) if model.task == EMBED else ("softmax", "activation")))
+        if self.task not in (None, *model.tasks, "score"):
+            raise _refuse("task", self.task, f"{', '.join(model.tasks)} or score: the tasks of this model")
+        task = model.task if self.task in (None, "score") else self.task
+        embeds = task in (EMBED, TOKEN_EMBED)
+        names = ("use_activation", *(("normalize",) if embeds else ("softmax", "activation")))
         for name in ("normalize", "softmax", "activation"):
             if getattr(self, name) is not None and name not in names:
-                raise _refuse(name, getattr(self, name), f"None with task {model.task}")
+                raise _refuse(name, getattr(self, name), f"None with task {task}")
         said = {getattr(self, name) for name in names} - {None}
         if len(said) > 1:
             raise _refuse(names[1], getattr(self, names[1]), "the value of use_activation, or None")
@@ -100,8 +124,13 @@ class PoolingParams:
         if dimensions is not None:
             if type(dimensions) is not int or dimensions < 1:
                 raise _refuse("dimensions", dimensions, "a whole number of at least 1")
+            if not embeds:
+                raise _refuse("dimensions", dimensions, f"None with task {task}")
             check_dimensions(model, dimensions, lambda allowed: _refuse("dimensions", dimensions, allowed))
-        return PoolingRecipe(dimensions or model.dimensions, model.activation if use_activation else IDENTITY)
+        tokens = model.tokens.get(str(task))
+        activation = model.activation if tokens is None else tokens.activation
+        dimensions = (dimensions or model.dimensions) if embeds else None
+        return PoolingRecipe(dimensions, activation if use_activation else IDENTITY, tokens)
 
     def prefix(self, model: PoolingModel) -> str:
         """Return the text to prepend to the input: of prompt_name, else of the model's default prompt; "" without one.
@@ -133,10 +162,11 @@ class PoolingParams:
             raise _refuse("truncate_prompt_tokens", keep, f"-1, or 1 to {longest} (max_model_len)")
         return model.cut(token_ids, longest if keep == -1 else keep)
 
-    def token_params(self, model: PoolingModel) -> TokenParams:
-        """Return the parameters that the engine's steps need."""
-        reads_prompt = model.pooler.reads_all or self.skip_reading_prefix_cache is True
-        return TokenParams(temperature=0.0, reads_prompt=reads_prompt)
+    def token_params(self, model: PoolingModel, recipe: PoolingRecipe) -> TokenParams:
+        """Return the parameters that the engine's steps need. recipe: from `recipe`."""
+        tokens = recipe.tokens is not None
+        reads_prompt = tokens or model.pooler.reads_all or self.skip_reading_prefix_cache is True
+        return TokenParams(temperature=0.0, reads_prompt=reads_prompt, token_results=tokens)
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:

@@ -37,9 +37,7 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
         yield ExpertsExtension(shape)
     if model.pooler is not None and shape.model.stage.is_last:
-        from jaxengine.runner.extensions.pooling import PoolingExtension
-
-        yield PoolingExtension(shape)
+        yield from _poolers(shape)
     if config.steer is not None:
         from jaxengine.runner.extensions.steering import SteeringExtension
 
@@ -84,6 +82,21 @@ def _of_options(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.recording import RecordingExtension
 
         yield RecordingExtension(shape)
+
+
+def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
+    """Yield the DeviceExtensions of a pooling model."""
+    pooler = shape.model.config.pooler
+    assert pooler is not None
+    if pooler.splade is not None:
+        from jaxengine.runner.extensions.sparse_pooling import SparsePoolingExtension as PoolingExtension
+    else:
+        from jaxengine.runner.extensions.pooling import PoolingExtension
+    yield PoolingExtension(shape)
+    if pooler.answers_tokens:
+        from jaxengine.runner.extensions.token_pooling import TokenPoolingExtension
+
+        yield TokenPoolingExtension(shape)
 
 
 def step_programs(model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh) -> StepPrograms:

@@ -16,6 +16,7 @@ from jaxengine.server.options import ServerConfig
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
 _SCORES = {"query": "/rerank", "text_1": "/score", "queries": "/score", "data_1": "/score"}
 _POOLING_PATHS = {"embed": {"input": "/v1/embeddings", **_SCORES}, "classify": {"input": "/classify", **_SCORES}}
+_POOLING_PATHS |= {task: {"input": "/pooling", **_SCORES} for task in ("token_embed", "token_classify")}
 
 
 class _PassedOn(Response):

@@ -51,7 +51,13 @@ def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_toke
 
 
 def whole_prompt_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, schedule: Schedule, *, spec: AttentionSpec
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    schedule: Schedule,
+    *,
+    spec: AttentionSpec,
+    biases: jax.Array | None = None,
 ) -> jax.Array:
     """Attend q [T, N, H] to keys and values of each token's own prompt on a CPU: [T, N, Hv] in q's dtype; arguments as
     of attention.whole_prompts.whole_prompt_attention, which has checked them.
@@ -69,17 +75,23 @@ def whole_prompt_attention(
             prompt = schedule.order[place]
             first, length = schedule.first[prompt], schedule.length[prompt]
             queries, keys, values = (_rows(part, first, size) for part in (q, k, v))
-            softmax = _fold(None, queries, keys, values, 0, 0, length, spec)
+            softmax = _fold(None, queries, keys, values, 0, 0, length, spec, biases)
             return _write(o, first, jnp.arange(size) < length, softmax)
 
         o = lax.fori_loop(begin, schedule.ends[kind], attend, o)
         begin = schedule.ends[kind]
     if num_tokens > BLOCK:
-        o = lax.fori_loop(begin, schedule.ends[-1], lambda place, o: _in_blocks(place, o, q, k, v, schedule, spec), o)
+
+        def in_blocks(place: jax.Array, o: jax.Array) -> jax.Array:
+            return _in_blocks(place, o, q, k, v, schedule, spec, biases)
+
+        o = lax.fori_loop(begin, schedule.ends[-1], in_blocks, o)
     return o[:num_tokens].astype(own_dtype)
 
 
-def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
+def _in_blocks(
+    place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec, biases: jax.Array | None
+) -> jax.Array:
     """Attend a prompt of more than BLOCK tokens, number `place` in the schedule's order; return o with its rows
     written.
 
@@ -96,7 +108,7 @@ def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: Attention
 
         def fold(key_block: jax.Array, softmax: _Softmax) -> _Softmax:
             keys, values = (_rows(part, first + key_block * BLOCK, BLOCK) for part in (k, v))
-            return _fold(softmax, rows, keys, values, begin, key_block * BLOCK, length, spec)
+            return _fold(softmax, rows, keys, values, begin, key_block * BLOCK, length, spec, biases)
 
         low = jnp.maximum(begin - reach, 0) // BLOCK
         high = jnp.minimum((begin + BLOCK - 1 + reach) // BLOCK + 1, num_blocks)
@@ -120,7 +132,15 @@ def _rows(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
 
 
 def _fold(
-    softmax: _Softmax | None, q, k, v, first_query, first_key, length: jax.Array, spec: AttentionSpec
+    softmax: _Softmax | None,
+    q,
+    k,
+    v,
+    first_query,
+    first_key,
+    length: jax.Array,
+    spec: AttentionSpec,
+    biases: jax.Array | None = None,
 ) -> _Softmax:
     """Add keys k [L, K, H] and values v [L, K, Hv] to the running softmax of queries q [Q, N, H]; None: no keys before.
 
@@ -131,6 +151,8 @@ def _fold(
     logits = jnp.einsum("qkgh,skh->kgqs", queries, k, preferred_element_type=jnp.float32) * spec.sm_scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+    if biases is not None:
+        logits += _by_distance(biases, first_key - first_query, len(q)).reshape(logits.shape)
     places = first_key + jnp.arange(len(k))
     visible = jnp.broadcast_to(places < length, (len(q), len(k)))
     if spec.window is not None:
@@ -149,6 +171,18 @@ def _fold(
         return _Softmax(largest, total, values)
     decay = jnp.exp(softmax.largest - shift)
     return _Softmax(largest, softmax.total * decay + total, softmax.values * decay[..., None] + values)
+
+
+def _by_distance(biases: jax.Array, distance, size: int) -> jax.Array:
+    """Return f32[N, size, size], for each query and key of a block the bias of their distance.
+
+    distance: of the first key to the first query, i32[] or int. Row i of such a matrix is the row before, a column
+    further left: all rows are one line of 2 size - 1 biases, repeated and cut a place shorter. So none is gathered.
+    """
+    reach, width = biases.shape[1] // 2, 2 * size - 1
+    line = biases[:, jnp.clip(distance + jnp.arange(width) - (size - 1), -reach, reach) + reach]
+    repeated = jnp.tile(line, (1, size + 1))[:, size - 1 :]
+    return repeated[:, : size * (width - 1)].reshape(-1, size, width - 1)[..., :size]
 
 
 def _write(o: jax.Array, first: jax.Array, is_own: jax.Array, softmax: _Softmax) -> jax.Array:

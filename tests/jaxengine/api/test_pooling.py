@@ -188,7 +188,7 @@ def test_an_embedder_scores_by_the_cosine(make_pooling_llm):
 
 def test_what_an_engine_is_not_for_is_refused(make_pooling_llm, make_llm):
     embedder, classifier = make_pooling_llm("last"), make_pooling_llm("one_label")
-    with pytest.raises(RequestError, match="task is 'classify'; allowed: embed or score"):
+    with pytest.raises(RequestError, match="task is 'classify'; allowed: embed, token_embed or score"):
         embedder.classify(TEXTS[0])
     with pytest.raises(RequestError, match="task is 'embed'; allowed: classify or score"):
         classifier.embed(TEXTS[0])

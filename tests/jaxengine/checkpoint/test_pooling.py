@@ -105,7 +105,7 @@ def test_the_file_about_the_input_is_named_after_the_kind_of_model(encoder_folde
         (SENTENCE, {"max_seq_length": -5}, "max_seq_length must be an integer >= 1"),
         (PROMPTS, {"prompts": {"a": 5}}, "prompts must be at most"),
         (PROMPTS, {"prompts": {}, "default_prompt_name": "a"}, "default_prompt_name must be one of"),
-        ("config.json", {"is_causal": False}, "is_causal must be true or absent"),
+        ("config.json", {"is_causal": "no"}, "is_causal must be true or false"),
     ],
 )
 def test_files_that_say_what_is_not_built(edited, file, content, problem):

@@ -18,6 +18,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.load import load_params
 from jaxengine.runner.weight_update import WeightUpdateError, read_weights
+from tests.fixtures.token_models import make_token_model
 from tests.tables import each_row
 
 DENSE = "2_Dense/model.safetensors"
@@ -43,14 +44,16 @@ def tensors_of(folder: Path, doubled: bool = False) -> dict[str, np.ndarray]:
 
 # Checkpoints with a prefix of their own, with that of all models beside heads without it, and without any but with
 # files of Dense modules.
-@each_row("name", ["bert_score", "modernbert_score", "embedding_gemma"])
+# ColBERT's projection is among its other tensors.
+@each_row("name", ["bert_score", "modernbert_score", "embedding_gemma", "colbert"])
 def test_a_checkpoints_own_names(encoder_folder, tmp_path, name):
-    folder, runner = tmp_path / name, runner_of(encoder_folder(name))
+    own = str(make_token_model(tmp_path / "own", name)) if name == "colbert" else encoder_folder(name)
+    folder, runner = tmp_path / name, runner_of(own)
     old = [np.asarray(each) for each in runner.stages[0].params]
-    shutil.copytree(encoder_folder(name), folder)
+    shutil.copytree(own, folder)
     for file in folder.rglob("*.safetensors"):
         save_file({name: array * 2 for name, array in load_file(file).items()}, file)
-    for given in (folder, tensors_of(Path(encoder_folder(name)), doubled=True)):
+    for given in (folder, tensors_of(Path(own), doubled=True)):
         new = read_weights(runner, given)
         assert new.num_leaves == len(old)
         new.put()

@@ -18,11 +18,13 @@ class Embedding(Answer):
 
 
 class Pooled(Answer):
-    """data: in the form of Embedding.embedding."""
+    """data: in the form of Embedding.embedding; of a task about tokens a list of numbers for each token, which base64
+    has one after the other.
+    """
 
     index: int
     object: Literal["pooling"]
-    data: list[float] | str
+    data: list[float] | list[list[float]] | str
 
 
 class Classified(Answer):

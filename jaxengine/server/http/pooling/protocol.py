@@ -94,7 +94,7 @@ class EmbeddingRequest(InputBody):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """Request of /pooling. task: "embed" or "classify", must be the model's."""
+    """Request of /pooling. task: one of PoolingParams.task, which the model must have."""
 
     task: str | None = None
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.api.scoring import pairs_of
+from jaxengine.api.scoring import by_role, pairs_of, reads_apart, role_params
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.scheduler.errors import RequestError
@@ -86,12 +86,18 @@ async def _scores(
     each, although an embedder computes it once. name: the request's id in the engine. Raises the errors of
     PoolingServer.answers.
     """
-    inputs, params = server.engine.inputs, body.pooling_params()
-    if inputs.require_pooling().task != "embed":
+    model, params = server.engine.inputs.require_pooling(), body.pooling_params()
+    if not reads_apart(model):
         prompts = await server.encode_pairs(pairs, body)
         given = await server.answers(await server.encode_given(prompts, body, params), params, body, name, options)
         return [ScoringRequestOutput.from_base(each) for each in given]
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    given = await server.answers(await server.encode_given(texts, body, params), params, body, name, options)
-    found = dict(zip(texts, given, strict=True))
-    return [ScoringRequestOutput.of_pair(found[one], found[other]) for one, other in pairs]
+    roles = role_params(model, params)
+    texts = list(dict.fromkeys(by_role(pairs, roles)))
+    prompts = []
+    for number, params in enumerate(roles):
+        own = [text for role, text in texts if role == number]
+        prompts += await server.encode_given(own, body, params)
+    texts.sort(key=lambda each: each[0])  # as in `prompts`
+    given = dict(zip(texts, await server.answers(prompts, params, body, name, options), strict=True))
+    found = iter(given[each] for each in by_role(pairs, roles))
+    return [ScoringRequestOutput.of_pair(one, other) for one, other in zip(found, found, strict=True)]

@@ -77,6 +77,7 @@ async def test_answers_are_as_the_document_says(app, scoring_app):
         (app, "/v1/embeddings", {"input": TEXTS}),
         (app, "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}),
         (app, "/pooling", {"input": TEXTS}),
+        (app, "/pooling", {"input": TEXTS, "task": "token_embed"}),
         (scoring_app, "/classify", {"input": TEXTS}),
         *((scoring_app, path, pairs) for path in ("/score", "/v1/score")),
         *((scoring_app, path, documents) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
@@ -118,6 +119,33 @@ async def test_forms_of_input_and_fields(app):
     (entry,) = answer.json["data"]
     assert entry["object"] == "pooling" and answer.json["id"].startswith("pool-")
     np.testing.assert_allclose(entry["data"], golden[0], atol=1e-4)
+
+
+async def test_embeddings_of_tokens(app):
+    answers = [
+        (await post(app, "/pooling", input=TEXTS[:2], task="token_embed", **fields)).json["data"]
+        for fields in ({}, {"encoding_format": "base64"})
+    ]
+    for index, (whole, packed) in enumerate(zip(*answers, strict=True)):
+        rows = np.array(whole["data"])
+        assert rows.shape == (len(TEXTS[index].split()) + 1, SIZE)
+        np.testing.assert_allclose(rows[-1], GOLDENS["last"][index], atol=1e-4)  # the model's embedding is the last
+        unpacked = np.frombuffer(base64.b64decode(packed["data"]), "<f4").reshape(-1, SIZE)
+        np.testing.assert_allclose(unpacked, rows, atol=1e-6)
+
+
+async def test_tokens_score_pairs_where_the_option_says_so(pooling_folder, pooling_options):
+    """The server's scores of tokens are those of LLM.score (tests/jaxengine/api/test_token_models.py)."""
+    engine = AsyncLLM(pooling_folder("last"), pooler_config={"task": "token_embed"}, **pooling_options)
+    app = create_app(engine, ServerConfig(served_model_name=("tiny",)))
+    rows = [np.array(each["data"]) for each in (await post(app, "/pooling", input=TEXTS)).json["data"]]
+    golden = [(rows[0] @ each.T).max(axis=1).sum() for each in rows]
+    found = (await post(app, "/score", text_1=TEXTS[0], text_2=TEXTS)).json["data"]
+    np.testing.assert_allclose([each["score"] for each in found], golden, rtol=1e-4)
+    ranked = (await post(app, "/rerank", query=TEXTS[0], documents=TEXTS)).json["results"]
+    assert [each["index"] for each in ranked] == np.argsort(golden)[::-1].tolist()
+    np.testing.assert_allclose([each["relevance_score"] for each in ranked], np.sort(golden)[::-1], rtol=1e-4)
+    engine.shutdown()
 
 
 async def test_a_field_reaches_the_engine(embedder, app, monkeypatch):

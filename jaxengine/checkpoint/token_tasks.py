@@ -1,0 +1,90 @@
+"""Reads what a checkpoint has for the tokens of prompts: ColBERT's projection, bge-m3's heads, labels of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from jaxengine.config.pooling_model import NORMALIZE, RELU, PoolingModel, TokenTask
+from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
+from jaxengine.models.config.pooler import TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import ENCODERS, family_of
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+
+# Modules of BAAI/bge-m3, in files of their own: (task, module).
+M3_HEADS = ((TOKEN_EMBED, "colbert_linear"), (TOKEN_CLASSIFY, "sparse_linear"))
+# The tasks of a model that embeds tokens as it embeds prompts, whatever the size of its embeddings.
+EMBEDDINGS: Mapping[str, TokenTask] = {TOKEN_EMBED: TokenTask((0, MAX_HIDDEN), NORMALIZE)}
+_M3 = "BgeM3EmbeddingModel"
+_LINEAR = ("linear.weight", "model.linear.weight")
+
+
+def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
+    """Return the projection of a ColBERT checkpoint that has it among its weights, as `linear.weight`. Raises
+    ModelFileError for a checkpoint without it.
+    """
+    checkpoint = SafetensorsCheckpoint(folder)
+    try:
+        name = next((name for name in _LINEAR if name in checkpoint.names()), None)
+        if name is None:
+            raise ModelFileError(folder, f"has no {_LINEAR[0]}, the projection of ColBERT, and no module Dense")
+        shape = checkpoint.shape(name)
+    finally:
+        checkpoint.close()
+    if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or shape[1] != fields.integer("hidden_size"):
+        raise ModelFileError(folder, f"must be a matrix with hidden_size columns, got {shape}", name)
+    return Dense(shape[1], shape[0], False, "Identity", "")
+
+
+def has_m3_heads(folder: Path, architecture: str) -> bool:
+    """Whether a folder has bge-m3's further heads. Raises ModelConfigError if the architecture needs them and they are
+    not there.
+    """
+    family = family_of(architecture)[0]
+    files = [any((folder / f"{name}{end}").is_file() for end in (".safetensors", ".pt")) for _, name in M3_HEADS]
+    if architecture == _M3 and not all(files):
+        names = " and ".join(name for _, name in M3_HEADS)
+        raise ModelConfigError(f"{_M3} needs {names} in files of these names, .safetensors or .pt")
+    return all(files) and family == "XLMRobertaModel" and not architecture.endswith("ForSequenceClassification")
+
+
+def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: ConfigFields) -> PoolingModel:
+    """Return the model with its tasks about tokens and the heads that these have of their own. Raises ModelConfigError.
+
+    model: as far as it pools prompts, or with the heads of labels of tokens.
+    """
+    pooler = model.pooler
+    if pooler.splade is not None:
+        return model
+    if pooler.token_heads:  # labels of tokens
+        (head,) = pooler.token_heads
+        tokens = {head.task: TokenTask((0, head.width), model.activation)}
+        return replace(model, pooler=replace(pooler, answers_tokens=True), tokens=tokens)
+    if has_m3_heads(folder, architecture):
+        return _with_m3(model, pooler, fields)
+    is_encoder = family_of(architecture)[0] in ENCODERS
+    if pooler.classifier is not None:
+        if is_encoder:  # its scores are of a prompt's first token
+            return model
+        tokens = {TOKEN_CLASSIFY: TokenTask((0, pooler.classifier.num_labels), model.activation)}
+    else:
+        tokens = EMBEDDINGS
+    return replace(model, pooler=replace(pooler, answers_tokens=True), tokens=tokens)
+
+
+def with_token_labels(pooler: Pooler, num_labels: int) -> Pooler:
+    """Return the pooler with scores of labels for each token."""
+    return replace(pooler, token_heads=(TokenHead(TOKEN_CLASSIFY, num_labels),))
+
+
+def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> PoolingModel:
+    first, last = fields.integer("bos_token_id", 0, minimum=0), fields.integer("eos_token_id", 2, minimum=0)
+    size = fields.integer("hidden_size", 1024)
+    heads = tuple(TokenHead(task, size if task == TOKEN_EMBED else 1, name) for task, name in M3_HEADS)
+    tokens: Mapping[str, TokenTask] = {
+        TOKEN_EMBED: TokenTask((0, size), NORMALIZE, (first, None)),
+        TOKEN_CLASSIFY: TokenTask((size, size + 1), RELU, (first, last)),
+    }
+    return replace(model, pooler=replace(pooler, answers_tokens=True, token_heads=heads), tokens=tokens)

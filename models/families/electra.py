@@ -1,0 +1,65 @@
+"""ELECTRA's discriminator (Clark et al. 2020, arXiv:2003.10555): BERT's encoder, whose embeddings may be narrower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
+from jaxengine.models.families.bert import NAMES, BertModel
+from jaxengine.models.layers.encoder import EncoderEmbeddings, EncoderNames
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mlp import gelu
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
+
+
+class ProjectedEmbeddings(nnx.Module):
+    """Embeddings of `inner`, [T, E], and a product that makes hidden states of them, [T, D]."""
+
+    def __init__(self, inner: EncoderEmbeddings, size: int, hidden_size: int, *, source: str, build: Build):
+        self.inner, own = inner, Source(source, hidden_size)
+        # Whole on every device, as the other tables of an encoder.
+        self.project = Linear(size, (own,), axes=("embed", "labels"), bias=True, build=build)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """Embed tokens i32[T], with their types in their ids, at positions i32[T] -> [T, D]."""
+        return self.project(self.inner(token_ids, positions))
+
+
+class ElectraModel(BertModel):
+    """BERT's layers, with a dense layer, GELU and scores of labels where it classifies."""
+
+    names: ClassVar[EncoderNames] = NAMES._replace(
+        dense="model.classifier.dense", labels="model.classifier.out_proj", masked=None
+    )
+    label_activation: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(gelu)
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.electra.", "model."),),
+        heads=(
+            "model.classifier.",
+            "model.generator_predictions.",
+            "model.generator_lm_head.",
+            "model.discriminator_predictions.",
+        ),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        shape = super().read_hf(fields)
+        size = fields.integer("embedding_size", 128)
+        if size > MAX_HIDDEN:
+            raise fields.fail("embedding_size", f"at most {MAX_HIDDEN}")
+        return shape | {"encoder": shape["encoder"]._replace(embedding_size=size)}
+
+    def make_embedding(self, build: Build) -> Any:
+        assert self.config.encoder is not None
+        inner, size = super().make_embedding(build), self.config.encoder.embedding_size
+        if size == self.config.hidden_size:
+            return inner
+        source = "model.embeddings_project"
+        return ProjectedEmbeddings(inner, size, self.config.hidden_size, source=source, build=build)

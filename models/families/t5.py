@@ -1,0 +1,108 @@
+"""T5's encoder (Raffel et al. 2020, arXiv:1910.10683), of sentence-T5 and GTR: RMS norms before a layer's parts, and
+biases of attention by the distance of two tokens in place of positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.config.pooler import MEAN
+from jaxengine.models.families.llama import LAYER, LlamaLayer
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.distance_bias import BiasedAttention, distance_table
+from jaxengine.models.layers.embedding import Embedding
+from jaxengine.models.layers.encoder import FUNCTIONS, Encoder
+from jaxengine.models.layers.mlp import MLP, GatedMLP
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
+
+# config.json's names for what other encoders call so, and their defaults.
+_FIELDS = {
+    "hidden_size": ("d_model", 512),
+    "num_attention_heads": ("num_heads", 8),
+    "num_hidden_layers": ("num_layers", 6),
+    "intermediate_size": ("d_ff", 2048),
+    "head_dim": ("d_kv", 64),
+    "max_position_embeddings": ("n_positions", 512),
+    "vocab_size": ("vocab_size", 32128),
+}
+_MLPS = {"relu": "relu", "gated-gelu": "gelu_new"}
+_ATTENTION, _MLP = f"{LAYER}.layer.0.SelfAttention", f"{LAYER}.layer.1.DenseReluDense"
+
+
+class T5EncoderModel(Encoder):
+    """Pre-norm encoder with biases by distance, and plain or gated MLPs."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.encoder.block.", "model.layers."), ("model.encoder.final_layer_norm.", "model.norm.")),
+        heads=("model.decoder.", "model.encoder.embed_tokens.", "lm_head."),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        named = {name: fields.value(own, usual) for name, (own, usual) in _FIELDS.items()}
+        fields = ConfigFields({**fields.raw, **named})
+        kind = fields.text("feed_forward_proj", "relu")
+        if kind not in _MLPS:
+            raise fields.fail("feed_forward_proj", " or ".join(_MLPS))
+        buckets = fields.integer("relative_attention_num_buckets", 32)
+        farthest = fields.integer("relative_attention_max_distance", 128)
+        if buckets % 4 or not buckets // 4 < farthest <= 1 << 16:
+            raise fields.fail(
+                "relative_attention_num_buckets", "a multiple of 4, below relative_attention_max_distance"
+            )
+        encoder = EncoderConfig(_MLPS[kind], num_token_types=0, num_positions=0, distances=(buckets, farthest))
+        # Products are not scaled: the weights are.
+        options: dict[str, Any] = {"causal": False, "scale": 1.0, "activation": Activation("hidden_act", ACTIVATIONS)}
+        ropes = [None] * fields.integer("num_hidden_layers")
+        return hf_fields(fields, ropes=ropes, eps="layer_norm_epsilon", tied=True, **options) | {"encoder": encoder}
+
+    @classmethod
+    def usual_pooling(cls, fields: ConfigFields) -> str:
+        return MEAN
+
+    def make_embedding(self, build: Build) -> Embedding:
+        return Embedding(self.config.vocab_size, self.config.hidden_size, source="model.shared", build=build)
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        return self.embed(batch.token_ids)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        config, size, encoder = self.config, self.config.hidden_size, self.config.encoder
+        attention = config.attention[layer]
+        assert encoder is not None and encoder.distances is not None
+        buckets, farthest = encoder.distances
+        if layer == self.stage.layers.start:
+            source = "model.layers.0.layer.0.SelfAttention.relative_attention_bias"
+            self._distances = distance_table(source, buckets, attention.num_heads)
+        width = attention.num_heads * attention.head_dim
+        attend = BiasedAttention(
+            attention,
+            size,
+            table=self._distances,
+            farthest=farthest,
+            eps=config.rms_norm_eps,
+            source=LAYER,
+            qkv=[Source(f"{_ATTENTION}.{name}", width) for name in "qkv"],
+            out=Source(f"{_ATTENTION}.o", size),
+            build=build,
+        )
+        names = "layer.0.layer_norm", "layer.1.layer_norm"
+        return LlamaLayer(config, attend, self._make_mlp(build), build, norm_class=RMSNorm, norm_names=names)
+
+    def _make_mlp(self, build: Build) -> nnx.Module:
+        size, ffn, encoder = self.config.hidden_size, self.config.intermediate_size, self.config.encoder
+        assert encoder is not None
+        options: dict[str, Any] = {"source": _MLP, "activation": FUNCTIONS[encoder.activation], "build": build}
+        if encoder.activation == "relu":
+            return MLP(size, ffn, up="wi", down="wo", **options)
+        gate_up = Source(f"{_MLP}.wi_0", ffn), Source(f"{_MLP}.wi_1", ffn)
+        return GatedMLP(size, ffn, gate_up=gate_up, down=Source(f"{_MLP}.wo", size), **options)

@@ -1,0 +1,47 @@
+"""Rows that a pooling model gives for each token of a prompt: embeddings (ColBERT), labels, sparse weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.pooler import TokenHead
+from jaxengine.models.layers.classify import pooled_result
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.params.declare import Source
+from jaxengine.models.quantization.registry import PLAIN
+
+
+class TokenHeads(nnx.Module):
+    """Projections of hidden states with biases, in float32: [T, D] -> f32[T, N], those of all heads side by side.
+
+    usual: checkpoint module of a head that names none.
+    """
+
+    def __init__(self, size: int, heads: Sequence[TokenHead], usual: str, build: Build):
+        # In float32 whatever the model's dtype, as the scores of prompts.
+        build = replace(build, dtype=jnp.float32, scheme=PLAIN)
+        self.products = nnx.List(
+            Linear(size, (Source(each.source or usual, each.width),), axes=("embed", "labels"), bias=True, build=build)
+            for each in heads
+        )
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        parts = [product(hidden, out_dtype=jnp.float32) for product in self.products]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def token_results(model: Any, hidden: jax.Array) -> jax.Array:
+    """Return the rows of tokens f32[T, N] that a pooling model gives for hidden states [T, D]: those of the
+    checkpoint's heads for tokens, else what it makes of a prompt's pooled state.
+
+    model: as of jaxengine.models.layers.classify.pooled_result. Nothing is normalised here.
+    """
+    hidden = hidden.astype(jnp.float32)
+    return model.token_heads(hidden) if model.config.pooler.token_heads else pooled_result(model, hidden)

@@ -1,0 +1,259 @@
+"""Files of `torch.save`: a zip archive of raw storages, and a pickle that says which tensors are made of them.
+
+The pickle is not unpickled. It is a program for a stack machine, of which the few instructions are read here that
+torch writes for a tensor or a dict of tensors; what they name is compared with two names and never imported or called.
+Any other instruction or name is an error. Files are untrusted: sizes are checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import open_regular
+from jaxengine.models.params.source import WHOLE
+
+_MAX_PROGRAM, _MAX_OBJECTS, _MAX_RANK, _MAX_ENTRIES = 1 << 20, 1 << 16, 8, 1 << 16
+_DTYPES = {
+    "torch FloatStorage": np.dtype("<f4"),
+    "torch HalfStorage": np.dtype("<f2"),
+    "torch BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "torch DoubleStorage": np.dtype("<f8"),
+}
+_TENSOR, _DICT = "torch._utils _rebuild_tensor_v2", "collections OrderedDict"
+
+
+class TorchFileError(ValueError):
+    """A file that is not a tensor, or a dict of tensors, as torch.save writes them."""
+
+
+class _Name(str):
+    """Something that the program names: module and attribute."""
+
+
+class _Storage(NamedTuple):
+    dtype: np.dtype
+    key: str
+    size: int
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
+    """Read the tensors of a file by name; a tensor that is not in a dict has the name "".
+
+    limit: most bytes of all tensors together. Raises TorchFileError.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if len(entries) > _MAX_ENTRIES or any(each.compress_type != zipfile.ZIP_STORED for each in entries):
+                raise TorchFileError("is no archive of torch.save: its files must be stored as they are")
+            programs = [each for each in entries if each.filename.partition("/")[2] == "data.pkl"]
+            if len(programs) != 1 or programs[0].file_size > _MAX_PROGRAM:
+                raise TorchFileError(f"must have one data.pkl of at most {_MAX_PROGRAM} bytes")
+            folder = programs[0].filename.partition("/")[0]
+            if f"{folder}/byteorder" in archive.namelist() and archive.read(f"{folder}/byteorder") != b"little":
+                raise TorchFileError("must be little-endian")
+            tensors = _named(_Program(archive.read(programs[0])).run())
+            sizes = {name: math.prod(each.shape) * each.storage.dtype.itemsize for name, each in tensors.items()}
+            if sum(sizes.values()) > limit:
+                raise TorchFileError(f"its tensors have {sum(sizes.values())} bytes; allowed are {limit}")
+            return {name: _array(archive, f"{folder}/data/", each) for name, each in tensors.items()}
+    except TorchFileError:
+        raise
+    except (zipfile.BadZipFile, KeyError, EOFError, OSError, NotImplementedError, RuntimeError, struct.error) as error:
+        raise TorchFileError(f"cannot be read as a file of torch.save ({type(error).__name__})") from error
+
+
+def _array(archive: zipfile.ZipFile, folder: str, tensor: _Tensor) -> np.ndarray:
+    """Read a tensor's storage and return the tensor, an array of its own."""
+    dtype, key, size = tensor.storage
+    entry = archive.getinfo(folder + key)
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if entry.file_size != size * dtype.itemsize:
+        raise TorchFileError(f"storage {key} has {entry.file_size} bytes; {size * dtype.itemsize} are said")
+    if math.prod(tensor.shape) and not 0 <= tensor.offset <= tensor.offset + last < size:
+        raise TorchFileError(f"a tensor reads past the end of storage {key}")
+    flat = np.frombuffer(archive.read(entry), dtype)[tensor.offset :]
+    strides = [stride * dtype.itemsize for stride in tensor.strides]
+    return np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False).copy()
+
+
+def _named(found: Any) -> dict[str, _Tensor]:
+    """Return the program's result by name. Raises TorchFileError unless it is a tensor or a dict of tensors."""
+    named = {"": found} if isinstance(found, _Tensor) else found
+    if not isinstance(named, dict) or not all(
+        isinstance(name, str) and isinstance(each, _Tensor) for name, each in named.items()
+    ):
+        raise TorchFileError("must hold a tensor or a dict of tensors, and nothing else")
+    return named
+
+
+class _Program:
+    """Run of a pickle's program, as far as it makes tensors."""
+
+    def __init__(self, data: bytes):
+        self._data, self._at = data, 0
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._num_steps = 0
+
+    def run(self) -> Any:
+        """Return what the program makes. Raises TorchFileError."""
+        try:
+            while (code := self._take(1)) != b".":
+                self._num_steps += 1
+                if self._num_steps > _MAX_OBJECTS or code not in _CODES:
+                    raise TorchFileError(f"has an instruction that no tensor needs ({code!r}); nothing of it was run")
+                _CODES[code](self)
+            (found,) = self._stack
+            return found
+        except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
+            if isinstance(error, TorchFileError):
+                raise
+            raise TorchFileError("its list of tensors is damaged") from error
+
+    def _take(self, count: int) -> bytes:
+        taken = self._data[self._at : self._at + count]
+        if len(taken) < count:
+            raise TorchFileError("its list of tensors ends early")
+        self._at += count
+        return taken
+
+    def _number(self, form: str) -> int:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _marked(self) -> list[Any]:
+        """Pop all values since the last mark."""
+        mark = self._marks.pop()
+        values, self._stack[mark:] = self._stack[mark:], []
+        return values
+
+    def _line(self) -> str:
+        end = self._data.index(b"\n", self._at)
+        return self._take(end - self._at + 1)[:-1].decode("ascii")
+
+    def _name(self) -> None:
+        name = _Name(f"{self._line()} {self._line()}")
+        if name not in (_TENSOR, _DICT, *_DTYPES):
+            raise TorchFileError(f"names {name[:100]!r}; allowed are dense tensors of {', '.join(_DTYPES)}")
+        self._push(name)
+
+    def _text(self) -> None:
+        self._push(self._take(self._number("<I")).decode())
+
+    def _long(self) -> None:
+        self._push(int.from_bytes(self._take(self._number("<B")), "little", signed=True))
+
+    def _tuple_of(self, count: int) -> None:
+        values = tuple(self._stack[len(self._stack) - count :])
+        del self._stack[len(self._stack) - count :]
+        self._push(values)
+
+    def _storage(self) -> None:
+        kind, name, key, _, size = self._stack.pop()
+        if kind != "storage" or not isinstance(name, _Name) or not isinstance(key, str) or not key.isdecimal():
+            raise TorchFileError("names a storage in an unknown way")
+        self._push(_Storage(_DTYPES[name], key, _count(size)))
+
+    def _make(self) -> None:
+        arguments, name = self._stack.pop(), self._stack.pop()
+        if not isinstance(name, _Name) or not isinstance(arguments, tuple):
+            raise TorchFileError("calls what is no tensor")
+        if name == _DICT and not arguments:
+            self._push({})
+            return
+        storage, offset, shape, strides, *_ = arguments
+        if name != _TENSOR or not isinstance(storage, _Storage) or not len(shape) == len(strides) <= _MAX_RANK:
+            raise TorchFileError("makes a tensor in an unknown way")
+        self._push(_Tensor(storage, _count(offset), tuple(map(_count, shape)), tuple(map(_count, strides))))
+
+    def _set_items(self) -> None:
+        values = self._marked()
+        self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._stack[-1].update({key: value})
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 48:
+        raise TorchFileError("has a size that is none")
+    return value
+
+
+# Instructions by opcode. What `b` sets is torch's note on versions.
+_CODES: dict[bytes, Callable[[_Program], Any]] = {
+    b"\x80": lambda run: run._take(1),
+    b"}": lambda run: run._push({}),
+    b")": lambda run: run._push(()),
+    b"(": lambda run: run._marks.append(len(run._stack)),
+    b"X": _Program._text,
+    b"c": _Program._name,
+    b"K": lambda run: run._push(run._number("<B")),
+    b"M": lambda run: run._push(run._number("<H")),
+    b"J": lambda run: run._push(run._number("<i")),
+    b"\x8a": _Program._long,
+    b"\x88": lambda run: run._push(True),
+    b"\x89": lambda run: run._push(False),
+    b"N": lambda run: run._push(None),
+    b"q": lambda run: run._memo.update({run._number("<B"): run._stack[-1]}),
+    b"r": lambda run: run._memo.update({run._number("<I"): run._stack[-1]}),
+    b"h": lambda run: run._push(run._memo[run._number("<B")]),
+    b"j": lambda run: run._push(run._memo[run._number("<I")]),
+    b"t": lambda run: run._push(tuple(run._marked())),
+    b"\x85": lambda run: run._tuple_of(1),
+    b"\x86": lambda run: run._tuple_of(2),
+    b"\x87": lambda run: run._tuple_of(3),
+    b"Q": _Program._storage,
+    b"R": _Program._make,
+    b"u": _Program._set_items,
+    b"s": _Program._set_item,
+    b"b": lambda run: run._stack.pop(),
+}
+
+
+class TorchCheckpoint:
+    """WeightSource of a small file of torch.save, which is read at once. Raises ModelFileError."""
+
+    _LIMIT = 1 << 30
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+        try:
+            with open(open_regular(path)[0], "rb") as file:
+                self._tensors = read_torch(file, self._LIMIT)
+        except TorchFileError as error:
+            raise ModelFileError(self.path, str(error)) from error
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        whole = self._tensors[name]
+        return (whole[rows] if whole.ndim == 1 else whole[rows, columns]).copy()
+
+    def close(self) -> None:
+        self._tensors = {}

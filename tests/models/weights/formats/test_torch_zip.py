@@ -1,0 +1,78 @@
+"""Files of torch.save: tensors are read, and nothing else; no instruction of a pickle is run."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import numpy as np
+import pytest
+
+from jaxengine.models.weights.formats.torch_zip import TorchFileError, read_torch
+from tests.fixtures.drawn_weights import draw
+from tests.fixtures.token_models import GOLDENS
+
+REBUILD = b"torch._utils\n_rebuild_tensor_v2"
+
+
+def archive(program: bytes, storage: bytes = bytes(24), *, compressed: bool = False, order: bytes = b"little"):
+    file = io.BytesIO()
+    kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(file, "w", kind) as made:
+        made.writestr("a/data.pkl", program)
+        made.writestr("a/byteorder", order)
+        made.writestr("a/data/0", storage)
+    return file
+
+
+def tensor(
+    offset: int = 0, shape: bytes = b"K\x02K\x03\x86", strides: bytes = b"K\x03K\x01\x86", name=REBUILD
+) -> bytes:
+    """A program that makes one tensor of a storage of six floats."""
+    begin = b"\x80\x02c" + name + b"\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tQ"
+    return begin + b"K" + bytes([offset]) + shape + strides + b"\x89ccollections\nOrderedDict\n)RtR."
+
+
+def test_what_torch_wrote_is_read():
+    with np.load(GOLDENS) as goldens:
+        found = read_torch(io.BytesIO(goldens["colbert_linear.pt"].tobytes()), 1 << 20)
+    assert {name: each.dtype for name, each in found.items()} == {"weight": np.float32, "bias": np.float32}
+    for name, each in found.items():
+        assert np.array_equal(each, draw(f"colbert_linear.{name}", each.shape))
+
+
+def test_views_of_a_storage():
+    values = np.arange(6, dtype="<f4")
+    whole = read_torch(archive(tensor(), values.tobytes()), 24)[""]
+    assert np.array_equal(whole, values.reshape(2, 3))
+    turned = tensor(shape=b"K\x03K\x02\x86", strides=b"K\x01K\x03\x86")
+    assert np.array_equal(read_torch(archive(turned, values.tobytes()), 24)[""], values.reshape(2, 3).T)
+    part = tensor(offset=2, shape=b"K\x02\x85", strides=b"K\x02\x85")
+    assert read_torch(archive(part, values.tobytes()), 24)[""].tolist() == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (archive(b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R."), "names 'os system'"),
+        (archive(b"\x80\x02ctorch\nload\n)R."), "names 'torch load'"),
+        (archive(b"\x80\x04\x8c\x02os\x8c\x06system\x93."), "has an instruction that no tensor needs"),
+        (archive(b"\x80\x02i0\n."), "has an instruction that no tensor needs"),
+        (archive(b"\x80\x02ccollections\nOrderedDict\n(K\x01tR."), "makes a tensor in an unknown way|damaged"),
+        (archive(tensor(name=b"collections\nOrderedDict")), "makes a tensor in an unknown way"),
+        (archive(b"\x80\x02K\x01."), "must hold a tensor or a dict of tensors"),
+        (archive(b"\x80\x02"), "ends early"),
+        (archive(b"\x80\x02RR."), "damaged"),
+        (archive(b"\x80\x02" + b"K\x01" * 70_000 + b"."), "has an instruction that no tensor needs|damaged"),
+        (archive(tensor(offset=1)), "reads past the end of storage 0"),
+        (archive(tensor(strides=b"K\x04K\x01\x86")), "reads past the end of storage 0"),
+        (archive(tensor(), bytes(20)), "storage 0 has 20 bytes; 24 are said"),
+        (archive(tensor(shape=b"M\xff\xffM\xff\xff\x86", strides=b"K\0K\0\x86")), "bytes; allowed are 1000"),
+        (archive(tensor(), compressed=True), "must be stored as they are"),
+        (archive(tensor(), order=b"big"), "must be little-endian"),
+        (io.BytesIO(b"\x80\x02}q\0."), "cannot be read as a file of torch.save"),
+    ],
+)
+def test_what_is_no_tensor_is_refused(file, said):
+    with pytest.raises(TorchFileError, match=said):
+        read_torch(file, 1000)
