@@ -260,8 +260,9 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             ("runner", ("auto", "generate", "pooling")),
             ("convert", ("auto", "none", *POOLING_TASKS)),
         ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(name, getattr(self, name), ", ".join(choices))
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise ConfigError(name, value, ", ".join(choices))
         for field in dataclasses.fields(self):
             if wanted := kind_missed(getattr(self, field.name), str(field.type)):
                 raise ConfigError(field.name, getattr(self, field.name), wanted)
@@ -403,7 +404,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
         if name in _READERS:
             return _READERS[name](value)
         if name in ("dtype", "kv_cache_dtype"):
-            if (value := dtype_name(value)) == "float16":
+            value = dtype_name(value)
+            if isinstance(value, str) and value == "float16":
                 logger.warning("%s: float16 is run in bfloat16, which is as large and has float32's range", name)
                 return "bfloat16"
         if isinstance(value, str) and value in (words := field.metadata.get("words", {})):
