@@ -348,7 +348,8 @@ ROOMS = {
         "jaxengine.server.observe jaxengine.server.http:app jaxengine.server.processes"
     ),
     "jaxengine.server.batch": (
-        "jaxengine.scheduler jaxengine.config jaxengine.api jaxengine.server jaxengine.server.http:app"
+        "jaxengine.scheduler jaxengine.config jaxengine.api jaxengine.server jaxengine.server.http "
+        "jaxengine.server.http:app"
     ),
     "jaxengine.commands": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "

@@ -62,8 +62,9 @@ def check_options(config: EngineConfig) -> None:
     another one.
     """
     for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ConfigError(name, getattr(config, name), ", ".join(choices))
+        value = getattr(config, name)
+        if not isinstance(value, str) or value not in choices:
+            raise ConfigError(name, value, ", ".join(choices))
     for field in dataclasses.fields(config):
         if wanted := kind_missed(getattr(config, field.name), str(field.type)):
             raise ConfigError(field.name, getattr(config, field.name), wanted)

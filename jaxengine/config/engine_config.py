@@ -363,7 +363,8 @@ class EngineConfig(
         if name in _READERS:
             return _READERS[name](value)
         if name in ("dtype", "kv_cache_dtype"):
-            if (value := dtype_name(value)) == "float16":
+            value = dtype_name(value)
+            if isinstance(value, str) and value == "float16":
                 logger.warning("%s: float16 is run in bfloat16, which is as large and has float32's range", name)
                 return "bfloat16"
         if isinstance(value, str) and value in (words := field.metadata.get("words", {})):

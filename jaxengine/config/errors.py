@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# Characters of a value, and of a problem, in a message: a path is shown whole, and no megabyte of text is.
+_MOST_SHOWN, _MOST_OF_PROBLEM = 1000, 4000
+
 
 class ConfigError(ValueError):
     """An option cannot be honoured: its value is not allowed or, if made by `because`, something else prevents it.
@@ -13,7 +16,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, param: str, value: Any, allowed: str):
-        super().__init__(f"{param} is {value!r}; allowed: {allowed}")
+        super().__init__(f"{param} is {_shown(value)}; allowed: {allowed}")
         self.param = param
 
     @classmethod
@@ -24,6 +27,19 @@ class ConfigError(ValueError):
         advice: what the user can do about it; it follows the problem in the message.
         """
         error = cls.__new__(cls, param, problem, advice)
-        ValueError.__init__(error, f"{problem}; {advice}")
+        ValueError.__init__(error, f"{_cut(problem, _MOST_OF_PROBLEM)}; {advice}")
         error.param = param
         return error
+
+
+def _shown(value: Any) -> str:
+    """Return the representation of a value for a message, without its middle if it is longer than 1000 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int beyond sys.set_int_max_str_digits, here or inside
+        return f"<{type(value).__name__} too long to print>"
+    return _cut(text, _MOST_SHOWN)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"

@@ -67,14 +67,14 @@ def dtype_name(value: Any) -> Any:
     unchanged.
     """
     if not isinstance(value, str):
-        text = str(value)
-        if text.startswith("torch."):
-            value = text.removeprefix("torch.")
-        elif value is not None:
-            try:
+        try:
+            text = str(value)
+            if text.startswith("torch."):
+                value = text.removeprefix("torch.")
+            elif value is not None:
                 value = np.dtype(value).name
-            except TypeError:
-                return value
+        except (TypeError, ValueError):  # ValueError: a dict of dicts, an int too long to print
+            return value
     return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
 

@@ -78,7 +78,7 @@ def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hid
         ("return_hidden_states", "capture_layers", hidden_states),
     ):
         if asked and getattr(config, option) is None:
-            raise RequestError(f"the engine was started without {option}", param=field)
+            raise RequestError(f"{field}: the engine was started without {option}", param=field)
     if hidden_states:
         total += len(config.capture_layers) * model.hidden_size * number_bytes
     if names:

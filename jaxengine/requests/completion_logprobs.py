@@ -75,7 +75,11 @@ class KnownCompletions:
             problem = f"logprobs_mode is {mode!r}, and log-probabilities are asked for; allowed is 'raw_logprobs'"
             raise RequestError(problem, param="logprobs_mode", value=mode)
         inputs.refuse_generation()
-        if isinstance(completions, str) or len(completions) != len(prompts):
+        for name, value in (("prompts", prompts), ("completions", completions)):
+            if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
+                problem = f"{name} must be a list, one item for each completion, got {show_value(value)}"
+                raise RequestError(problem, param=name, value=value)
+        if len(completions) != len(prompts):
             problem = f"completions must be a list of token ids for each of the {len(prompts)} prompts"
             raise RequestError(problem, param="completions", value=completions)
         self._own = [_token_ids(index, each, inputs) for index, each in enumerate(completions)]

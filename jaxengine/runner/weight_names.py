@@ -106,6 +106,27 @@ def check_chunk_bytes(chunk_bytes: Any) -> None:
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
 
 
+def check_mapping(mapping: Any) -> None:
+    """Raise RequestError unless `mapping` is None or has, for each name, a Renamed."""
+    allowed = "a mapping from names to a Hugging Face name, (name, axes or None, function or None) or ScannedLayers"
+    if mapping is not None and not isinstance(mapping, Mapping):
+        text = f"mapping must be {allowed}, got {show_value(mapping)}"
+        raise RequestError(text, param="mapping", value=mapping)
+    for name, rule in (mapping or {}).items():
+        if not (isinstance(rule, str | ScannedLayers) or _is_changed(rule)):
+            text = f"mapping has {show_value(rule)} for {show_value(name)}; allowed: {allowed}"
+            raise RequestError(text, param="mapping", value=rule)
+
+
+def _is_changed(rule: Any) -> bool:
+    if not (isinstance(rule, tuple | list) and len(rule) in (2, 3) and isinstance(rule[0], str)):
+        return False
+    axes = rule[1]
+    listed = isinstance(axes, Sequence | np.ndarray) and all(isinstance(axis, int | np.integer) for axis in axes)
+    ordered = axes is None or listed
+    return ordered and (len(rule) == 2 or rule[2] is None or callable(rule[2]))
+
+
 def renamed(
     pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: bool = False, lazily: bool = False
 ) -> Iterator[tuple[str, Any]]:
@@ -146,5 +167,10 @@ def renamed(
 
 def _changed(rule: tuple[Any, ...], array: Any) -> tuple[str, Any]:
     axes, function = rule[1], rule[2] if len(rule) == 3 else None
-    array = array if axes is None else np.transpose(on_host(array), tuple(axes))
+    if axes is not None:
+        try:
+            array = np.transpose(on_host(array), tuple(axes))
+        except ValueError:
+            text = f"mapping orders its axes {tuple(axes)}, and its shape is {np.shape(array)}"
+            raise WeightUpdateError.of([(rule[0], text)]) from None
     return rule[0], array if function is None else function(array)

@@ -34,7 +34,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.process_weights import Spread, raise_faults, whole
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, check_chunk_bytes, renamed
+from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, check_chunk_bytes, check_mapping, renamed
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
 
@@ -137,10 +137,11 @@ def read_weights(
     process sends; none has new weights unless all have.
 
     Matrices that were quantised at loading are quantised again in the same way. Raises WeightUpdateError for whatever
-    does not fit, in any process; RequestError for target "draft" without draft weights, and for chunk_bytes;
+    does not fit, in any process; RequestError for target "draft" without draft weights, for chunk_bytes and mapping;
     ClusterError. Errors of functions in `mapping` are raised. The engine keeps its old weights until `put` in any case.
     """
     check_chunk_bytes(chunk_bytes)
+    check_mapping(mapping)
     options = ReadOptions(mapping, strict, donate, target, chunk_bytes)
     if runner.config.nnodes == 1:
         return read_here(runner, params, options, stop=stop)

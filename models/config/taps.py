@@ -73,7 +73,7 @@ def split_names(value: Any) -> tuple[str, ...]:
     """Return names given as a list, or as text with commas. Raises TypeError for anything else, or for none."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"a list of names is needed, got {value!r}")
+        raise TypeError(f"a list of names is needed, got {type(value).__name__}")
     return tuple(name.strip() for name in names)
 
 

@@ -256,7 +256,7 @@ def _scores(_: Extensions) -> LoopExtension:
 
 def _trace(extensions: Extensions) -> LoopExtension:
     if "trace" not in extensions._runner.extensions:
-        problem = "the engine was started without enable_trace_replay"
+        problem = "trace_decode_token_ids: the engine was started without enable_trace_replay"
         raise RequestError(problem, param="trace_decode_token_ids")
     from jaxengine.engine.extensions.trace import Traces
 
@@ -265,7 +265,7 @@ def _trace(extensions: Extensions) -> LoopExtension:
 
 def _routed_experts(extensions: Extensions) -> LoopExtension:
     if "routed_experts" not in extensions._runner.extensions:
-        problem = "the engine was started without enable_return_routed_experts"
+        problem = "routed_experts_prompt_start: the engine was started without enable_return_routed_experts"
         raise RequestError(problem, param="routed_experts_prompt_start")
     from jaxengine.engine.extensions.routed_experts import RoutedExperts
 

@@ -51,7 +51,7 @@ class Scores(LoopExtension):
 
     def prepare(self, request: Request) -> None:
         if request.params.return_sampling_mass and "mass" not in self.loop.runner.extensions:
-            problem = "the engine was started without enable_sampling_mass"
+            problem = "return_sampling_mass: the engine was started without enable_sampling_mass"
             raise RequestError(problem, param="return_sampling_mass")
 
     def queued(self, requests: Sequence[Request]) -> None:

@@ -71,14 +71,16 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig.from_options(**options)
     lines, digest = read_lines(args.input_file)
     batch = json.dumps([digest, config.model, sorted(map(str, of_server.items()))])
-    with Results(args.output_file, batch) as results:
+    with Results(args.output_file, batch, args.input_file) as results:
         left = [line for line in lines if line.custom_id not in results.known]
         if len(left) < len(lines):
             print(f"{len(lines) - len(left)} of {len(lines)} results are there already", file=sys.stderr)
         try:
             num_failed = asyncio.run(_answer(left, results, server, options)) if left else 0
         except BaseException:
-            print(f"{len(results.known)} of {len(lines)} results are kept; the same command goes on", file=sys.stderr)
+            if results.known:
+                kept = f"{len(results.known)} of {len(lines)} results are kept"
+                print(f"{kept}; the same command goes on", file=sys.stderr)
             raise
         results.finish(lines)
     print(f"{len(lines)} results in {args.output_file}, {num_failed} of {len(left)} requests failed", file=sys.stderr)

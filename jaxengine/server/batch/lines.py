@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import uuid
@@ -12,6 +13,8 @@ from typing import Any
 
 from jaxengine.config.errors import ConfigError
 from jaxengine.scheduler.errors import show_value
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.http.limits import read_json
 
 # Routes that a line may name: those whose answer is one JSON object that depends on the line alone.
 URLS = (
@@ -84,9 +87,9 @@ def read_lines(path: str) -> tuple[list[BatchLine], str]:
 
 def _read_line(path: str, number: int, text: bytes) -> BatchLine:
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(path, number, f"it is not JSON ({error})") from None
+        fields = read_json(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
+    except ApiError as error:  # what no body of a request may have, such as half a surrogate pair
+        raise _wrong(path, number, error.detail.replace("the body", "it", 1)) from None
     if not isinstance(fields, dict):
         raise _wrong(path, number, "it is not a JSON object")
     custom_id, method, url, body = (fields.get(name) for name in ("custom_id", "method", "url", "body"))

@@ -6,6 +6,8 @@ each result, in the order in which they arrived. At the end they are written to 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Sequence
@@ -21,72 +23,91 @@ class Results:
     """Results of one batch so far.
 
     Args:
-      path: the output file.
+      path: the output file. A link stays, and the file that it names is written.
       batch: identifies the batch, so that results of another one are refused.
+      input_file: the file of requests, which is never overwritten.
 
     Raises:
-      ConfigError: the results next to the output file are of another batch.
+      ConfigError: `path` cannot be an output file, the results next to it are of another batch, or another process
+        writes them.
       OSError: the files cannot be written.
 
     Attributes:
       known: lines of results, by custom_id.
     """
 
-    def __init__(self, path: str, batch: str):
+    def __init__(self, path: str, batch: str, input_file: str):
         self.known: dict[str, bytes] = {}
-        self._path, self._partial = Path(path), Path(f"{path}.partial")
-        header = json.dumps({"batch": batch}).encode() + b"\n"
-        size = self._read(header) if self._partial.is_file() else 0
-        self._file = open(self._partial, "r+b" if size else "wb")  # noqa: SIM115  # closed by __exit__
-        self._file.truncate(size)  # what was being written when the batch was killed is no result
-        self._file.seek(size)
-        if not size:
-            self._write(header)
+        self._path = _output_path(path)
+        self._partial, self._whole = Path(f"{self._path}.partial"), Path(f"{self._path}.whole")
+        for each in (self._path, self._partial, self._whole):
+            if each.exists() and each.samefile(input_file):
+                problem = f"the requests are in {each}, which the results would replace"
+                raise ConfigError.because("output_file", problem, "name another output file")
+        self._header = json.dumps({"batch": batch}).encode() + b"\n"
+        self._file = os.fdopen(os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
+            self._lock()
+            size = self._read()
+            self._file.truncate(size)  # what was being written when the batch was killed is no result
+            self._file.seek(size)
+        except BaseException:
+            self._file.close()
+            raise
 
-    def _read(self, header: bytes) -> int:
+    def _lock(self) -> None:
+        """Raise ConfigError if another process has the partial file. The lock ends with the file."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = f"another process writes {self._partial}"
+            raise ConfigError.because("output_file", problem, "wait for its end, or name another output file") from None
+        except OSError:  # a file system without locks
+            pass
+
+    def _read(self) -> int:
         """Read the complete results in the partial file into `known`; return the number of bytes up to their end.
 
-        header: the line that identifies the batch, with which the file must begin.
+        Raises ConfigError for a file that does not begin with this batch's header, or with a part of it.
         """
-        with open(self._partial, "rb") as file:
-            first = file.readline()
-            if not first.endswith(b"\n"):
+        first = self._file.readline()
+        if first != self._header:
+            if self._header.startswith(first):
                 return 0
-            if first != header:
-                problem = f"{self._partial} has results of another batch"
-                raise ConfigError.because("output_file", problem, "name another output file, or remove that file")
-            size = len(first)
-            for line in file:
-                try:
-                    custom_id = json.loads(line)["custom_id"] if line.endswith(b"\n") else None
-                except (ValueError, TypeError, KeyError):
-                    custom_id = None
-                if not isinstance(custom_id, str):
-                    break
-                self.known[custom_id] = line
-                size += len(line)
+            problem = f"{self._partial} has results of another batch"
+            raise ConfigError.because("output_file", problem, "name another output file, or remove that file")
+        size = len(first)
+        for line in self._file:
+            try:
+                custom_id = json.loads(line)["custom_id"] if line.endswith(b"\n") else None
+            except (ValueError, TypeError, KeyError):
+                custom_id = None
+            if not isinstance(custom_id, str):
+                break
+            self.known[custom_id] = line
+            size += len(line)
         return size
 
     def add(self, line: BatchLine, result: bytes) -> None:
         """Store the result of a request. Raises OSError, for example for a full disk."""
-        self._write(result)
-        self.known[line.custom_id] = result
-
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
+        # Without results nothing says that the file is of this batch: its model or options may be mended.
+        self._file.write(result if self.known else self._header + result)
         self._file.flush()
+        self.known[line.custom_id] = result
 
     def finish(self, lines: Sequence[BatchLine]) -> None:
         """Write the output file whole, with the results of all `lines` in their order, and remove the partial one.
 
         The file appears complete or not at all. Raises OSError.
         """
-        whole = self._path.with_name(f"{self._path.name}.whole")
-        with open(whole, "wb") as file:
-            file.writelines(in_order(lines, self.known))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(whole, self._path)
+        try:
+            with open(self._whole, "wb") as file:
+                file.writelines(in_order(lines, self.known))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(self._whole, self._path)
+        finally:
+            self._whole.unlink(missing_ok=True)
         self._partial.unlink()
 
     def __enter__(self) -> Self:
@@ -95,4 +116,16 @@ class Results:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if not self.known:
+            self._partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of the disk that was full already
+            self._file.close()
+
+
+def _output_path(path: str) -> Path:
+    """Return the path of the output file without links. Raises ConfigError if no file can be there."""
+    if not Path(path).name:
+        raise ConfigError("output_file", path, "the name of a file")
+    if os.path.exists(path) and not os.path.isfile(path):  # renaming would replace a device, such as /dev/null
+        raise ConfigError.because("output_file", f"{path} is a folder, a device or a pipe", "name a file")
+    return Path(os.path.realpath(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
@@ -31,6 +32,16 @@ def test_every_option_refuses_a_value_of_another_type(field):
     with pytest.raises(ConfigError) as error:
         EngineConfig(**{field.name: wrong})
     assert error.value.param.startswith(field.name)
+
+
+@each_row("field", [field for field in dataclasses.fields(EngineConfig) if field.init])
+def test_an_error_is_short_whatever_the_value(field):
+    """An int that Python does not print, a megabyte, what numpy cannot compare or read as a dtype."""
+    for value in (10**5000, [10**5000], "x" * 1_000_000, np.array([1, 2]), {"a": {"b": 1}}, "\ud800"):
+        try:
+            EngineConfig(**{field.name: value})
+        except ConfigError as error:
+            assert len(str(error)) < 5000 and error.param.startswith(field.name)  # some are allowed
 
 
 @each_row(

@@ -218,7 +218,9 @@ def test_taps_that_the_engine_was_started_without_are_refused(llm):
 
 
 def test_an_engine_without_the_option_refuses_the_field(make_llm):
-    with pytest.raises(RequestError, match="started without capture_layers") as refused:
+    with pytest.raises(
+        RequestError, match="return_hidden_states: the engine was started without capture_layers"
+    ) as refused:
         generate(make_llm(), [[5, 6]], params(return_hidden_states=True))
     assert refused.value.param == "return_hidden_states"
     with pytest.raises(RequestError, match="started without capture") as refused:

@@ -245,7 +245,8 @@ async def test_the_online_api_has_the_same(tiny_options, make_llm):
     ("prompts", "completions", "problem"),
     [
         ([[3], [4]], [[5]], "completions must be a list of token ids for each of the 2 prompts"),
-        ([[3]], "5", "completions must be a list of token ids for each of the 1 prompts"),
+        ([[3]], "5", "completions must be a list, one item for each completion, got '5'"),
+        ([[3]], 5, "completions must be a list, one item for each completion, got 5"),
         ([[3]], ["5"], r"completions\[0\] must be a list of token ids"),
         ([[3]], [5], r"completions\[0\] must be a list of token ids"),
         ([[3]], [[5, 1.0]], r"completions\[0\] contains 1.0"),

@@ -172,6 +172,8 @@ def test_a_start_that_does_not_fit_is_refused(llm):
         with pytest.raises(RequestError, match=said) as refused:
             generate(engine, [[5, 6, 7]], params(routed_experts_prompt_start=start))
         assert refused.value.param == "routed_experts_prompt_start"
-    with pytest.raises(RequestError, match="the engine was started without enable_return_routed_experts"):
+    with pytest.raises(
+        RequestError, match="routed_experts_prompt_start: the engine was started without enable_return_routed"
+    ):
         lacking: Any = Stand(_runner=Stand(extensions={}))
         _MAKERS["routed_experts"](lacking)

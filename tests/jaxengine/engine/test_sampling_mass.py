@@ -104,6 +104,8 @@ def test_pieces_of_a_stream_and_other_engines(make_llm):
         joined._append(each)
     for field in ("logprobs_raw", "logprobs_processed", "sampling_log_mass"):
         np.testing.assert_array_equal(getattr(joined, field), getattr(whole.outputs[0], field))
-    with pytest.raises(RequestError, match="started without enable_sampling_mass") as refused:
+    with pytest.raises(
+        RequestError, match="return_sampling_mass: the engine was started without enable_sampling_mass"
+    ) as refused:
         make_llm().generate([[3, 4]], asked, use_tqdm=False)
     assert refused.value.param == "return_sampling_mass"

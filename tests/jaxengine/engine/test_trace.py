@@ -100,7 +100,9 @@ def test_how_a_trace_ends(make_llm):
 
 
 def test_an_engine_without_the_option_refuses_the_field(make_llm):
-    with pytest.raises(RequestError, match="started without enable_trace_replay") as refused:
+    with pytest.raises(
+        RequestError, match="trace_decode_token_ids: the engine was started without enable_trace_replay"
+    ) as refused:
         make_llm().generate([[3, 4]], SamplingParams(trace_decode_token_ids=[5]), use_tqdm=False)
     assert refused.value.param == "trace_decode_token_ids"
     with pytest.raises(RequestError, match="decode needs an engine that was started with enable_trace_replay"):

@@ -188,6 +188,11 @@ def test_names_and_axes_of_a_trainer(llm, expected):
     assert tokens_of(llm) == expected[3]
     with pytest.raises(WeightUpdateError, match="elsewhere: is named by mapping"):
         llm.update_weights(tensors, mapping={"elsewhere": NORM})
+    for wrong in (5, [NORM], {NORM: 5}, {NORM: (NORM,)}, {NORM: (NORM, 1)}, {NORM: (NORM, None, 1)}):
+        with pytest.raises(RequestError, match="mapping (must be|has) .*a mapping from names to"):
+            llm.update_weights(tensors, mapping=wrong)
+    with pytest.raises(WeightUpdateError, match=r"mapping orders its axes \(1, 0\), and its shape is"):
+        llm.update_weights(tensors, mapping={NORM: (NORM, (1, 0))})
 
 
 def test_scanned_layers_of_a_trainer_that_gives_them_up(llm, expected):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from jaxengine.server.batch.run import run_lines
 from tests.tables import each_row
 
 CHAT = "/v1/chat/completions"
+INPUT = __file__  # any other file than those of results
 
 
 def request(custom_id: Any = "a", url: str = CHAT, method: str = "POST", **body: Any) -> str:
@@ -33,8 +36,12 @@ def written(folder: Path, *lines: str) -> str:
 @each_row(
     ("second", "problem"),
     [
-        ("{", "line 2: it is not JSON"),
-        ("[" * 100_000, "line 2: it is not JSON"),
+        ("{", "line 2: it is not valid JSON: it ends too early"),
+        ("[" * 100_000, "line 2: it is nested deeper than 64"),
+        (request("b", prompt=json.loads("[" * 70 + "]" * 70)), "line 2: it is nested deeper than 64"),
+        (request("\ud800"), "line 2: it is not valid Unicode text"),
+        (request("b", prompt="\ud800"), "line 2: it is not valid Unicode text"),
+        (request("b", temperature=float("nan")), "line 2: it is not valid JSON: NaN is not a JSON number"),
         ("[]", "line 2: it is not a JSON object"),
         (request(""), "line 2: custom_id must be a string of 1 to 512 characters, got ''"),
         (request(7), "line 2: custom_id must be a string of 1 to 512 characters, got 7"),
@@ -104,7 +111,7 @@ def run_some(app: FakeApp, lines: Any, results: Results, limit: int = 99) -> Non
 
 def test_results_are_in_order_and_say_what_failed(tmp_path):
     app, lines, output = FakeApp(), batch(tmp_path), tmp_path / "out.jsonl"
-    with Results(str(output), "a batch") as results:
+    with Results(str(output), "a batch", INPUT) as results:
         run_some(app, lines, results)
         assert not output.exists()
         results.finish(lines)
@@ -125,13 +132,13 @@ def test_results_are_in_order_and_say_what_failed(tmp_path):
 def test_a_batch_that_was_ended_goes_on(tmp_path, torn):
     lines, output = batch(tmp_path), str(tmp_path / "out.jsonl")
     first, second = FakeApp(), FakeApp()
-    with Results(output, "a batch") as results, pytest.raises(OSError, match="disk is full"):
+    with Results(output, "a batch", INPUT) as results, pytest.raises(OSError, match="disk is full"):
         run_some(first, lines, results, limit=3)
     partial = Path(f"{output}.partial")
     partial.write_bytes(partial.read_bytes() + torn)
     with pytest.raises(ConfigError, match="results of another batch; name another output file"):
-        Results(output, "another batch")
-    with Results(output, "a batch") as results:
+        Results(output, "another batch", INPUT)
+    with Results(output, "a batch", INPUT) as results:
         num_known = len(results.known)
         assert num_known >= 3
         run_some(second, lines, results)
@@ -141,12 +148,61 @@ def test_a_batch_that_was_ended_goes_on(tmp_path, torn):
     assert [row["custom_id"] for row in rows] == [f"id {at}" for at in range(6)]
 
 
+def test_what_is_no_file_of_results_is_not_replaced(tmp_path):
+    """Links stay: the file that they name is written."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (source := tmp_path / "in").write_text("requests")  # without a line break, as a header that was being written
+    (tmp_path / "x.partial").symlink_to(source)
+    (tmp_path / "y.whole").symlink_to(source)
+    problems = dict.fromkeys(("folder", "pipe"), "is a folder, a device or a pipe")
+    problems |= {"in": "the requests are in", "x": "the requests are in", "y": "the requests are in"}
+    for name, problem in problems.items():
+        with pytest.raises(ConfigError, match=problem):
+            Results(str(tmp_path / name), "a batch", str(source))
+    with pytest.raises(ConfigError, match="output_file is ''; allowed: the name of a file"):
+        Results("", "a batch", str(source))
+    (tmp_path / "other.partial").write_text("notes")
+    with pytest.raises(ConfigError, match="has results of another batch"):
+        Results(str(tmp_path / "other"), "a batch", str(source))
+    assert source.read_text() == "requests" and (tmp_path / "other.partial").read_text() == "notes"
+    (tmp_path / "link").symlink_to("target")
+    with Results(str(tmp_path / "link"), "a batch", str(source)) as results:
+        with pytest.raises(ConfigError, match="another process writes .*target.partial; wait for its end"):
+            Results(str(tmp_path / "target"), "a batch", str(source))
+        results.finish([])
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b""
+
+
+def test_a_batch_without_results_leaves_nothing(tmp_path):
+    """Nor does one that was killed before its first result stand in the way of one with another model."""
+    output = str(tmp_path / "out.jsonl")
+    with pytest.raises(ConfigError), Results(output, "a batch", INPUT):
+        assert Path(f"{output}.partial").read_bytes() == b""
+        raise ConfigError("model", "no", "a folder")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_keeps_what_is_complete(tmp_path, monkeypatch):
+    lines, output = batch(tmp_path), str(tmp_path / "out.jsonl")
+    with Results(output, "a batch", INPUT) as results:
+        run_some(FakeApp(), lines, results)
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(OSError, match="no space"):
+            results.finish(lines)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl.partial"]
+    monkeypatch.undo()
+    with Results(output, "a batch", INPUT) as results:
+        assert len(results.known) == 6
+        results.finish(lines)
+
+
 def test_an_engine_that_fails_is_no_result(tmp_path):
     async def dead() -> None:
         raise EngineDeadError("the engine has failed")
 
     lines = batch(tmp_path)
-    with Results(str(tmp_path / "out.jsonl"), "a batch") as results, pytest.raises(EngineDeadError):
+    with Results(str(tmp_path / "out.jsonl"), "a batch", INPUT) as results, pytest.raises(EngineDeadError):
         asyncio.run(run_lines(FakeApp(), lines, results, 2, dead, lambda *_: None))
     assert not results.known
 

@@ -82,7 +82,8 @@ async def test_defaults_are_those_of_sampling_params(app, monkeypatch, chat_engi
 
 async def test_what_sampling_made_of_each_token_is_asked_of_the_engine(app):
     answer = await post(app, PATH, **body(return_sampling_mass=True, top_k=3))
-    assert answer.status == 400 and "started without enable_sampling_mass" in answer.error["message"], answer.body
+    problem = "return_sampling_mass: the engine was started without enable_sampling_mass"
+    assert answer.status == 400 and answer.error["message"] == problem, answer.body
 
 
 async def test_stop_strings_are_looked_for(app):
