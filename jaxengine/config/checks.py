@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jaxengine.config.encoder import check_encoder
 from jaxengine.config.errors import ConfigError
@@ -20,9 +20,6 @@ from jaxengine.config.values import kind_missed
 from jaxengine.scheduler.config import POLICIES
 from jaxengine.scheduler.token_params import MAX_LOGPROBS
 from jaxengine.sharding.layout import GATHER, RAGGED
-
-if TYPE_CHECKING:
-    from jaxengine.config.engine_config import EngineConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -57,9 +54,9 @@ _RANGES = {
 }
 
 
-def check_options(config: EngineConfig) -> None:
+def check_options(config: Any) -> None:
     """Raise ConfigError for the first option that has a value of another kind or out of its range, or that contradicts
-    another one.
+    another one. config: an EngineConfig.
     """
     for name, choices in _CHOICES.items():
         value = getattr(config, name)
