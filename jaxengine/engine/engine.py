@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxengine.engine.extension import Events, Loop
 from jaxengine.engine.extensions.build import Extensions, Inputs
@@ -35,9 +35,9 @@ class Engine:
       busy_since: time.monotonic seconds at which the first request came after a time without any.
     """
 
-    def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
-        """Build the loop of a started runner. inputs: what prepares its requests; None: they come as tokens."""
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, inputs: Inputs | None = None, clock: Callable[[], float] = time.monotonic):
+        """Build the loop of a started runner. inputs: what prepares requests; None: they are tokens. clock: seconds."""
+        self.runner, self._now = runner, clock
         self.extensions = Extensions(runner, inputs)
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
         self.scheduler = Scheduler(self.extensions.configure(config))
@@ -47,7 +47,7 @@ class Engine:
         self.uncounted: set[Request] = set()
         self._max_in_flight = runner.config.max_in_flight
         self._in_flight: deque[InFlight] = deque()
-        self._idle_since = self.busy_since = time.monotonic()
+        self._idle_since = self.busy_since = self._now()
         self._rows = SlotRows(runner, self.scheduler)
         self.extensions.attach(Loop(runner, self.scheduler, self._rows, self._in_flight))
         self._active, self._epilogue = self.extensions.active, self.extensions.epilogue
@@ -56,7 +56,7 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether `step` has work left: requests or steps in flight; in a pause, requests past their deadline."""
         if self.scheduler.paused and not self._in_flight:
-            return self.scheduler.next_deadline < time.monotonic()
+            return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
@@ -65,7 +65,7 @@ class Engine:
         try:
             for request in requests:
                 self.extensions.prepare(request)
-                request.queued_time = time.monotonic()
+                request.queued_time = self._now()
                 if not self.has_unfinished:
                     self._idle_since = self.busy_since = request.queued_time
                 self.scheduler.add_request(request)
@@ -125,7 +125,7 @@ class Engine:
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
         """Schedule a step and dispatch its forward pass; None in a pause, or if no request can run now."""
-        start = time.monotonic()
+        start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
             return None
@@ -134,15 +134,15 @@ class Engine:
         idle_since = self._idle_since if newest is None else start if newest.pending.is_ready() else None
         step, stats, done = self.scheduler.schedule(start), self.stats, None
         output.finished += step.expired
-        scheduled = time.monotonic()
+        scheduled = self._now()
         stats.schedule_seconds += scheduled - start
         if step.num_rows:
             message = self.runner.packer.pack(step)
-            prepared = time.monotonic()
+            prepared = self._now()
             for each in self._active:
                 each.before_forward(step)
             pending = self.runner.execute(message)
-            times = start, scheduled, prepared, time.monotonic()
+            times = start, scheduled, prepared, self._now()
             stats.count_step(step, message.bucket, self.scheduler.ranks)
             self.request_stats.step_tokens.observe(step.num_tokens)
             record = self.timeline.dispatched(step, self.scheduler, message, stats.num_steps, times, idle_since)
@@ -150,7 +150,7 @@ class Engine:
             stats.idle_seconds += 0.0 if idle_since is None else times[-1] - idle_since
         for each in self._active:
             self._take(each.after_forward(done), output)
-        stats.dispatch_seconds += 0.0 if done is None else time.monotonic() - scheduled
+        stats.dispatch_seconds += 0.0 if done is None else self._now() - scheduled
         return done
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
@@ -164,17 +164,17 @@ class Engine:
         for each in self._active:
             while not each.before_sample(step):
                 self._take(each.poll(), output)
-        start = time.monotonic()
+        start = self._now()
         for each in parts:
             each.sync(step)
         self.runner.sample(newest.pending)
-        self.stats.dispatch_seconds += time.monotonic() - start
+        self.stats.dispatch_seconds += self._now() - start
 
     def _collect(self, output: EngineOutput) -> None:
         """Wait for the oldest step in flight, update the scheduler with its tokens, and add its results to `output`."""
-        done, start = self._in_flight.popleft(), time.monotonic()
+        done, start = self._in_flight.popleft(), self._now()
         token_ids, counts = done.pending.token_ids(), done.pending.result("counts")
-        arrived = time.monotonic()
+        arrived = self._now()
         done.seconds, self._idle_since = arrived - max(self._idle_since, done.record.dispatched), arrived
         self.stats.wait_seconds += arrived - start
         result = self.scheduler.update(done.step, token_ids, arrived, counts)
@@ -186,14 +186,14 @@ class Engine:
         if self._epilogue is None:
             self.stats.count_generated(result.num_new_tokens)
         self.request_stats.observe_tokens(result)
-        updated = time.monotonic()
+        updated = self._now()
         self.stats.update_seconds += updated - arrived
         self.timeline.collected(done.record, result, (start, arrived, updated))
 
     def _ended(self, request: Request) -> None:
         for each in self._active:
             each.ended(request)
-        request.finished_time = time.monotonic()
+        request.finished_time = self._now()
         self.uncounted.add(request)
         if not request.text_ends or request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             self.record_finish(request)

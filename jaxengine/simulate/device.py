@@ -21,7 +21,7 @@ from jaxengine.simulate.costs import Costs, keys_and_pairs
 
 
 class VirtualTime:
-    """Clock of a simulation, in the place of the module `time`. now: seconds."""
+    """Clock of a simulation. now: seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0

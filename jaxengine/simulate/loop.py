@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,7 +21,7 @@ from jaxengine.scheduler.packing import Packer
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.simulate.costs import Costs
-from jaxengine.simulate.device import SimulatedRunner, SimulatedStep, VirtualTime
+from jaxengine.simulate.device import SimulatedRunner, SimulatedStep
 from jaxengine.simulate.trace import STOP, Trace
 
 # Options whose effect depends on what a trace does not say.
@@ -144,7 +143,7 @@ def run_trace(
     """
     check_simulated(config)
     runner = SimulatedRunner(config, packer, num_pages, windows, costs)
-    engine = _loop_by(runner.time)(runner)
+    engine = Engine(cast(Any, runner), clock=runner.time.monotonic)
     runner.scheduler = engine.scheduler
     observer = _Observer(runner)
     engine.extensions.by_name["simulation"] = observer
@@ -168,19 +167,6 @@ def run_trace(
             progress(observer.num_ended, total)
     _finish(outcome, engine, runner, observer)
     return outcome
-
-
-def _loop_by(time: VirtualTime) -> Callable[[Any], Engine]:
-    """Return the class Engine of a second copy of its module, which reads this clock instead of the machine's.
-
-    The copy is made from the same source, so it is the same loop; the module that serves keeps the real clock.
-    """
-    spec = importlib.util.find_spec(Engine.__module__)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.time = time  # type: ignore[attr-defined]
-    return module.Engine
 
 
 def _queue(engine: Engine, runner: SimulatedRunner, trace: Trace, index: int, outcome: Outcome) -> None:
