@@ -101,7 +101,7 @@ def check_captured(names: Iterable[str], config: Any) -> None:
     for name in names:
         field, option = ("return_hidden_states", NAME) if name == HIDDEN_STATES else (TAPS, TAPS)
         if getattr(config, option) is None:
-            raise RequestError(f"the engine was started without {option}", param=field)
+            raise RequestError(f"{field}: the engine was started without {option}", param=field)
 
 
 def hidden_state_taps(layers: tuple[int, ...], num_layers: int) -> tuple[Tap, ...]:
