@@ -71,7 +71,8 @@ def test_over_devices(executables_dir, thorough):
     if thorough:
         states = options_of("qwen3_next", executables_dir, num_state_snapshots=4)
         cases |= {"pp 2": llama | {"pipeline_parallel_size": 2}}
-        cases |= {"states, pp 2": states | {"pipeline_parallel_size": 2}}
+        both = options_of("falcon_h1", executables_dir, num_state_snapshots=4)
+        cases |= {"states, pp 2": both | {"pipeline_parallel_size": 2}}
         cases |= {"states, tp 2, dp 2": states | {"tensor_parallel_size": 2, "data_parallel_size": 2}}
         cases |= {"windows, tp 2": options_of("gemma2", executables_dir) | {"tensor_parallel_size": 2}}
     for case, found in over_devices(cases).items():
