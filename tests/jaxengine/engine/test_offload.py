@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,12 +121,16 @@ def test_new_weights_find_no_old_pages(tiny_options, tmp_path):
     assert num_files == sum(each.is_file() for each in tmp_path.rglob("*")) > 0
 
 
+def disk_of(llm: LLM) -> Any:
+    return llm.core.engine.scheduler.extension("offload").store.disk
+
+
 def test_a_folder_is_shared_by_restarts(tiny_options, tmp_path, plain_tokens):
     options = tiny_options | SMALL | {"kv_offloading_path": str(tmp_path)}
     prompts = prompts_of(8)
     with LLM(**options) as first, LLM(**options) as beside:
         assert Poisoned(first).run(prompts) == plain_tokens
-        disk = beside.core.engine.extensions.by_name["offload"].tiers.disk
+        disk = disk_of(beside)
         disk._scan()  # as it does every second
         assert Poisoned(beside).run(prompts) == plain_tokens
         assert beside.core.engine.scheduler.extension("offload").num_hits == 8 * 36
@@ -139,4 +144,4 @@ def test_a_folder_is_shared_by_restarts(tiny_options, tmp_path, plain_tokens):
         orders = again.core.engine.scheduler.extension("offload")
         assert orders.store.disk.num_bad > 0 and 0 < orders.num_hits < 8 * 36
     with LLM(**options | {"block_size": 8, "num_gpu_blocks_override": 20}) as other:
-        assert not len(other.core.engine.extensions.by_name["offload"].tiers.disk)
+        assert not len(disk_of(other))
