@@ -86,6 +86,7 @@ class Poisoned:
                 prompt, params = {"prompt_token_ids": prompts[index]}, params_of(index, max_tokens)
                 core.add(core.inputs.prepare(prompt, params, request_id=str(index)))
             while core.has_unfinished:
+                output: Any
                 for output in core.step():
                     if output.finished:
                         outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
