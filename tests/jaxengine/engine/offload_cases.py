@@ -86,12 +86,13 @@ class Poisoned:
                 prompt, params = {"prompt_token_ids": prompts[index]}, params_of(index, max_tokens)
                 core.add(core.inputs.prepare(prompt, params, request_id=str(index)))
             while core.has_unfinished:
+                output: Any
                 for output in core.step():
                     if output.finished:
                         outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
                 ranks = core.engine.scheduler.ranks
                 poison_pages(self.llm, [np.flatnonzero(rank.pool.page_states() == 0) for rank in ranks])
-            offload = core.engine.extensions.by_name.get("offload")
+            offload: Any = core.engine.extensions.by_name.get("offload")
             assert offload is None or offload.flush()
         for rank in core.engine.scheduler.ranks:
             rank.pool.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,8 @@ def test_over_devices(executables_dir, thorough):
     if thorough:
         states = options_of("qwen3_next", executables_dir, num_state_snapshots=4)
         cases |= {"pp 2": llama | {"pipeline_parallel_size": 2}}
-        cases |= {"states, pp 2": states | {"pipeline_parallel_size": 2}}
+        both = options_of("falcon_h1", executables_dir, num_state_snapshots=4)
+        cases |= {"states, pp 2": both | {"pipeline_parallel_size": 2}}
         cases |= {"states, tp 2, dp 2": states | {"tensor_parallel_size": 2, "data_parallel_size": 2}}
         cases |= {"windows, tp 2": options_of("gemma2", executables_dir) | {"tensor_parallel_size": 2}}
     for case, found in over_devices(cases).items():
@@ -119,12 +121,16 @@ def test_new_weights_find_no_old_pages(tiny_options, tmp_path):
     assert num_files == sum(each.is_file() for each in tmp_path.rglob("*")) > 0
 
 
+def disk_of(llm: LLM) -> Any:
+    return llm.core.engine.scheduler.extension("offload").store.disk
+
+
 def test_a_folder_is_shared_by_restarts(tiny_options, tmp_path, plain_tokens):
     options = tiny_options | SMALL | {"kv_offloading_path": str(tmp_path)}
     prompts = prompts_of(8)
     with LLM(**options) as first, LLM(**options) as beside:
         assert Poisoned(first).run(prompts) == plain_tokens
-        disk = beside.core.engine.extensions.by_name["offload"].tiers.disk
+        disk = disk_of(beside)
         disk._scan()  # as it does every second
         assert Poisoned(beside).run(prompts) == plain_tokens
         assert beside.core.engine.scheduler.extension("offload").num_hits == 8 * 36
@@ -138,4 +144,4 @@ def test_a_folder_is_shared_by_restarts(tiny_options, tmp_path, plain_tokens):
         orders = again.core.engine.scheduler.extension("offload")
         assert orders.store.disk.num_bad > 0 and 0 < orders.num_hits < 8 * 36
     with LLM(**options | {"block_size": 8, "num_gpu_blocks_override": 20}) as other:
-        assert not len(other.core.engine.extensions.by_name["offload"].tiers.disk)
+        assert not len(disk_of(other))

@@ -125,6 +125,7 @@ for number in range(10**6):
     print(number, flush=True)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
         while int(writer.stdout.readline()) < 20:
             pass
         writer.kill()

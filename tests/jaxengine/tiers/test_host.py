@@ -19,7 +19,8 @@ def test_the_least_recently_used_makes_room():
     tier = HostTier(30)
     for number in range(3):
         assert tier.put(key(number), block(number))
-    assert tier.get(key(0))[0] == 0
+    found = tier.get(key(0))
+    assert found is not None and found[0] == 0
     assert tier.put(key(3), block(3))
     assert key(1) not in tier and all(key(number) in tier for number in (0, 2, 3))
     assert (tier.num_bytes, len(tier), tier.num_evicted) == (30, 3, 1)
