@@ -246,9 +246,8 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     block_kv = block_kv_of(step.sizes, spec.page_size, tiles.start[0].size)
     block_pages = block_kv // spec.page_size
     num_seqs = tiles.seqs.shape[1]
-    page_table, heads = step.batch.page_table, jnp.arange(num_kv_heads, dtype=jnp.int32)
-    column = jnp.minimum(block * block_pages + jnp.arange(block_pages, dtype=jnp.int32), page_table.shape[1] - 1)
-    page_ids = page_table[tiles.seqs[tile][:, None, None], column]  # [B, 1, block_pages]
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
+    page_ids = _pages_of_block(tiles, tile, block, block_pages, step.batch.page_table)[:, None]
     rows = (page_ids * num_kv_heads + heads[:, None]).reshape(-1)
     flat = kv.data.reshape(num_pages * num_kv_heads, -1)
     key_width, value_width = spec.page_size * spec.key_width, spec.page_size * spec.value_width
@@ -271,14 +270,18 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     return keys, values
 
 
+def _pages_of_block(tiles: Tiles, tile, block, block_pages: int, page_table: jax.Array) -> jax.Array:
+    """Return i32 [B, block_pages]: the pages of one block of a tile; past a table's end its last column."""
+    column = jnp.minimum(block * block_pages + jnp.arange(block_pages, dtype=jnp.int32), page_table.shape[1] - 1)
+    return page_table[tiles.seqs[tile][:, None], column]
+
+
 def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
     """Gather as `_gather_block` from a pool in which a token is one row, head after head: of layout "tpu"."""
     kv, spec = step.kv, step.kv.spec
     num_seqs, num_kv_heads = tiles.seqs.shape[1], len(step.scale)
     block_pages = block_kv_of(step.sizes, spec.page_size, tiles.start[0].size) // spec.page_size
-    column = block * block_pages + jnp.arange(block_pages, dtype=jnp.int32)
-    column = jnp.minimum(column, step.batch.page_table.shape[1] - 1)
-    page_ids = step.batch.page_table[tiles.seqs[tile][:, None], column]
+    page_ids = _pages_of_block(tiles, tile, block, block_pages, step.batch.page_table)
     first, _ = kv.lanes_of_page
     rows = kv.data.at[page_ids].get(mode="clip")[..., first : first + num_kv_heads * spec.token_width]
     rows = rows.reshape(num_seqs, -1, num_kv_heads, spec.token_width).swapaxes(1, 2)
