@@ -177,12 +177,12 @@ def resolved(name: str, **options: Any) -> Any:
         (
             "gemma3n",
             {"capture_layers": [1, 6]},
-            "allowed: 6, after the last norm: before it a token of Gemma3nForCausal",
+            "allowed: 6, after the last norm: before it a token of",
         ),
         (
             "gemma3n",
             {"capture": ["residual:1"]},
-            "allowed: attention_output:0-5, mlp_output:0-5, final_norm, of Gemma3n",
+            "allowed: attention_output:0-5, mlp_output:0-5, final_norm",
         ),
         ("gemma4", {"record_steps": "/tmp"}, "keep pages of different sizes, which is not supported yet"),
     ],
