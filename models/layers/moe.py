@@ -151,16 +151,9 @@ class MixtureOfExperts(nnx.Module):
         self.down_lora = pools(ffn, down, (over, within, "embed"))
         self.router_lora = plain_pools(router, self.router_dtype)
 
-        def bias(sources: Sequence[Source], axes: tuple[str | None, ...], num_experts: int | None = None) -> nnx.Param:
-            tensors = tuple(part.tensor("bias") for part in sources)
-            shape = (*([] if num_experts is None else [count]), sum(part.rows for part in sources))
-            # An expert's bias is a row that is looked up for each of its tokens.
-            decl = ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts, row_major=num_experts is not None)
-            return declare(shape, build.dtype, decl)
-
-        self.router_bias = bias((router,), (None,)) if experts.bias else None
-        self.gate_up_bias = bias(gate_up, (over, within), count) if experts.bias else None
-        self.down_bias = bias(down, (over, "embed"), count) if experts.bias else None
+        self.router_bias = _bias((router,), (None,), dtype) if experts.bias else None
+        self.gate_up_bias = _bias(gate_up, (over, within), dtype, count) if experts.bias else None
+        self.down_bias = _bias(down, (over, "embed"), dtype, count) if experts.bias else None
         correction = f"{source}.{names.correction_bias}"
         self.correction_bias = self.make_correction_bias(correction, count) if experts.correction_bias else None
         beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
@@ -426,6 +419,17 @@ class MixtureOfExperts(nnx.Module):
         groups = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1), experts.topk_group)[1]
         is_best = jnp.any(groups[:, :, None] == jnp.arange(experts.num_expert_group), axis=1)
         return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(choices.shape)
+
+
+def _bias(
+    sources: Sequence[Source], axes: tuple[str | None, ...], dtype: Any, num_experts: int | None = None
+) -> nnx.Param:
+    """Declare the bias [out] of a product, or [num_experts, out] of a grouped one."""
+    tensors = tuple(part.tensor("bias") for part in sources)
+    shape = (*([] if num_experts is None else [num_experts]), sum(part.rows for part in sources))
+    # An expert's bias is a row that is looked up for each of its tokens.
+    decl = ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts, row_major=num_experts is not None)
+    return declare(shape, dtype, decl)
 
 
 def _taken(rows: jax.Array, places: jax.Array) -> jax.Array:

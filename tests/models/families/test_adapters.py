@@ -44,10 +44,12 @@ def test_rows_with_and_without_an_adapter(name, recorded, tmp_path):
         model = build_model(case.config, Build("float32", lora=SPEC))
         targets = targets_of([model])
         assert targets.shapes
-        weights = load_file(folder / "model.safetensors")
+        weights, names = load_file(folder / "model.safetensors"), model.checkpoint_names
         stacks = stacked_experts(weights, model)
         stored = {
-            module: next(key for key in weights if key.endswith(module.removeprefix("model.") + ".weight"))
+            module: next(
+                key for key in weights if names.renamed(key).endswith(module.removeprefix("model.") + ".weight")
+            )
             for module in targets.shapes
             if not (stacks and targets.is_expert(module))
         }
@@ -62,6 +64,7 @@ def test_rows_with_and_without_an_adapter(name, recorded, tmp_path):
         for key in stored.values():
             prefix = f"base_model.model.{key.removesuffix('.weight')}"
             change = matrices[f"{prefix}.lora_B.weight"] @ matrices[f"{prefix}.lora_A.weight"]
+            change = change.T if key.endswith(names.transposed) else change
             weights[key] = weights[key].astype(np.float32) + change.reshape(weights[key].shape)
         for layer, parts in stacks.items():
             for part, change in joined_changes(tmp_path, layer, layers[layer]).items():
