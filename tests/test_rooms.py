@@ -129,9 +129,13 @@ ROOMS = {
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
         "jaxengine.models jaxengine.models.layers"
     ),
+    "jaxengine.models.sound": (
+        "jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
+        "jaxengine.models.vision"
+    ),
     "jaxengine.models.families": (
         "jaxengine.pallas_kernels.kv jaxengine.models.params jaxengine.models.config jaxengine.models "
-        "jaxengine.models.layers jaxengine.models.vision"
+        "jaxengine.models.layers jaxengine.models.vision jaxengine.models.sound"
     ),
     "jaxengine.models:registry": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "

@@ -27,6 +27,8 @@ class TowerConfig:
       attends_both_ways: whether the tokens of an image see each other, later ones too. A step then has all of a
         image's tokens that are not computed yet, or none.
       num_parts: E / D, 1 + the number of layers that add a part of their own.
+      crosses: whether layers attend to what the tower returns, one row for a sound, by cross-attention
+        (jaxengine.models.layers.cross_attention); no token of the prompt stands for it.
     """
 
     num_features: int
@@ -35,6 +37,7 @@ class TowerConfig:
     unit: int
     num_parts: int = 1
     attends_both_ways: bool = False
+    crosses: bool = False
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -24,7 +24,11 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.adapters.section import AdaptersExtension
 
         yield AdaptersExtension(shape)
-    if model.tower is not None:
+    if model.tower is not None and model.tower.crosses:
+        from jaxengine.runner.extensions.sounds.section import SoundsExtension
+
+        yield SoundsExtension(shape)
+    elif model.tower is not None:
         from jaxengine.runner.extensions.pictures.section import PicturesExtension
 
         yield PicturesExtension(shape)
