@@ -32,6 +32,7 @@ APART = {
     "jaxengine.media:what": (
         "jaxengine.media.processor",
         "jaxengine.media.frames",
+        "jaxengine.media.samples",
         "jaxengine.media.errors",
     ),
     "jaxengine.media:registry": (
@@ -242,7 +243,8 @@ ROOMS = {
     ),
     "jaxengine.requests.structured": "jaxengine.scheduler jaxengine:base",
     "jaxengine.requests.media": (
-        "jaxengine.models.config jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.media"
+        "jaxengine.models.config jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.media "
+        "jaxengine.media.processors"
     ),
     "jaxengine.requests.pooling": "jaxengine.scheduler jaxengine.config",
     "jaxengine.requests": (
@@ -321,6 +323,10 @@ ROOMS = {
         "jaxengine.scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "
         "jaxengine.server jaxengine.server.http jaxengine.server.http.chat"
     ),
+    "jaxengine.server.http.audio": (
+        "jaxengine.scheduler jaxengine.requests.media jaxengine.requests jaxengine.api jaxengine.server "
+        "jaxengine.server.http"
+    ),
     "jaxengine.server.http.pooling": (
         "jaxengine.scheduler jaxengine.requests.pooling jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.http"
@@ -328,7 +334,8 @@ ROOMS = {
     "jaxengine.server.http:app": (
         "jaxengine.scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe "
         "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
-        "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling"
+        "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling "
+        "jaxengine.server.http.audio"
     ),
     "jaxengine.server.processes": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from jaxengine.media.errors import MediaError
 from jaxengine.media.file_types import described, sound_type
 from jaxengine.media.images import check_bytes, read_file
 from jaxengine.media.resample import resampled
+from jaxengine.media.samples import RATE, Sound, Spectrogram
 
-RATE = 16_000
 MIN_RATE, MAX_RATE, MAX_CHANNELS = 1_000, 384_000, 8
 # FFmpeg's names of demuxers, by file_types.SOUNDS.
 _DEMUXERS = {"MP3": "mp3", "FLAC": "flac", "Ogg": "ogg", "MP4": "mov", "WebM": "matroska", "WAV": "wav"}
@@ -31,25 +30,6 @@ _PCM = {(1, 8): "u1", (1, 16): "<i2", (1, 24): "", (1, 32): "<i4", (3, 32): "<f4
 _EXTENSIBLE = 0xFFFE
 FORMS = "the bytes or Path of a file, an array of samples at 16,000 a second, or a pair (array, rate)"
 _MIN_SAMPLES = 1
-
-
-@dataclass(frozen=True, eq=False)
-class Sound:
-    """Samples f32[N] of one channel, RATE a second, from -1 to 1."""
-
-    samples: np.ndarray
-
-    @property
-    def seconds(self) -> float:
-        """Return its duration."""
-        return len(self.samples) / RATE
-
-
-@dataclass(frozen=True, eq=False)
-class Spectrogram:
-    """Part of a sound's spectrogram as its model's processor makes it, f32[frames, bins]."""
-
-    frames: np.ndarray
 
 
 def read_sound(value: Any, options: MediaOptions) -> Sound | Spectrogram:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.config.multimodal import AUDIO
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.processors.settings import WHOLE
-from jaxengine.media.sounds import RATE, Sound, Spectrogram
+from jaxengine.media.samples import RATE, Sound, Spectrogram
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
@@ -25,6 +24,7 @@ from jaxengine.scheduler.media import TranscriptRules
 
 GENERATION = "generation_config.json"
 TRANSCRIBE, TRANSLATE = TASKS = ("transcribe", "translate")
+AUDIO = "audio"
 _FEATURES = ("feature_extractor", "preprocessor_config.json")
 # Windows of 25 milliseconds, 10 apart, at the one rate of the model.
 _WINDOW, HOP = 400, 160
@@ -46,7 +46,7 @@ class WhisperProcessor:
       has_alignment: whether the checkpoint says which heads align words with the sound.
     """
 
-    modalities = (AUDIO,)
+    modalities: tuple[str, ...] = (AUDIO,)
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         tower: Any = model_config.tower

@@ -8,7 +8,7 @@ likelier than any text token, one of them is chosen (Radford et al. 2022, arXiv:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ _NONE = -1
 
 
 class RuleRow(NamedTuple):
-    """Columns of one slot's rules, int32, in this order; MAX_BEGIN further ones hold the tokens that no transcript
-    begins with, -1 for none.
+    """Columns of one slot's rules, int32 (of several slots: i32[S, 1] each), in this order; MAX_BEGIN further ones hold
+    the tokens that no transcript begins with, -1 for none.
 
     Attributes:
       is_timed: 1 if the transcript has timestamps.
@@ -35,14 +35,14 @@ class RuleRow(NamedTuple):
       latest: the latest timestamp, -1 before the first.
     """
 
-    is_timed: int
-    first_timestamp: int
-    eos: int
-    most_initial: int
-    count: int = 0
-    last: int = _NONE
-    previous: int = _NONE
-    latest: int = _NONE
+    is_timed: Any
+    first_timestamp: Any
+    eos: Any
+    most_initial: Any
+    count: Any = 0
+    last: Any = _NONE
+    previous: Any = _NONE
+    latest: Any = _NONE
 
 
 WIDTH = len(RuleRow._fields) + MAX_BEGIN
