@@ -25,6 +25,7 @@ from jaxengine.scheduler.media import TranscriptRules
 GENERATION = "generation_config.json"
 TRANSCRIBE, TRANSLATE = TASKS = ("transcribe", "translate")
 AUDIO = "audio"
+_NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
 _FEATURES = ("feature_extractor", "preprocessor_config.json")
 # Windows of 25 milliseconds, 10 apart, at the one rate of the model.
 _WINDOW, HOP = 400, 160
@@ -42,6 +43,7 @@ class WhisperProcessor:
       tasks: token ids by task, of TASKS; empty likewise.
       start, no_timestamps: token ids that begin a transcript, and that ask for one without timestamps.
       previous: token id before the text that a transcript continues, None for none.
+      no_speech: token id that says that nothing is said, None for none.
       rules: of transcripts.
       has_alignment: whether the checkpoint says which heads align words with the sound.
     """
@@ -58,7 +60,10 @@ class WhisperProcessor:
             self._read(fields)
         except ModelConfigError as error:
             raise ModelFileError(folder / GENERATION, str(error)) from error
-        self.previous = None if tokenizer is None else tokenizer.backend.token_to_id("<|startofprev|>")
+        find = (lambda token: None) if tokenizer is None else tokenizer.backend.token_to_id
+        self.previous = find("<|startofprev|>")
+        # The older name is that of the first checkpoints.
+        self.no_speech = next((found for name in _NO_SPEECH if (found := find(name)) is not None), None)
         self.settings = f"{type(self).__name__} {self.num_frames} {self.num_bins}"
 
     def _check_features(self, folder: Path) -> None:

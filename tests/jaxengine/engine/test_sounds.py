@@ -75,8 +75,7 @@ def test_transcripts_are_those_of_transformers_out_of_a_crowd_in_a_small_pool(ll
     assert answers(llm, prompts * 2) == wanted * 2
     assert answers(llm, prompts[:1]) == wanted[:1]
     check_idle(llm)
-    stats = llm.core.engine.stats
-    assert stats.num_preemptions > 0
+    assert llm.core.engine.scheduler.num_preemptions > 0
     media = llm.core.engine.extensions.media_stats()
     assert media.num_items >= 2 and media.num_hits > 0
 
@@ -119,9 +118,7 @@ def test_a_long_sound_has_the_segments_and_times_of_transformers(llm):
 def test_pages_are_found_for_the_same_sound_alone(llm):
     """A long prompt, so that it has whole pages."""
     ids = [whisper.PREVIOUS, *range(65, 83), whisper.START, whisper.EN, whisper.TRANSCRIBE, whisper.NO_TIMESTAMPS]
-    a, b = (
-        {"prompt_token_ids": ids, "multi_modal_data": {"audio": whisper.sound_of(llm.name, case)}} for case in "ab"
-    )
+    a, b = ({"prompt_token_ids": ids, "multi_modal_data": {"audio": whisper.sound_of(llm.name, case)}} for case in "ab")
     greedy = SamplingParams(temperature=0, max_tokens=4)
     first, other, again = (llm.generate(each, greedy, use_tqdm=False)[0] for each in (a, b, a))
     assert (first.num_cached_tokens, other.num_cached_tokens, again.num_cached_tokens) == (0, 0, 16)

@@ -27,7 +27,7 @@ class TranscriptionSegment(Answer):
     temperature: float
     avg_logprob: float
     compression_ratio: float
-    no_speech_prob: float
+    no_speech_prob: float | None
 
 
 class VerboseTranscription(Answer):

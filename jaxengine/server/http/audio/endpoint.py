@@ -107,17 +107,35 @@ class _Transcript:
         """Yield the transcript's segments, those of a window when it has been read."""
         timed = self._is_long or self._body.has_segments
         total, size = len(self._recording.frames), self._processor.num_frames
-        verbose = {"logprobs": 0} if self._body.response_format == "verbose_json" else {}
+        scored = self._scores() if self._body.response_format == "verbose_json" else {}
         seek, windows, most = 0, 0, _MOST_WINDOWS * (1 + total // size)
         while seek < total:
-            output = (await self._window(self._prompt(seek, timed=timed), self._body.params(**verbose))).outputs[0]
+            whole = await self._window(self._prompt(seek, timed=timed), self._body.params(**scored))
+            output, no_speech = whole.outputs[0], self._no_speech(whole)
             tokens = [token for token in output.token_ids if token != self._eos]
             held = min(size, total - seek)
             found, behind = cut_segments(tokens, seek, held, self._processor.rules.first_timestamp)
             for segment in found:
-                yield Said(segment, self._text(segment.tokens), _mean_logprob(output, segment.first, segment.tokens))
+                logprob = _mean_logprob(output, segment.first, segment.tokens)
+                yield Said(segment, self._text(segment.tokens), logprob, no_speech)
             windows += 1
             seek = behind if windows < most else seek + held
+
+    def _scores(self) -> dict[str, Any]:
+        """Return the sampling parameters for what verbose_json says of a window."""
+        token = self._processor.no_speech
+        about = {} if token is None else {"prompt_logprobs": 0, "prompt_logprob_token_ids": [token]}
+        return {"logprobs": 0, **about}
+
+    def _no_speech(self, output: RequestOutput) -> float | None:
+        """Return the probability that a window has no speech: of the token that says so, after the one that begins a
+        transcript. None if it was not asked for.
+        """
+        token = self._processor.no_speech
+        if output.prompt_logprobs is None or token is None:
+            return None
+        position = output.prompt_logprobs[output.prompt_token_ids.index(self._processor.start) + 1]
+        return None if position is None else math.exp(position[token].logprob)
 
     async def _window(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
         output = await self._last(prompt, params)

@@ -64,7 +64,7 @@ def parse_form(body: bytes, boundary: bytes) -> Form:
         try:
             fields.setdefault(name.removesuffix("[]"), []).append(content.decode())
         except UnicodeError:
-            raise ApiError(400, "the form holds text that is not UTF-8") from None
+            raise RequestError(f"{show_value(name)} is not text in UTF-8", param=name[:64]) from None
     raise ApiError(400, f"the form has more than {_MAX_PARTS} parts")
 
 

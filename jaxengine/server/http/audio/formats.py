@@ -13,13 +13,14 @@ class Said(NamedTuple):
     """Segment of a transcript with its text.
 
     Attributes:
-      logprob: mean log-probability of the segment's tokens. no_speech: probability that its window has no speech.
+      logprob: mean log-probability of the segment's tokens. no_speech: probability that its window has no speech;
+        None for a model without a token for that.
     """
 
     segment: Segment
     text: str
     logprob: float = 0.0
-    no_speech: float = 0.0
+    no_speech: float | None = None
 
 
 def srt(said: Iterable[Said]) -> str:
