@@ -170,7 +170,7 @@ GPTQ): [Quantised weights](quantization.md).
 types](quantization.md#gguf-files) that weights are stored in; dequantised at load, or kept as stored with
 `quantization="gguf"`), or from the output of `jaxengine convert`. Models run in float32 or bfloat16, also with
 [quantised weights](quantization.md) and [adapters](lora.md). Families with a vision tower take
-[images and videos](media.md), but for Gemma 4, which reads text alone; audio is not built.
+[images and videos](media.md), but for Gemma 4, which reads text alone. Whisper transcribes [sounds](audio.md).
 
 **Tokenizers** are read from `tokenizer.json`, from vocabularies of SentencePiece, tiktoken and BERT, and from GGUF
 files; see [Tokenizers](tokenizers.md).

@@ -211,6 +211,11 @@ ROOMS = {
         "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
         "jaxengine.scheduler.extensions jaxengine.runner:base jaxengine.runner.programs"
     ),
+    "jaxengine.runner.extensions.sounds": (
+        "jaxengine.sharding jaxengine.models jaxengine.models.layers jaxengine.scheduler "
+        "jaxengine.scheduler.extensions jaxengine.sampling jaxengine.runner:base jaxengine.runner.programs "
+        "jaxengine.runner.extensions.pictures"
+    ),
     "jaxengine.runner.extensions.drafts": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
         "jaxengine.models:registry jaxengine.models.weights.formats jaxengine.scheduler "
@@ -220,7 +225,7 @@ ROOMS = {
     "jaxengine.runner.extensions:build": (
         "jaxengine.models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "
         "jaxengine.runner.programs jaxengine.runner.extensions jaxengine.runner.extensions.adapters "
-        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts"
+        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.sounds jaxengine.runner.extensions.drafts"
     ),
     "jaxengine.runner": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
@@ -235,7 +240,7 @@ ROOMS = {
     "jaxengine.engine.extensions": (
         "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions "
         "jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records jaxengine.runner.extensions.adapters "
-        "jaxengine.runner "
+        "jaxengine.runner.extensions.sounds jaxengine.runner "
         "jaxengine.engine"
     ),
     "jaxengine.engine:loop": (

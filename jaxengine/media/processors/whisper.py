@@ -60,6 +60,7 @@ class WhisperProcessor:
             self._read(fields)
         except ModelConfigError as error:
             raise ModelFileError(folder / GENERATION, str(error)) from error
+        self._tokenizer = tokenizer
         find = (lambda token: None) if tokenizer is None else tokenizer.backend.token_to_id
         self.previous = find("<|startofprev|>")
         # The older name is that of the first checkpoints.
@@ -96,6 +97,10 @@ class WhisperProcessor:
             begin=begin,
             most_initial=-1 if most is None else first + most,
         )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt: a tokenizer would begin any other text with a transcript's first tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def placeholder(self, modality: str) -> str:
         return ""

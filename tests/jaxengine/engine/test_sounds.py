@@ -89,10 +89,14 @@ def test_spectrograms_and_languages(llm):
     languages = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[whisper.EN, whisper.DE])
     sounds = [whisper.sound_of(llm.name, case) for case in "ab"]
     prompts = [{"prompt": "<|startoftranscript|>", "multi_modal_data": {"audio": each}} for each in sounds]
-    for prompt in prompts:  # the tokenizer of these checkpoints adds nothing
-        prompt["prompt_token_ids"] = [whisper.START]
+    # vLLM's form.
+    prompts += [
+        {"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": each}}, "decoder_prompt": "<|startoftranscript|>"}
+        for each in sounds
+    ]
     outputs = llm.generate(prompts, languages, use_tqdm=False)
-    assert [each.outputs[0].token_ids[0] for each in outputs] == [found[f"{case}_language"][0] for case in "ab"]
+    assert [each.outputs[0].token_ids[0] for each in outputs] == [found[f"{case}_language"][0] for case in "abab"]
+    assert all(each.prompt_token_ids == [whisper.START] for each in outputs)
 
 
 def test_a_long_sound_has_the_segments_and_times_of_transformers(llm):
@@ -127,6 +131,8 @@ def test_pages_are_found_for_the_same_sound_alone(llm):
 
 def test_what_a_sound_or_an_option_must_not_be(llm):
     ids = {"prompt_token_ids": [whisper.START]}
+    with pytest.raises(RequestError, match="encoder_prompt has 'prompt'; the encoder reads a sound alone"):
+        llm.generate({"encoder_prompt": {"prompt": "a"}, "decoder_prompt": "b"}, use_tqdm=False)
     sound = whisper.sound(1, 0.2)
     for data, message in (
         (None, r"multi_modal_data must have one sound under 'audio'"),

@@ -62,7 +62,8 @@ def test_other_files_are_decoded(container, codec):
         values = np.round(samples * 32767).astype(np.int16)[None]
         frame = av.AudioFrame.from_ndarray(values, format="s16", layout="mono")
         frame.sample_rate = 48000
-        resampler = av.AudioResampler(stream.codec_context.format, "mono", 48000, stream.codec_context.frame_size or None)
+        codec_context = stream.codec_context
+        resampler = av.AudioResampler(codec_context.format, "mono", 48000, codec_context.frame_size or None)
         for each in (*resampler.resample(frame), *resampler.resample(None)):
             writer.mux(stream.encode(each))
         writer.mux(stream.encode(None))
