@@ -88,12 +88,10 @@ def test_spectrograms_and_languages(llm):
         np.testing.assert_allclose(frames[::7], found[f"{case}_features"], atol=2e-5)
     languages = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[whisper.EN, whisper.DE])
     sounds = [whisper.sound_of(llm.name, case) for case in "ab"]
-    prompts = [{"prompt": "<|startoftranscript|>", "multi_modal_data": {"audio": each}} for each in sounds]
+    text, data = "<|startoftranscript|>", [{"multi_modal_data": {"audio": each}} for each in sounds]
+    prompts: list[Any] = [{"prompt": text, **each} for each in data]
     # vLLM's form.
-    prompts += [
-        {"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": each}}, "decoder_prompt": "<|startoftranscript|>"}
-        for each in sounds
-    ]
+    prompts += [{"encoder_prompt": {"prompt": "", **each}, "decoder_prompt": text} for each in data]
     outputs = llm.generate(prompts, languages, use_tqdm=False)
     assert [each.outputs[0].token_ids[0] for each in outputs] == [found[f"{case}_language"][0] for case in "abab"]
     assert all(each.prompt_token_ids == [whisper.START] for each in outputs)

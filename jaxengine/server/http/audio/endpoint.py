@@ -1,6 +1,6 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, for models that attend to sounds (Whisper).
 
-A sound of several windows is read one window after the other, as requests_media.transcripts says.
+A sound of several windows is read one window after the other (jaxengine.requests.media.transcripts).
 """
 
 from __future__ import annotations
@@ -209,6 +209,12 @@ def _mean_logprob(output: CompletionOutput, first: int, tokens: tuple[int, ...])
     return sum(scores) / len(scores) if scores else 0.0
 
 
+# Forms are read here and not by the framework.
+_FIELDS = TranscriptionRequest.model_json_schema()["properties"]
+_FORM = {"type": "object", "required": [FILE], "properties": {FILE: {"type": "string", "format": "binary"}, **_FIELDS}}
+_BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+
+
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["audio"])
     names = served_names(engine, config)
@@ -233,13 +239,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             return await stream_events(request, events(), config.stream_write_timeout)
         return await answer(request, whole())
 
-    @routes.post("/v1/audio/transcriptions", response_class=Response)
+    @routes.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def transcriptions(request: Request) -> Response:
         """Transcribe a sound, in its language."""
         return await respond(request, TRANSCRIBE)
 
-    @routes.post("/v1/audio/translations", response_class=Response)
+    @routes.post("/v1/audio/translations", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def translations(request: Request) -> Response:
         """Translate a sound to English."""

@@ -35,8 +35,7 @@ async def read_form(request: Request) -> Form:
 
 
 def parse_form(body: bytes, boundary: bytes) -> Form:
-    """Parse a form. Raises ApiError for one that is damaged, RequestError for a field that is too long or there twice.
-    """
+    """Parse a form. Raises ApiError for one that is damaged, RequestError for a field that is too long or repeated."""
     fields: dict[str, list[str]] = {}
     file: bytes | None = None
     mark = b"\r\n--" + boundary

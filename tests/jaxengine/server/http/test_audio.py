@@ -20,7 +20,8 @@ from jaxengine.server.http.errors import ApiError
 from jaxengine.server.options import ServerConfig
 from tests.fixtures import whisper_checkpoints as whisper
 from tests.jaxengine.engine.test_sounds import OPTIONS, goldens
-from tests.jaxengine.server.asgi_client import http_client
+from tests.jaxengine.server.asgi_client import Answer, http_client
+from tests.jaxengine.server.http.checked_document import Checked
 from tests.jaxengine.server.openai_client import openai_client
 
 NAME = "whisper_sound"
@@ -110,6 +111,21 @@ def test_streams(app):
         assert len(deltas) > 3 and "".join(each.delta for each in deltas).rstrip() == done.text
         assert done.text == ask(app, case=case, language="en", **fields).text
         assert done.usage.output_tokens > 20 and done.usage.total_tokens > done.usage.output_tokens
+
+
+def test_answers_are_as_the_document_says(app):
+    async def run():
+        async with http_client(app) as client:
+            checked = Checked((await client.get("/openapi.json")).json())
+            for fields in ({}, {"response_format": "verbose_json"}, {"stream": "true"}):
+                data = {"language": "en", "max_completion_tokens": "8", **fields}
+                files = {"file": ("a", wav(whisper.sound(2, 0.3)))}
+                answer = Answer(await client.post("/v1/audio/translations", data=data, files=files))
+                values = answer.events if "stream" in fields else [answer.json]
+                kind = answer.headers["content-type"].partition(";")[0]
+                checked.check("post", "/v1/audio/translations", kind, values)
+
+    asyncio.run(run())
 
 
 def test_what_is_refused(app):
