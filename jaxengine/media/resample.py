@@ -6,6 +6,7 @@ It is the filter of scipy.signal.resample_poly, whose results these are up to ro
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -31,6 +32,29 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
         windows = np.lib.stride_tricks.sliding_window_view(padded[start:], num_taps)[::down][:count]
         out[first::up] = windows @ taps[(first * down + before) % up]
     return out
+
+
+def resampled_parts(parts: Iterable[np.ndarray], rate: int, wanted: int, block: int = 1 << 20) -> np.ndarray:
+    """Return what `resampled` makes of the joined parts f32[...], without holding more of them than about two blocks.
+
+    block: samples that are resampled at a time.
+    """
+    common = math.gcd(rate, wanted)
+    up, down = wanted // common, rate // common
+    # Whole multiples of `down`, so that every block begins at an output.
+    context = -(-(2 * _ZEROS * max(up, down) // up + 2) // down) * down
+    size, skipped = -(-block // down) * down, context * up // down
+    out, held, count = [], [np.zeros(context, np.float32)], context
+    for part in parts:
+        held.append(part)
+        count += len(part)
+        while count >= size + 2 * context:
+            joined = np.concatenate(held)
+            end = (context + size) * up // down
+            out.append(resampled(joined[: size + 2 * context], rate, wanted)[skipped:end])
+            held, count = [joined[size:]], count - size
+    out.append(resampled(np.concatenate(held), rate, wanted)[skipped:])
+    return np.concatenate(out)
 
 
 def _phases(up: int, down: int) -> tuple[np.ndarray, int]:

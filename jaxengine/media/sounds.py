@@ -19,7 +19,7 @@ from jaxengine.media.bounds import MAX_SECONDS
 from jaxengine.media.errors import MediaError
 from jaxengine.media.file_types import described, sound_type
 from jaxengine.media.images import check_bytes, read_file
-from jaxengine.media.resample import resampled
+from jaxengine.media.resample import resampled, resampled_parts
 from jaxengine.media.samples import RATE, Sound, Spectrogram
 
 MIN_RATE, MAX_RATE, MAX_CHANNELS = 1_000, 384_000, 8
@@ -29,7 +29,6 @@ _CODECS = ("mp3", "mp3float", "flac", "vorbis", "opus", "libopus", "aac", "alac"
 _PCM = {(1, 8): "u1", (1, 16): "<i2", (1, 24): "", (1, 32): "<i4", (3, 32): "<f4", (3, 64): "<f8"}
 _EXTENSIBLE = 0xFFFE
 FORMS = "the bytes or Path of a file, an array of samples at 16,000 a second, or a pair (array, rate)"
-_MIN_SAMPLES = 1
 
 
 def read_sound(value: Any, options: MediaOptions) -> Sound | Spectrogram:
@@ -63,7 +62,7 @@ def _decode(data: bytes, options: MediaOptions) -> Sound:
         )
     if name == "WAV":
         return _at_rate(*_read_wav(data, options), options)
-    return _at_rate(*_read_av(data, name, options), options)
+    return _checked(_read_av(data, name, options))
 
 
 def _read_wav(data: bytes, options: MediaOptions) -> tuple[np.ndarray, int]:
@@ -121,8 +120,10 @@ def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.n
     return _mono(values.reshape(-1, channels).T)
 
 
-def _read_av(data: bytes, name: str, options: MediaOptions) -> tuple[np.ndarray, int]:
-    """Return (samples f32[N], rate) of another file, by PyAV."""
+def _read_av(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
+    """Return samples f32[N] at RATE of another file, by PyAV. They are resampled as they come: a small file may hold
+    many at a high rate.
+    """
     try:
         import av  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -131,7 +132,9 @@ def _read_av(data: bytes, name: str, options: MediaOptions) -> tuple[np.ndarray,
     try:
         # Only these bytes: no protocol to open other sources with.
         with av.open(io.BytesIO(data), format=_DEMUXERS[name], options={"protocol_whitelist": ""}) as container:
-            return _av_samples(container, name, options)
+            stream = _av_stream(container, name)
+            parts = _av_parts(container, stream, options)
+            return resampled_parts(parts, stream.codec_context.sample_rate, RATE)
     except MediaError:
         raise
     except Exception as error:  # errors of FFmpeg and its libraries
@@ -139,14 +142,21 @@ def _read_av(data: bytes, name: str, options: MediaOptions) -> tuple[np.ndarray,
         raise MediaError(f"is a {name} file that is damaged or cut short ({why})") from None
 
 
-def _av_samples(container: Any, name: str, options: MediaOptions) -> tuple[np.ndarray, int]:
+def _av_stream(container: Any, name: str) -> Any:
+    """Return the first sound of a container. Raises MediaError for one that cannot be read."""
     if not container.streams.audio:
         raise MediaError(f"is a {name} file without a sound in it")
     stream = container.streams.audio[0]
-    codec, until = stream.codec_context, time.monotonic() + 6 * MAX_SECONDS
+    codec = stream.codec_context
     if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
         raise MediaError(f"is a {name} file of the codec {codec.name!r}; allowed: {', '.join(_CODECS)}")
-    rate, parts, total = _checked_rate(codec.sample_rate), [], 0
+    _checked_rate(codec.sample_rate)
+    return stream
+
+
+def _av_parts(container: Any, stream: Any, options: MediaOptions) -> Iterator[np.ndarray]:
+    """Yield the samples of a sound as they are decoded, f32[...]."""
+    rate, until, total = stream.codec_context.sample_rate, time.monotonic() + 6 * MAX_SECONDS, 0
     for frame in container.decode(stream):
         if time.monotonic() > until:
             raise MediaError(f"takes more than {6 * MAX_SECONDS:.0f} seconds to decode")
@@ -155,12 +165,9 @@ def _av_samples(container: Any, name: str, options: MediaOptions) -> tuple[np.nd
         values = frame.to_ndarray()
         if not frame.format.is_planar:
             values = values.reshape(-1, frame.layout.nb_channels).T
-        parts.append(_mono(values))
-        total += len(parts[-1])
+        total += values.shape[-1]
         _check_length(total, rate, options)
-    if not parts:
-        raise MediaError(f"is a {name} file without samples")
-    return np.concatenate(parts), rate
+        yield _mono(values)
 
 
 def _mono(values: np.ndarray) -> np.ndarray:
@@ -194,8 +201,12 @@ def _check_length(count: int, rate: int, options: MediaOptions) -> None:
 
 def _at_rate(samples: np.ndarray, rate: int, options: MediaOptions) -> Sound:
     _check_length(len(samples), rate, options)
-    if len(samples) < _MIN_SAMPLES:
+    return _checked(resampled(samples, rate, RATE))
+
+
+def _checked(samples: np.ndarray) -> Sound:
+    if not len(samples):
         raise MediaError("has no samples")
     if not np.isfinite(samples).all():
         raise MediaError("has samples that are not finite")
-    return Sound(resampled(samples, rate, RATE))
+    return Sound(samples)

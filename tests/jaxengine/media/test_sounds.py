@@ -11,7 +11,7 @@ from scipy.signal import resample_poly
 
 from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media.errors import MediaError
-from jaxengine.media.resample import resampled
+from jaxengine.media.resample import resampled, resampled_parts
 from jaxengine.media.sounds import read_sound
 from tests.fixtures.whisper_checkpoints import sound
 
@@ -32,6 +32,9 @@ def test_resampling_is_that_of_scipy(rate):
     common = np.gcd(rate, 16000)
     wanted = resample_poly(samples.astype(np.float64), 16000 // common, rate // common)
     np.testing.assert_allclose(resampled(samples, rate, 16000), wanted, atol=2e-6)
+    parts = np.split(samples, [1, 7, 1000, 1001, 4000])
+    for block in (100, 3000, 1 << 20):
+        np.testing.assert_allclose(resampled_parts(parts, rate, 16000, block), wanted, atol=2e-6)
 
 
 def test_formats_of_wav():
