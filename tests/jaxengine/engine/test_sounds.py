@@ -148,7 +148,7 @@ def test_what_a_sound_or_an_option_must_not_be(llm):
     for options, message in (
         ({"enable_lora": True}, "enable_lora is True, which WhisperForConditionalGeneration, which attends"),
         ({"limit_mm_per_prompt": {"audio": 0}}, "limit_mm_per_prompt leaves no sound"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, which Whisper"),
+        ({"mm_encoder_tp_mode": "data"}, "mm_encoder_tp_mode is 'data', which Whisper"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8"),
     ):
         with pytest.raises(ConfigError, match=message):
