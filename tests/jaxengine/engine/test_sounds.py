@@ -149,7 +149,7 @@ def test_what_a_sound_or_an_option_must_not_be(llm):
         ({"enable_lora": True}, "enable_lora is True, which WhisperForConditionalGeneration, which attends"),
         ({"limit_mm_per_prompt": {"audio": 0}}, "limit_mm_per_prompt leaves no sound"),
         ({"mm_encoder_tp_mode": "data"}, "mm_encoder_tp_mode is 'data', which Whisper"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'float8_e4m3fn', which Whisper"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(llm.core.config.model, **OPTIONS, **options)
