@@ -92,6 +92,7 @@ from jaxengine.models.families.seed_oss import SeedOssForCausalLM
 from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
 from jaxengine.models.families.starcoder2 import Starcoder2ForCausalLM
 from jaxengine.models.families.t5 import T5EncoderModel
+from jaxengine.models.families.whisper import WhisperForConditionalGeneration
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.encoder import Encoder
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
@@ -131,6 +132,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Cohere2ForCausalLM": Cohere2ForCausalLM,
     "Exaone4ForCausalLM": Exaone4ForCausalLM,
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
+    "WhisperForConditionalGeneration": WhisperForConditionalGeneration,
     "NemotronForCausalLM": NemotronForCausalLM,
     "ApertusForCausalLM": ApertusForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,

@@ -1,7 +1,8 @@
-"""Images and videos for the scheduler: their positions in a prompt, and their patches to be encoded."""
+"""Images, videos and sounds for the scheduler: their positions in a prompt, and their patches to be encoded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +13,14 @@ EMBEDS = "embeds"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MediaItem:
-    """Image or video of one prompt.
+    """Image, video or sound of one prompt.
+
+    A sound that all tokens attend to (TowerConfig.crosses) has one position, the first: with it, the digests of the
+    pages that begin with this token differ from sound to sound.
 
     Attributes:
-      modality: "image" or "video"; with EMBEDS, `patches` are the embeddings themselves, and nothing is encoded.
+      modality: "image", "video" or "audio"; with EMBEDS, `patches` are the embeddings themselves, and nothing is
+        encoded.
       digest: of its decoded pixels and all processing of them; equal digests mean equal embeddings.
       positions: i32[n], the prompt positions of its n embeddings, ascending.
       patches: f32[P, F], input of the model's tower (jaxengine.models.config.tower), padded to a multiple of its unit.
@@ -97,3 +102,29 @@ class Media:
             own = self.rope_positions[:, start : start + count]
             found[:, : own.shape[1]] = own
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranscriptRules:
+    """Rules of a model's transcripts, by token ids.
+
+    Attributes:
+      first_timestamp: the timestamp of 0.00 seconds; all later ids are timestamps, and the id before it stands for a
+        transcript without them.
+      eos: the token that ends a transcript; text tokens are those before it.
+      tasks: tokens of which a prompt has one, the task; empty for a model that only transcribes.
+      suppressed: tokens that are never chosen. begin: those that are not chosen first.
+      most_initial: last timestamp that a transcript may begin with, -1 for no limit.
+    """
+
+    first_timestamp: int
+    eos: int
+    tasks: tuple[int, ...] = ()
+    suppressed: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
+    most_initial: int = -1
+
+    def is_timed(self, prompt: Sequence[int]) -> bool:
+        """Whether a transcript after this prompt has timestamps: it names a task and does not ask for none."""
+        has_task = not self.tasks or any(task in prompt for task in self.tasks)
+        return has_task and self.first_timestamp - 1 not in prompt

@@ -60,6 +60,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "Ernie4_5ForCausalLM": ("baidu/ERNIE-4.5-0.3B-PT",),
     "HunYuanDenseV1ForCausalLM": ("tencent/Hunyuan-0.5B-Instruct", "tencent/Hunyuan-7B-Instruct"),
     "Mistral3ForConditionalGeneration": ("mistralai/Mistral-Small-3.1-24B-Instruct-2503",),
+    "WhisperForConditionalGeneration": ("openai/whisper-large-v3-turbo", "openai/whisper-tiny"),
     "LlavaForConditionalGeneration": (
         "llava-hf/llava-1.5-7b-hf",
         "llava-hf/llava-interleave-qwen-0.5b-hf",

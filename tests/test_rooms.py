@@ -33,6 +33,7 @@ APART = {
     "jaxengine.media:what": (
         "jaxengine.media.processor",
         "jaxengine.media.frames",
+        "jaxengine.media.samples",
         "jaxengine.media.errors",
     ),
     "jaxengine.media:registry": (
@@ -135,9 +136,13 @@ ROOMS = {
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
         "jaxengine.models jaxengine.models.layers"
     ),
+    "jaxengine.models.sound": (
+        "jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
+        "jaxengine.models.vision"
+    ),
     "jaxengine.models.families": (
         "jaxengine.pallas_kernels.kv jaxengine.models.params jaxengine.models.config jaxengine.models "
-        "jaxengine.models.layers jaxengine.models.vision"
+        "jaxengine.models.layers jaxengine.models.vision jaxengine.models.sound"
     ),
     "jaxengine.models:registry": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
@@ -213,6 +218,11 @@ ROOMS = {
         "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
         "jaxengine.scheduler.extensions jaxengine.runner:base jaxengine.runner.programs"
     ),
+    "jaxengine.runner.extensions.sounds": (
+        "jaxengine.sharding jaxengine.models jaxengine.models.layers jaxengine.scheduler "
+        "jaxengine.scheduler.extensions jaxengine.sampling jaxengine.runner:base jaxengine.runner.programs "
+        "jaxengine.runner.extensions.pictures"
+    ),
     "jaxengine.runner.extensions.drafts": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
         "jaxengine.models:registry jaxengine.models.weights.formats jaxengine.scheduler "
@@ -222,7 +232,7 @@ ROOMS = {
     "jaxengine.runner.extensions:build": (
         "jaxengine.models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "
         "jaxengine.runner.programs jaxengine.runner.extensions jaxengine.runner.extensions.adapters "
-        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts"
+        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.sounds jaxengine.runner.extensions.drafts"
     ),
     "jaxengine.runner": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
@@ -237,7 +247,8 @@ ROOMS = {
     "jaxengine.engine.extensions": (
         "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions "
         "jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records jaxengine.tiers "
-        "jaxengine.runner.extensions jaxengine.runner.extensions.adapters jaxengine.runner "
+        "jaxengine.runner.extensions jaxengine.runner.extensions.adapters jaxengine.runner.extensions.sounds "
+        "jaxengine.runner "
         "jaxengine.engine"
     ),
     "jaxengine.engine:loop": (
@@ -245,7 +256,8 @@ ROOMS = {
     ),
     "jaxengine.requests.structured": "jaxengine.scheduler jaxengine:base",
     "jaxengine.requests.media": (
-        "jaxengine.models.config jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.media"
+        "jaxengine.models.config jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.media "
+        "jaxengine.media.processors"
     ),
     "jaxengine.requests.pooling": "jaxengine.scheduler jaxengine.config",
     "jaxengine.requests": (
@@ -329,6 +341,10 @@ ROOMS = {
         "jaxengine.scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "
         "jaxengine.server jaxengine.server.http jaxengine.server.http.chat"
     ),
+    "jaxengine.server.http.audio": (
+        "jaxengine.scheduler jaxengine.requests.media jaxengine.requests jaxengine.api jaxengine.server "
+        "jaxengine.server.http"
+    ),
     "jaxengine.server.http.pooling": (
         "jaxengine.scheduler jaxengine.requests.pooling jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.http"
@@ -336,7 +352,8 @@ ROOMS = {
     "jaxengine.server.http:app": (
         "jaxengine.scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe "
         "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
-        "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling"
+        "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling "
+        "jaxengine.server.http.audio"
     ),
     "jaxengine.server.processes": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "

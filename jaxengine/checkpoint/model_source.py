@@ -21,7 +21,7 @@ from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pool
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.lengths import given_length
-from jaxengine.config.multimodal import MODALITIES
+from jaxengine.config.multimodal import AUDIO, MODALITIES
 from jaxengine.config.pooling_model import PoolingModel
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import RopeFactors
@@ -144,7 +144,15 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Return the model without its vision tower if it pools or if requests may not contain images or videos."""
+    """Return the model without its vision tower if it pools or if requests may not contain images or videos. Raises
+    ConfigError for a model that cannot do without sounds and may not have any.
+    """
+    if model.tower is not None and model.tower.crosses:
+        if config.mm_limit(AUDIO):
+            return model
+        name = "language_model_only" if config.language_model_only else "limit_mm_per_prompt"
+        problem = f"{name} leaves no sound, and {model.architecture} attends to one in each request"
+        raise ConfigError.because(name, problem, "leave it out")
     blind = model.pooler is not None or not any(config.mm_limit(modality) for modality in MODALITIES)
     return replace(model, tower=None) if blind else model
 

@@ -115,6 +115,10 @@ def settle_encoder(
     tower = model.tower
     if tower is None:
         return {}
+    if tower.crosses:
+        from jaxengine.config.sounds import settle_sounds
+
+        return settle_sounds(chosen, model, platform)
     room = chosen["max_model_len"] - 1
     most_rows = max(min(rows, room) for rows, _ in sizes)
     most_patches = max(min(patches, room * tower.merge) for _, patches in sizes)

@@ -385,6 +385,7 @@ class ResolvedConfig(EngineConfig):
       default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform.
       num_encoder_rows, max_encoder_patches, whole_pictures, uses_mrope: as
         jaxengine.scheduler.extensions.pictures.PictureOptions has them.
+      attends_to_sounds: whether the tower's rows are sounds that layers attend to (TowerConfig.crosses).
     """
 
     max_model_len: int = 0
@@ -398,6 +399,7 @@ class ResolvedConfig(EngineConfig):
     max_encoder_patches: int = 0
     whole_pictures: bool = False
     uses_mrope: bool = False
+    attends_to_sounds: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -8,13 +8,17 @@ from jaxengine.scheduler.config import ExtensionOptions
 
 
 def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
-    """Return the options of the scheduler's extensions that a ResolvedConfig determines alone: images, snapshots,
-    adapters and stored pages.
+    """Return the options of the scheduler's extensions that a ResolvedConfig determines alone: images, sounds,
+    snapshots, adapters and stored pages.
 
     Options of drafts depend on grammars too, so the engine's own extensions make them.
     """
     options: list[ExtensionOptions] = []
-    if config.num_encoder_rows:
+    if config.num_encoder_rows and config.attends_to_sounds:
+        from jaxengine.scheduler.extensions.sounds import SoundOptions
+
+        options.append(SoundOptions(config.num_encoder_rows, config.max_encoder_patches))
+    elif config.num_encoder_rows:
         from jaxengine.scheduler.extensions.pictures import PictureOptions
 
         sizes = config.num_encoder_rows, config.max_encoder_patches

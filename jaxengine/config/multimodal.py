@@ -1,4 +1,4 @@
-"""Options of images and videos in requests: number, sources, sizes. Names are vLLM's.
+"""Options of images, videos and sounds in requests: number, sources, sizes. Names are vLLM's.
 
 Sources outside of the request are closed by default: no address is fetched and no file is read.
 """
@@ -15,6 +15,10 @@ from jaxengine.config.values import plain, read_size, whole_number
 
 IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
+# Of models that attend to sounds.
+AUDIO = "audio"
+# Default limit of seconds of a sound; transcriptions of longer ones are better asked for in parts.
+MAX_AUDIO_SECONDS = 7200
 # Default limit of items of one modality in a prompt; vLLM's.
 MAX_ITEMS = 999
 ANY_DOMAIN = "*"
@@ -27,11 +31,11 @@ _WHITE = (255, 255, 255)
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """The fields of EngineConfig about pictures and videos in requests.
+    """The fields of EngineConfig about pictures, videos and sounds in requests.
 
     Attributes:
-      limit_mm_per_prompt: limits of images and videos per prompt, {"image": 2, "video": 0} or image=2,video=0; as in
-        vLLM, a dict of count and the sizes to prepare for may replace a number. Default 999.
+      limit_mm_per_prompt: limits of images, videos and sounds ("audio") per prompt, {"image": 2, "video": 0} or
+        image=2,video=0; as in vLLM, a dict of count and the sizes to prepare for may replace a number. Default 999.
       language_model_only: take text alone, whatever limit_mm_per_prompt says; no tower is loaded.
       allowed_media_domains: hosts from which pictures may be fetched over http and https; "*" for all. None by default.
         Private addresses are only contacted if listed here as addresses, not through a name that resolves to them.
@@ -47,6 +51,7 @@ class MediaOptions:
       max_image_pixels: limit of a picture, or frame of a video, in pixels.
       max_media_pixels: limit of all pictures and frames of a prompt, in pixels; each takes three bytes.
       media_fetch_timeout: seconds within which a file must arrive from another host.
+      max_audio_seconds: limit of a sound, in seconds; an hour takes 230 MB.
     """
 
     limit_mm_per_prompt: Mapping[str, Any] | str | None = None
@@ -61,6 +66,7 @@ class MediaOptions:
     max_image_pixels: int = 50_000_000
     max_media_pixels: int = 1 << 26
     media_fetch_timeout: float = 10.0
+    max_audio_seconds: int = MAX_AUDIO_SECONDS
 
     def mm_limit(self, modality: str) -> int:
         """Return how many items of a modality one prompt may have."""
@@ -93,22 +99,21 @@ class MediaOptions:
 def _read_limits(value: Any) -> dict[str, dict[str, int]]:
     """Return limit_mm_per_prompt as a dict of "count", "width" and "height", as far as given, for each modality.
 
-    A number stands for a count. A limit of 0 for a modality other than images and videos is left out. Raises
-    ConfigError.
+    A number stands for a count. Raises ConfigError.
     """
     name = "limit_mm_per_prompt"
     limits: dict[str, dict[str, int]] = {}
     for modality, given in _pairs(name, value).items():
-        if modality not in MODALITIES and given in (0, {"count": 0}):
-            continue  # audio is not supported, so a limit of 0 holds
-        if modality not in MODALITIES:
-            raise ConfigError.because(name, f"{name} has {modality!r}", f"it may have {' and '.join(MODALITIES)}")
+        allowed = (*MODALITIES, AUDIO)
+        if modality not in allowed:
+            raise ConfigError.because(name, f"{name} has {modality!r}", f"it may have {', '.join(allowed)}")
         sizes = given if isinstance(given, Mapping) else {"count": given}
         limits[modality] = {}
+        keys = _KEYS[:1] if modality == AUDIO else _KEYS
         for key, each in sizes.items():
-            if key not in _KEYS:
+            if key not in keys:
                 problem = f"{name}.{modality} has {key!r}"
-                raise ConfigError.because(name, problem, f"it may have {', '.join(_KEYS)}")
+                raise ConfigError.because(name, problem, f"it may have {', '.join(keys)}")
             least, most = (0, MAX_ITEMS) if key == "count" else (1, 1 << 16)
             limits[modality][key] = _whole(f"{name}.{modality}.{key}", each, least, most)
         if ("width" in limits[modality]) != ("height" in limits[modality]):
@@ -241,4 +246,5 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "max_image_pixels": _number("max_image_pixels", 1, MAX_IMAGE_PIXELS),
     "max_media_pixels": _number("max_media_pixels", 1, 1 << 34),
     "media_fetch_timeout": _read_seconds,
+    "max_audio_seconds": _number("max_audio_seconds", 1, 1 << 17),
 }

@@ -21,6 +21,14 @@ VIDEOS = {
     MP4: re.compile(rb".{4}ftyp(?!avif|avis|heic|heix|hevc|heim|heis|mif1|msf1|crx )", re.DOTALL),
     WEBM: re.compile(rb"\x1a\x45\xdf\xa3"),
 }
+# Sounds; containers of videos may also have sound alone.
+SOUNDS = {
+    "WAV": re.compile(rb"RIFF.{4}WAVE", re.DOTALL),
+    "FLAC": re.compile(rb"fLaC"),
+    "Ogg": re.compile(rb"OggS"),
+    "MP3": re.compile(rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]"),
+    **VIDEOS,
+}
 _OTHERS = {
     # Atomic groups and possessive quantifiers: linear time for any file.
     "an SVG": re.compile(
@@ -55,6 +63,11 @@ def image_type(data: bytes) -> str | None:
 def video_type(data: bytes) -> str | None:
     """Return the video's type, a key of VIDEOS; None for others."""
     return _first(VIDEOS, data)
+
+
+def sound_type(data: bytes) -> str | None:
+    """Return the sound's type, a key of SOUNDS; None for others."""
+    return _first(SOUNDS, data)
 
 
 def described(data: bytes) -> str:

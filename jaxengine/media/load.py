@@ -15,19 +15,21 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from jaxengine.config.multimodal import IMAGE, MODALITIES, VIDEO, MediaOptions
+from jaxengine.config.multimodal import AUDIO, IMAGE, MODALITIES, VIDEO, MediaOptions
 from jaxengine.media.bounds import PixelBudget
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import fetch, scheme_of
 from jaxengine.media.images import quiet_pillow, read_image
 from jaxengine.media.parts import MediaPart
+from jaxengine.media.sounds import read_sound
 from jaxengine.media.videos import read_video
 from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
 from jaxengine.turns import OWNER, FairThreads, share_of
 
 # Limit of parts of all requests that wait for a thread. Each holds a file.
 _MAX_WAITING = 256
+_ALL = (*MODALITIES, AUDIO)
 MultiModalData = dict[str, list[Any]]
 _T = TypeVar("_T")
 
@@ -125,6 +127,8 @@ class MediaLoader:
                 source = fetch(source, self._options)
             if isinstance(source, GivenEmbeds):
                 return read_embeds(source, self._options)
+            if part.modality == AUDIO:
+                return read_sound(source, self._options)
             reader = read_image if part.modality == IMAGE else read_video
             return reader(source, self._options, budget)
         except MediaError as error:
@@ -132,26 +136,36 @@ class MediaLoader:
 
 
 def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list[MediaPart]:
-    """Reads the images and videos in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list}.
+    """Reads the media in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list, "audio":
+    likewise}.
 
-    Each is an address, or a value for read_image or read_video; a list of images under "video" is one video. An image
-    may also be given as embeddings, see given_embeds.
+    Each is an address, or a value for read_image, read_video or read_sound; a list of images under "video" is one
+    video. An image may also be given as embeddings, see given_embeds.
 
     param: field of the request that holds `data`, for errors. Raises RequestError.
     """
     if not isinstance(data, Mapping):
-        raise RequestError(f"{param} must be a dict of {' and '.join(MODALITIES)}, got {show_value(data)}", param=param)
+        raise RequestError(f"{param} must be a dict of {', '.join(_ALL)}, got {show_value(data)}", param=param)
     parts: list[MediaPart] = []
     for modality, given in data.items():
-        if modality not in MODALITIES:
-            text = f"{param} has the key {show_value(modality)}; allowed are {' and '.join(MODALITIES)}"
+        if modality not in _ALL:
+            text = f"{param} has the key {show_value(modality)}; allowed are {', '.join(_ALL)}"
             raise RequestError(text, param=param)
-        is_list = isinstance(given, (list, tuple)) if modality == IMAGE else _is_videos(given)
+        is_list = _IS_LIST[modality](given)
         for number, each in enumerate(given if is_list else [] if given is None else [given]):
             where = f"{param}[{modality!r}]" + (f"[{number}]" if is_list else "")
             embeds = given_embeds(each) if modality == IMAGE else None
             parts.append(MediaPart(modality, each if embeds is None else embeds, where, param))
     return parts
+
+
+def _is_images(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_sounds(value: Any) -> bool:
+    """Whether the value is a list of sounds, rather than a list of samples."""
+    return isinstance(value, list) and not (value and isinstance(value[0], (int, float)))
 
 
 def _is_videos(value: Any) -> bool:
@@ -162,9 +176,12 @@ def _is_videos(value: Any) -> bool:
     return not isinstance(first, Image.Image) and not (isinstance(first, np.ndarray) and first.ndim <= 3)
 
 
+_IS_LIST: dict[str, Callable[[Any], bool]] = {IMAGE: _is_images, VIDEO: _is_videos, AUDIO: _is_sounds}
+
+
 def _by_modality(parts: Sequence[MediaPart], read: Sequence[Any]) -> MultiModalData:
     data: MultiModalData = {}
-    for modality in (IMAGE, VIDEO):
+    for modality in _ALL:
         if found := [value for part, value in zip(parts, read, strict=True) if part.modality == modality]:
             data[modality] = found
     return data

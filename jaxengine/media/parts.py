@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxengine.config.multimodal import IMAGE, MODALITIES, VIDEO, MediaOptions
+from jaxengine.config.multimodal import AUDIO, IMAGE, VIDEO, MediaOptions
 from jaxengine.media.embeds import EMBEDS, GivenEmbeds, given_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import check_source
@@ -27,7 +27,7 @@ class MediaModel(Protocol):
 
     @property
     def modalities(self) -> Collection[str]:
-        """Return the modalities that the model takes, of MODALITIES."""
+        """Return the modalities that the model takes: "image", "video", "audio"."""
         ...
 
     def placeholder(self, modality: str) -> str:
@@ -40,7 +40,7 @@ class MediaPart:
     """Image or video as received.
 
     Attributes:
-      modality: one of MODALITIES.
+      modality: "image", "video" or "audio".
       source: an address (data:, https:, file:), or a value for read_image or read_video.
       where: its path for errors, "messages[1].content[2].image_url".
       param: the field of the request that contains it.
@@ -154,14 +154,14 @@ def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: M
     taken = () if model is None else model.modalities
     for part in parts:
         if part.modality not in taken:
-            kinds = " and ".join(f"{name}s" for name in MODALITIES if name in taken) or "text"
+            kinds = " and ".join(noun for name, noun in _NOUNS.items() if name in taken) or "text"
             instead = ", so give frames that matter as images" if part.modality == VIDEO and IMAGE in taken else ""
             problem = f"this model takes no {part.modality}: {part.where}; it takes {kinds}{instead}"
             raise RequestError(problem, param=part.param)
         if isinstance(part.source, GivenEmbeds) and not options.enable_mm_embeds:
             text = f"{part.where} is given as embeddings, which are only allowed with enable_mm_embeds"
             raise RequestError(text, param=part.param)
-    for modality in MODALITIES:
+    for modality in _NOUNS:
         found = [part for part in parts if part.modality == modality]
         if len(found) > (most := options.mm_limit(modality)):
             param, noun = found[-1].param, modality if len(found) == 1 else f"{modality}s"
@@ -169,6 +169,7 @@ def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: M
             raise RequestError(f"{param} has {len(found)} {noun}; allowed: {allowed}", param=param)
 
 
+_NOUNS = {IMAGE: "images", VIDEO: "videos", AUDIO: "sounds"}
 _Read = tuple[str, str, Any]  # modality, key and source
 
 

@@ -20,6 +20,7 @@ from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
 from jaxengine.media.processors.smolvlm import SmolVLMProcessor
+from jaxengine.media.processors.whisper import WhisperProcessor
 from jaxengine.models.config.model_config import ModelConfig
 
 
@@ -53,6 +54,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLProcessor,
     "Qwen3_5ForConditionalGeneration": Qwen3VLProcessor,
     "Qwen3_5MoeForConditionalGeneration": Qwen3VLProcessor,
+    "WhisperForConditionalGeneration": WhisperProcessor,
 }
 
 

@@ -23,7 +23,7 @@ from jaxengine.media.open import open_processor
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import POOLED
 from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
-from jaxengine.requests.media.inputs import DATA, OPTIONS, READY, MediaInputs, has_media
+from jaxengine.requests.media.inputs import DATA, OPTIONS, READY, MediaInputs, has_media, one_prompt
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling.params import PoolingParams
@@ -290,6 +290,7 @@ class InputProcessor:
             options = "limit_mm_per_prompt, language_model_only"
             problem = f"{name} is given, but this model takes text only (see {options})"
             raise RequestError(problem, param=name)
+        prompt = one_prompt(prompt)
         text, token_ids, _ = self.read_prompt(prompt)
         return self.media.made_ready(prompt, text, token_ids)
 

@@ -153,7 +153,8 @@ class StageShape:
     @cached_property
     def buckets(self) -> Buckets:
         """Buckets of the configuration: the closed set of step shapes."""
-        return self.config.buckets(self.platform, sections=() if self.model.config.tower is None else ("pictures",))
+        tower = self.model.config.tower
+        return self.config.buckets(self.platform, sections=() if tower is None or tower.crosses else ("pictures",))
 
     @cached_property
     def groups(self) -> tuple[Paged | State, ...]:

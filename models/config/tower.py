@@ -28,6 +28,8 @@ class TowerConfig:
         image's tokens that are not computed yet, or none.
       in_windows_only: whether they do so in layers with a window alone, while others are causal.
       num_parts: E / D, 1 + the number of layers that add a part of their own.
+      crosses: whether layers attend to what the tower returns, one row for a sound, by cross-attention
+        (jaxengine.models.layers.cross_attention); no token of the prompt stands for it.
     """
 
     num_features: int
@@ -37,6 +39,7 @@ class TowerConfig:
     num_parts: int = 1
     attends_both_ways: bool = False
     in_windows_only: bool = False
+    crosses: bool = False
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -64,6 +64,7 @@ class Extensions:
             "drafts": has_drafts,
             "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
             "pictures": "pictures" in runner.extensions,
+            "sounds": "sounds" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
             "offload": "offload" in runner.extensions,
             "recording": "recording" in runner.extensions,
@@ -163,8 +164,8 @@ class Extensions:
         return cast("Adapters", self.require("adapters")).store
 
     def media_stats(self) -> MediaStats | None:
-        """Return the counts of images and videos; None for an engine of a text model."""
-        found = self.by_name.get("pictures")
+        """Return the counts of images and videos, or of sounds; None for an engine of a text model."""
+        found = self.by_name.get("pictures") or self.by_name.get("sounds")
         return None if found is None else cast("Pictures", found).stats
 
     def utilities(self) -> dict[str, Callable[..., Any]]:
@@ -186,7 +187,7 @@ class Extensions:
         if "weights" not in self.by_name:
             for name in WEIGHT_UTILITIES:
                 yield name, lambda *arguments, name=name: self.require("weights").utilities[name](*arguments)
-        if "pictures" not in self.by_name:
+        if self.media_stats() is None:
             yield "reset_mm_cache", lambda: True
             yield "mm_cache", lambda: {**self._runner.config.mm_cache_placement(0), "engine_bytes": 0}
 
@@ -216,6 +217,12 @@ class Extensions:
         from jaxengine.engine.extensions.offload import Offload
 
         return Offload(self._runner)
+
+    def _sounds(self) -> LoopExtension:
+        from jaxengine.engine.extensions.sounds import Sounds
+
+        assert self._inputs is not None
+        return Sounds(self._inputs.media.processor.rules, self._inputs.media.cache)
 
     def _structured(self) -> LoopExtension:
         if self._tokenizer is None or self._inputs is None:
@@ -327,6 +334,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "recording": _recording,
     "routed_experts": _routed_experts,
     "scores": _scores,
+    "sounds": Extensions._sounds,
     "steering": _steering,
     "structured": Extensions._structured,
     "token_pooling": _token_pooling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.metric_types import Counter, Gauge
@@ -46,8 +46,11 @@ class Pictures(LoopExtension):
     """Loop extension for requests with images and videos.
 
     Attributes:
+      name: of the capability.
       stats: counts of items, encoder calls and bytes.
     """
+
+    name: ClassVar[str] = NAME
 
     def __init__(self, cache: Any = None):
         """Start without counts. cache: the cache of processed media (jaxengine.requests.media.cache.MediaCache); None
@@ -83,7 +86,7 @@ class Pictures(LoopExtension):
         return {"reset_mm_cache": self._reset_cache, "mm_cache": self._describe_cache}
 
     def metrics(self) -> Iterator[Counter | Gauge]:
-        stats, rows = self.stats, self.loop.scheduler.extension(NAME).rows
+        stats, rows = self.stats, self.loop.scheduler.extension(self.name).rows
         yield Counter("vllm:mm_cache_queries", stats.num_queries)
         yield Counter("vllm:mm_cache_hits", stats.num_hits)
         for way, value in (("socket", stats.socket_bytes), ("shared_memory", stats.shared_bytes)):
@@ -105,7 +108,7 @@ class Pictures(LoopExtension):
         """Return the tower's counts since the start, and numbers of embeddings: capacity of the pool, stored, and
         needed by running requests.
         """
-        stats, rows = self.stats, self.loop.scheduler.extension(NAME).rows
+        stats, rows = self.stats, self.loop.scheduler.extension(self.name).rows
         pictures = {
             "calls": stats.num_calls,
             "items": stats.num_items,
@@ -122,7 +125,7 @@ class Pictures(LoopExtension):
         """Forget the processed media, and the embeddings that no running request needs. Returns True."""
         if self._cache is not None:
             self._cache.clear()
-        self.loop.scheduler.extension(NAME).reset_cache()
+        self.loop.scheduler.extension(self.name).reset_cache()
         return True
 
     def _describe_cache(self) -> dict[str, Any]:

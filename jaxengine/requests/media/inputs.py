@@ -26,12 +26,33 @@ from jaxengine.scheduler.media import EMBEDS, Media, MediaItem
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
 # Key of a prompt's Media after preprocessing.
 READY = "media"
+# vLLM's form of prompts of models with cross-attention.
+ENCODER, DECODER = "encoder_prompt", "decoder_prompt"
 _MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a prompt has images or videos that are not preprocessed yet."""
-    return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS))
+    return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS) or ENCODER in prompt)
+
+
+def one_prompt(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a prompt whose media are beside its text, also from one of vLLM's form: {"encoder_prompt":
+    {"multi_modal_data": ...}, "decoder_prompt": a prompt}. Raises RequestError for an encoder prompt with text.
+    """
+    if ENCODER not in prompt:
+        return prompt
+    encoder, decoder = prompt[ENCODER], prompt.get(DECODER)
+    if prompt.keys() != {ENCODER, DECODER} or not isinstance(encoder, Mapping):
+        problem = f"a prompt with {ENCODER} must have it, a dict with {DATA}, and {DECODER} alone"
+        raise RequestError(problem, param=ENCODER)
+    media = {name: encoder[name] for name in (DATA, OPTIONS) if name in encoder}
+    if text := next((name for name in encoder if name not in media and encoder[name]), None):
+        problem = f"{ENCODER} has {show_value(text)}; the encoder reads a sound alone, under {DATA}"
+        raise RequestError(problem, param=ENCODER)
+    if isinstance(decoder, Mapping):
+        return {**decoder, **media}
+    return {("prompt" if isinstance(decoder, str) else "prompt_token_ids"): decoder, **media}
 
 
 class _Found(NamedTuple):
@@ -80,6 +101,8 @@ class MediaInputs:
         parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
         check_parts(parts, self.processor, self._config)
         values = self.reader.loader.load_now(parts) if parts else {}
+        if text is not None and (encode := getattr(self.processor, "encode", None)) is not None:
+            token_ids = encode(text)  # without what a tokenizer adds to a text
         token_ids, media = self.read(token_ids, values, prompt.get(OPTIONS))
         kept = {name: value for name, value in prompt.items() if name not in (DATA, OPTIONS)}
         return {**kept, "prompt": text, "prompt_token_ids": token_ids, READY: media}

@@ -24,10 +24,7 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.adapters.section import AdaptersExtension
 
         yield AdaptersExtension(shape)
-    if model.tower is not None:
-        from jaxengine.runner.extensions.pictures.section import PicturesExtension
-
-        yield PicturesExtension(shape)
+    yield from _tower_extensions(shape)
     if model.keeps_states:
         from jaxengine.runner.extensions.states import StatesExtension
 
@@ -97,6 +94,19 @@ def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.token_pooling import TokenPoolingExtension
 
         yield TokenPoolingExtension(shape)
+
+
+def _tower_extensions(shape: StageShape) -> Iterator[DeviceExtension]:
+    """Yield the extension of the model's tower; none for a model without one."""
+    tower = shape.model.config.tower
+    if tower is not None and tower.crosses:
+        from jaxengine.runner.extensions.sounds.section import SoundsExtension
+
+        yield SoundsExtension(shape)
+    elif tower is not None:
+        from jaxengine.runner.extensions.pictures.section import PicturesExtension
+
+        yield PicturesExtension(shape)
 
 
 def step_programs(model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh) -> StepPrograms:

@@ -29,6 +29,7 @@ from jaxengine.server.http import (
     weights,
 )
 from jaxengine.server.http.arrival import LimitsMiddleware
+from jaxengine.server.http.audio import endpoint as audio
 from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.chat import batch
 from jaxengine.server.http.chat import endpoint as chat
@@ -60,6 +61,7 @@ GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     generate.router,
     responses.router,
     messages.router,
+    audio.router,
 )
 POOLING = (embeddings.router, scores.router)
 ROUTERS = (

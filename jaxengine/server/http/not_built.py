@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_AUDIO = "models take text, images and videos; see docs/media.md"
+_AUDIO = "models take text, images, videos and sounds, and write text; see docs/media.md and docs/audio.md"
 _FILES = "no files are kept; send one request each, those that wait run together; see docs/serving.md"
 _ONE_CALL = (
     "POST /update_weights replaces weights in one call, by a folder or by a safetensors file as its body; backends "
@@ -29,7 +29,8 @@ NOT_BUILT: dict[str, str] = {
     "/v2/embed": "/v1/embeddings; see docs/pooling_models.md",
     # OpenAI, some of them also vLLM's
     "/v1/assistants": _CONVERSATIONS,
-    "/v1/audio": _AUDIO,
+    "/v1/audio/speech": _AUDIO,
+    "/v1/audio/voices": _AUDIO,
     "/v1/batches": _FILES,
     "/v1/conversations": _CONVERSATIONS,
     "/v1/files": _FILES,

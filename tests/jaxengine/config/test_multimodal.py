@@ -30,7 +30,8 @@ def test_what_holds_where_nothing_is_said():
 def test_limits_on_a_command_line(given):
     config = from_words("--limit-mm-per-prompt", given)
     assert config.mm_limit("image") == 2 and config.mm_limit("video") == 0
-    assert config == EngineConfig(limit_mm_per_prompt={"image": 2, "video": 0, "audio": 0})
+    assert config == EngineConfig(limit_mm_per_prompt={"image": 2, "video": 0}) and config.mm_limit("audio") == 999
+    assert EngineConfig(limit_mm_per_prompt={"audio": 0}).mm_limit("audio") == 0
 
 
 def test_language_model_only_means_limits_of_zero():
@@ -66,7 +67,8 @@ def test_the_other_options():
     [
         ({"limit_mm_per_prompt": "image:2"}, "limit_mm_per_prompt is 'image:2'; allowed: {"),
         ({"limit_mm_per_prompt": 2}, "limit_mm_per_prompt is 2; allowed: a dict such as"),
-        ({"limit_mm_per_prompt": {"audio": 1}}, "limit_mm_per_prompt has 'audio'; it may have image and video"),
+        ({"limit_mm_per_prompt": {"sound": 1}}, "limit_mm_per_prompt has 'sound'; it may have image, video, audio"),
+        ({"limit_mm_per_prompt": {"audio": {"width": 1}}}, "limit_mm_per_prompt.audio has 'width'; it may have count"),
         (
             {"limit_mm_per_prompt": {"image": -1}},
             "limit_mm_per_prompt.image.count is -1; allowed: a whole number, 0 to",

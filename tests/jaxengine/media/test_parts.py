@@ -183,7 +183,10 @@ def test_multi_modal_data_of_a_prompt():
     assert [part.source for part in read_multi_modal_data({"video": [video, URL]})] == [video, URL]
     assert [part.source for part in read_multi_modal_data({"image": PIXELS})] == [PIXELS]
     assert read_multi_modal_data({"image": None, "video": []}) == []
-    for data, says in ((3, "must be a dict of image and video, got 3"), ({"audio": 3}, "has the key 'audio'; allowed")):
+    for data, says in (
+        (3, "must be a dict of image, video, audio, got 3"),
+        ({"sound": 3}, "has the key 'sound'; allowed"),
+    ):
         with pytest.raises(RequestError, match=says) as refusal:
             read_multi_modal_data(data)
         assert refusal.value.param == "multi_modal_data"

@@ -1,0 +1,74 @@
+"""Sounds: encodes them before the forward passes that need them, and writes the rules of transcripts into slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from jaxengine.engine.extensions.pictures import Pictures
+from jaxengine.runner.extensions.sounds.rules import RuleRow, rule_words
+from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.extensions.sounds import NAME
+from jaxengine.scheduler.media import TranscriptRules
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.token_params import PROCESSOR
+
+_DATA = "multi_modal_data"
+
+
+class Sounds(Pictures):
+    """Loop extension for requests to a model that attends to sounds. Counts are those of pictures."""
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, rules: TranscriptRules, cache: Any = None):
+        """Start without counts. rules: of the checkpoint. cache: as of Pictures."""
+        super().__init__(cache)
+        self._rules = rules
+
+    def prepare(self, request: Request) -> None:
+        if request.media is None or len(request.media.items) != 1:
+            problem = f"{_DATA} must have one sound under 'audio': every token of this model attends to one"
+            raise RequestError(problem, param=_DATA)
+        suppressed = dict.fromkeys(self._rules.suppressed, float("-inf"))
+        own = request.params
+        request.params = replace(
+            own, capabilities=own.capabilities | PROCESSOR, logit_bias={**own.logit_bias, **suppressed}
+        )
+
+    def before_forward(self, step: ScheduledStep) -> None:
+        """Dispatch and count the encoder's calls, and send the rows of requests that are new in their slots. The step's
+        forward pass must be dispatched next.
+        """
+        host, stats = self.loop.runner.extension(NAME), self.stats
+        if admitted := self.loop.rows.admitted(step):
+            ranks = self.loop.scheduler.extension(NAME).ranks
+            rows = [ranks[request.rank].row(request) for request in admitted]
+            host.set_rows([self.loop.rows.number(request) for request in admitted], rows)
+        if any(NAME in batch.sections for batch in step.batches):
+            encodes = [batch.sections.get(NAME, []) for batch in step.batches]
+            start, items = time.monotonic(), [each.item for own in encodes for each in own]
+            host.encode(encodes)
+            stats.num_calls += 1
+            stats.num_items += len(items)
+            stats.num_patches += sum(item.num_patches for item in items)
+            stats.encode_seconds += time.monotonic() - start
+
+    def sync(self, step: ScheduledStep) -> None:
+        admitted = self.loop.rows.admitted(step)
+        if admitted:
+            words = [(self.loop.rows.number(request), self._words(request)) for request in admitted]
+            self.loop.runner.extension(NAME).set_rules(words)
+
+    def _words(self, request: Request) -> Any:
+        """Return the rules of a request's slot, after the tokens that it has already."""
+        rules = self._rules
+        is_timed = rules.is_timed(request.prompt_token_ids.tolist())
+        row = RuleRow(is_timed, rules.first_timestamp, rules.eos, rules.most_initial)
+        return rule_words(row, rules.begin, request.output_token_ids.tolist())
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        self.stats.count(requests[0].media)

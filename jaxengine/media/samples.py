@@ -1,0 +1,29 @@
+"""Decoded sounds, and what a model's processor makes of parts of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Samples a second of the models that hear.
+RATE = 16_000
+
+
+@dataclass(frozen=True, eq=False)
+class Sound:
+    """Samples f32[N] of one channel, RATE a second, from -1 to 1."""
+
+    samples: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """Return its duration."""
+        return len(self.samples) / RATE
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrogram:
+    """Part of a sound's spectrogram as its model's processor makes it, f32[frames, bins]."""
+
+    frames: np.ndarray

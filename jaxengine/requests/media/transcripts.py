@@ -1,0 +1,125 @@
+"""Transcripts of sounds of any length: windows, one after the other, each begun where the segments of the last one end.
+
+It is what transformers makes of long sounds without falling back to higher temperatures (sequential decoding, Radford
+et al. 2022, arXiv:2212.04356, section 3.8, without its heuristics): tokens, segments and times are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxengine.config.multimodal import AUDIO
+from jaxengine.media.parts import MediaPart
+from jaxengine.media.processors.whisper import HOP, WhisperProcessor
+from jaxengine.media.samples import RATE, Spectrogram
+from jaxengine.requests.media.inputs import DATA, MediaInputs
+from jaxengine.scheduler.errors import RequestError, show_value
+
+# Seconds from one timestamp to the next, and frames of a spectrogram in them.
+PRECISION = 0.02
+_FRAMES = round(PRECISION * RATE / HOP)
+
+
+class Segment(NamedTuple):
+    """Part of a transcript.
+
+    Attributes:
+      start, end: seconds from the beginning of the sound.
+      tokens: with the timestamps at its ends, if it has any.
+      first: number of its first token in its window; seek: first frame of the window.
+    """
+
+    start: float
+    end: float
+    tokens: tuple[int, ...]
+    first: int
+    seek: int
+
+
+class Recording(NamedTuple):
+    """A sound to be transcribed.
+
+    Attributes:
+      frames: its spectrogram, f32[N, bins]; filled up with silence to a window if it is shorter.
+      seconds: its duration.
+    """
+
+    frames: np.ndarray
+    seconds: float
+
+    def window(self, seek: int, num_frames: int) -> dict[str, Any]:
+        """Return the media of a prompt with at most `num_frames` frames from `seek` on."""
+        return {DATA: {AUDIO: Spectrogram(self.frames[seek : seek + num_frames])}}
+
+
+def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
+    """Return the processor of a model that transcribes. Raises RequestError for another model."""
+    processor = None if media is None else media.processor
+    if not isinstance(processor, WhisperProcessor):
+        problem = "this model transcribes no sounds; serve one that does, such as Whisper: see docs/audio.md"
+        raise RequestError(problem, param="model")
+    return processor
+
+
+async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recording:
+    """Decode a sound file and compute its spectrogram, both on threads. param: the field with the file, for errors.
+
+    Raises RequestError for a file that cannot be used, OverloadedError if too many wait.
+    """
+    processor, loader = sound_processor(media), media.reader.loader
+    (sound,) = (await loader.load([MediaPart(AUDIO, data, param, param)]))[AUDIO]
+    missing = max(0, processor.num_frames * HOP - len(sound.samples))
+    frames = await loader.process(processor.spectrogram, np.pad(sound.samples, (0, missing)))
+    return Recording(frames, sound.seconds)
+
+
+def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, timed: bool) -> list[int]:
+    """Return the tokens that ask for a transcript. language: a code; None for a model of one language.
+
+    Raises RequestError for a language or task that the model does not have.
+    """
+    if not processor.languages:
+        if task != "transcribe" or language not in (None, "en"):
+            what = "task" if task != "transcribe" else "language"
+            raise RequestError(f"{what}: this model transcribes English alone", param=what)
+        return [processor.start] + [processor.no_timestamps] * (not timed)
+    if language not in processor.languages:
+        allowed = ", ".join(sorted(processor.languages))
+        problem = f"language is {show_value(language)}; allowed are {allowed}"
+        raise RequestError(problem, param="language", value=language)
+    middle = [processor.languages[language], processor.tasks[task]]
+    return [processor.start, *middle] + [processor.no_timestamps] * (not timed)
+
+
+def cut_segments(tokens: Sequence[int], seek: int, num_frames: int, first_timestamp: int) -> tuple[list[Segment], int]:
+    """Cut a window's transcript at its timestamps; return its segments and the frame at which the next window begins.
+
+    A segment lies between two neighbouring timestamps. What follows the last pair is dropped, and the next window
+    begins there, unless a single timestamp ends the transcript: then nothing is said after it. A transcript without
+    pairs is one segment. tokens: without the end token. seek: first frame of the window; num_frames: frames of the
+    sound in it.
+    """
+    is_time = [token >= first_timestamp for token in tokens]
+    ends = [at + 1 for at in range(len(tokens) - 1) if is_time[at] and is_time[at + 1]]
+    offset = seek * PRECISION / _FRAMES
+    times = [token - first_timestamp for token in tokens]
+    if not ends:
+        last = int(num_frames / _FRAMES)
+        said = [time for time, is_one in zip(times, is_time, strict=True) if is_one]
+        if said and said[-1] != 0:
+            last = said[-1]
+        return [Segment(offset, offset + last * PRECISION, tuple(tokens), 0, seek)], seek + num_frames
+    is_closed = is_time[-2:] == [False, True]
+    if is_closed:
+        ends.append(len(tokens))
+    segments = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        begins, stops = offset + times[start] * PRECISION, offset + times[end - 1] * PRECISION
+        # The last of several keeps the timestamp after its end: it tells that more was said.
+        more = 1 if end == ends[-1] and not is_closed else 0
+        segments.append(Segment(begins, stops, tuple(tokens[start : end + more]), start, seek))
+    ahead = num_frames if is_closed else times[ends[-1] - 1] * _FRAMES
+    return segments, seek + (ahead if ahead > 0 else num_frames)

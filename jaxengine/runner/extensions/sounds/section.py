@@ -1,0 +1,158 @@
+"""Sounds: encoded sounds in a pool, which row each slot attends to, and the rules of its transcript."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.layers.cross_attention import Sounds, StepSounds
+from jaxengine.runner.extension import (
+    EVERYWHERE,
+    DeviceExtension,
+    HostExtension,
+    Kept,
+    StageExtension,
+    StageShape,
+    StateChange,
+)
+from jaxengine.runner.extensions.pictures.layout import EncoderInput, EncoderLayout
+from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
+from jaxengine.runner.extensions.sounds.rules import WIDTH, after_tokens, ruled
+from jaxengine.runner.program import Program, shape_on
+from jaxengine.runner.programs.device_state import DeviceState, TokenState, write_section
+from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.programs.state_changes import column_shapes, own_slot
+from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.extensions.pictures import Encode
+from jaxengine.sharding.rules import logical_to_spec
+
+NAME, ROWS, RULES = "sounds", "sound rows", "transcript rules"
+# Slots whose rules one message brings.
+NUM_RULE_ROWS = 64
+
+
+class SoundPrograms(EncoderPrograms):
+    """Encoder programs whose results stay split: each device has keys and values of its own heads."""
+
+    def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
+        super().__init__(model, layout, dtype, mesh)
+        self.rows = shape_on(mesh, self.rows.shape, dtype, logical_to_spec(("batch", "heads")))
+
+
+class SoundsExtension(DeviceExtension):
+    """Device extension of sounds. Its section of SlotState is i32[R], the row of the pool that each slot attends to;
+    that of TokenState is i32[R, WIDTH], the rules of each slot's transcript and what they need of its tokens.
+    """
+
+    name = NAME
+
+    def __init__(self, shape: StageShape):
+        super().__init__(shape)
+        model, config = shape.model, shape.config
+        assert model.config.tower is not None
+        layout = EncoderLayout(model.config.tower, config.num_encoder_rows, config.max_encoder_patches, shape.num_ranks)
+        self.encoder = SoundPrograms(model, layout, config.dtype, shape.mesh)
+
+    def slots(self) -> Kept:
+        return Kept((self.shape.num_slots,), jnp.int32)
+
+    def tokens(self) -> Kept:
+        return Kept((self.shape.num_slots, WIDTH), jnp.int32)
+
+    @property
+    def changes(self) -> Mapping[str, StateChange]:
+        rules = [((NUM_RULE_ROWS,), np.int32, EVERYWHERE), ((NUM_RULE_ROWS, WIDTH), np.int32, EVERYWHERE)]
+        rows = StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())
+        return {ROWS: rows, RULES: StateChange(_write_rules, rules)}
+
+    def given(self, bucket: Bucket) -> Any:
+        return self.encoder.rows
+
+    def programs(self, params: Sequence[Any]) -> Sequence[Program]:
+        return [self.encoder.encode(size, params) for size in self.encoder.layout.sizes]
+
+    def allocated(self) -> Mapping[str, Any]:
+        return {"encoded sounds": self.encoder.rows}
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        ragged, of_row = step.batch.ragged[0], step.slots.sections[NAME][step.rows.index]
+        sounds = StepSounds(step.given[NAME], of_row, ragged.cu_q_lens, ragged.num_seqs)
+        return step.with_section(NAME, Sounds(sounds))
+
+    def process(
+        self, tokens: TokenState, logits: jax.Array, slots: jax.Array, counts: jax.Array, features: jax.Array
+    ) -> jax.Array:
+        """Return the logits f32[S, V / n] of slots i32[S] without the tokens that their rules forbid."""
+        return ruled(logits, tokens.sections[NAME].at[slots].get(mode="fill", fill_value=0))
+
+    def remember(
+        self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
+    ) -> TokenState:
+        section = tokens.sections[NAME]
+        rows = after_tokens(section.at[slot].get(mode="fill", fill_value=0), token_ids)
+        section = section.at[jnp.where(is_kept, slot, len(section))].set(rows, mode="drop")
+        return tokens._replace(sections={**tokens.sections, NAME: section})
+
+    def at_stage(self, stage: Any) -> StageExtension:
+        return SoundPool(stage, self.encoder)
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return SoundEncoder(runner, self)
+
+
+class SoundPool(StageExtension):
+    """Stage extension with the pool of encoded sounds."""
+
+    name = NAME
+
+    def __init__(self, stage: Any, programs: SoundPrograms):
+        self._stage, self._programs = stage, programs
+        self.rows: Any = None
+
+    def allocate(self) -> None:
+        self.rows = self._stage.compiled(self._programs.pool())()
+
+    def release(self) -> None:
+        self.rows = None
+
+    def encode(self, sounds: EncoderInput) -> None:
+        """Dispatch the encoding of sounds; the next forward pass finds their keys and values in the pool."""
+        encode = self._stage.program(NAME, self._programs.name(sounds.patches.shape[1]))
+        self.rows = encode(self._stage.params, self.rows, *sounds)
+
+    def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
+        return self.rows
+
+
+class SoundEncoder(HostExtension):
+    """Host extension that encodes sounds before the steps that need them, and tells slots of them."""
+
+    def __init__(self, runner: Any, extension: SoundsExtension):
+        super().__init__(runner)
+        self._layout = extension.encoder.layout
+        self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
+
+    def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
+        """Dispatch the encoding of each replica's sounds."""
+        self.runner.stages[0].extensions[NAME].encode(self._layout.pack(encodes))
+
+    def set_rows(self, slots: list[int], rows: list[int]) -> None:
+        """Set the rows of the pool that slots, numbered over all replicas, attend to."""
+        self.runner.set_column(ROWS, self._known, slots, rows)
+
+    def set_rules(self, rules: list[tuple[int, np.ndarray]]) -> None:
+        """Write the rules of slots' transcripts: (slot over all replicas, rules.rule_words)."""
+        self.runner.change_slots(RULES, rules, NUM_RULE_ROWS, WIDTH)
+
+
+def _write_rules(state: DeviceState, slots: jax.Array, words: jax.Array) -> DeviceState:
+    assert state.tokens is not None
+    section = state.tokens.sections[NAME].at[own_slot(state, slots)].set(words, mode="drop")
+    sections = {**state.tokens.sections, NAME: section}
+    return state._replace(tokens=state.tokens._replace(sections=sections))

@@ -1,0 +1,63 @@
+"""Types of the answers of /v1/audio, for /openapi.json; those of openai-python's audio client."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxengine.server.http.answers import Answer
+
+
+class DurationUsage(Answer):
+    type: Literal["duration"]
+    seconds: int
+
+
+class Transcription(Answer):
+    text: str
+    usage: DurationUsage
+
+
+class TranscriptionSegment(Answer):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float | None
+
+
+class VerboseTranscription(Answer):
+    task: Literal["transcribe", "translate"]
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscriptionSegment]
+    usage: DurationUsage
+
+
+class InputTokenDetails(Answer):
+    audio_tokens: int
+    text_tokens: int
+
+
+class TokenUsage(Answer):
+    type: Literal["tokens"]
+    input_tokens: int
+    input_token_details: InputTokenDetails
+    output_tokens: int
+    total_tokens: int
+
+
+class TranscriptDelta(Answer):
+    type: Literal["transcript.text.delta"]
+    delta: str
+
+
+class TranscriptDone(Answer):
+    type: Literal["transcript.text.done"]
+    text: str
+    usage: TokenUsage | None

@@ -1,0 +1,77 @@
+"""Forms of a transcript: subtitles (SubRip, WebVTT) and the objects of verbose_json."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jaxengine.requests.media.transcripts import Segment
+
+
+class Said(NamedTuple):
+    """Segment of a transcript with its text.
+
+    Attributes:
+      logprob: mean log-probability of the segment's tokens. no_speech: probability that its window has no speech;
+        None for a model without a token for that.
+    """
+
+    segment: Segment
+    text: str
+    logprob: float = 0.0
+    no_speech: float | None = None
+
+
+def srt(said: Iterable[Said]) -> str:
+    """Write segments as SubRip subtitles."""
+    return "".join(
+        f"{number}\n{_clock(each.segment.start, ',')} --> {_clock(each.segment.end, ',')}\n{_line(each.text)}\n\n"
+        for number, each in enumerate(said, 1)
+    )
+
+
+def vtt(said: Iterable[Said]) -> str:
+    """Write segments as WebVTT subtitles."""
+    cues = (
+        f"{_clock(each.segment.start, '.')} --> {_clock(each.segment.end, '.')}\n{_line(each.text)}\n\n"
+        for each in said
+    )
+    return "WEBVTT\n\n" + "".join(cues)
+
+
+def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str, Any]]:
+    """Return the `segments` of verbose_json."""
+    return [
+        {
+            "id": number,
+            "seek": each.segment.seek,
+            "start": round(each.segment.start, 3),
+            "end": round(each.segment.end, 3),
+            "text": each.text,
+            "tokens": list(each.segment.tokens),
+            "temperature": temperature,
+            "avg_logprob": each.logprob,
+            "compression_ratio": compression_ratio(each.text),
+            "no_speech_prob": each.no_speech,
+        }
+        for number, each in enumerate(said)
+    ]
+
+
+def compression_ratio(text: str) -> float:
+    """Return how many times its bytes a text has when zlib has compressed it: much for one that repeats itself."""
+    data = text.encode()
+    return len(data) / len(zlib.compress(data)) if data else 0.0
+
+
+def _clock(seconds: float, mark: str) -> str:
+    """Write seconds as 00:00:00 and milliseconds after `mark`."""
+    whole = round(seconds * 1000)
+    minutes, milliseconds = divmod(whole, 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{mark}{milliseconds % 1000:03}"
+
+
+def _line(text: str) -> str:
+    """Return a text on one line, without the arrow that would begin another cue."""
+    return " ".join(text.split()).replace("-->", "->")

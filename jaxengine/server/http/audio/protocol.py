@@ -1,0 +1,105 @@
+"""Fields of /v1/audio/transcriptions and /v1/audio/translations: OpenAI's, and vLLM's sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, ValidationError, create_model, model_validator
+from starlette.requests import Request
+
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.server.http.audio.form import FILE, Form
+from jaxengine.server.http.protocol import HINTS, NUMBERS, NamedRequest
+
+SEGMENT, WORD = "segment", "word"
+_Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
+
+
+class TranscriptionRequest(_Numbers, NamedRequest):
+    """Fields of a form. Texts become numbers and truth values as their types say.
+
+    Attributes:
+      language: a code, such as "en"; None to detect it.
+      prompt: text that the transcript continues, or whose spelling it follows.
+      temperature: 0 by default.
+      timestamp_granularities: "segment" alone, with response_format verbose_json.
+      max_completion_tokens: limit of the tokens of each window of a sound.
+    """
+
+    # Forms have texts alone.
+    model_config = ConfigDict(strict=False, allow_inf_nan=False, protected_namespaces=())
+    refused = {
+        "chunking_strategy": ("auto",),
+        "include": (),
+        "known_speaker_names": (),
+        "known_speaker_references": (),
+        "to_language": ("en",),
+        "stream_continuous_usage_stats": ("false",),
+        "use_beam_search": ("false",),
+    }
+    ignored = HINTS
+
+    language: str | None = None
+    prompt: str | None = None
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    timestamp_granularities: list[str] = []
+    seed: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool = False
+    stream_include_usage: bool = True
+
+    @model_validator(mode="after")
+    def _check_formats(self) -> Self:
+        for each in self.timestamp_granularities:
+            if each != SEGMENT:
+                about = ": words are not aligned with the sound" if each == WORD else ""
+                problem = f"timestamp_granularities has {show_value(each)}{about}; allowed is {SEGMENT!r}"
+                raise RequestError(problem, param="timestamp_granularities")
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            problem = "timestamp_granularities is only allowed with response_format verbose_json"
+            raise RequestError(problem, param="timestamp_granularities")
+        if self.stream and self.response_format not in ("json", "text"):
+            problem = f"stream is true, and response_format {self.response_format}; allowed are json and text"
+            raise RequestError(problem, param="stream")
+        return self
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether the answer has times."""
+        return self.response_format in ("srt", "verbose_json", "vtt")
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """Return the sampling parameters of one window, with `changes`. Raises RequestError."""
+        given = {name: getattr(self, name) for name in (*NUMBERS, "seed") if getattr(self, name) is not None}
+        usual = {"temperature": 0.0, "max_tokens": self.max_completion_tokens}
+        kind = RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**{**usual, **given, "output_kind": kind, "detokenize": False, **changes})
+
+
+def read_request(form: Form, request: Request) -> tuple[TranscriptionRequest, bytes]:
+    """Return a form's fields and its file. Names of unknown fields are noted in the request's state.
+
+    Raises RequestError for a field that is missing, there twice, or not valid.
+    """
+    if form.file is None:
+        raise RequestError("file is missing: the sound to transcribe", param=FILE)
+    known = TranscriptionRequest.known_fields()
+    values: dict[str, Any] = {}
+    for name, given in form.fields.items():
+        if name != "timestamp_granularities" and len(given) > 1:
+            raise RequestError(f"{show_value(name)} is given {len(given)} times; allowed is once", param=name[:64])
+        values[name] = given if name == "timestamp_granularities" else given[0]
+    unknown = [name for name in values if name not in known]
+    request.state.unknown_fields = [name for name in unknown if name not in HINTS]
+    request.state.ignored_fields = [name for name in unknown if name in HINTS]
+    try:
+        return TranscriptionRequest(**{name: value for name, value in values.items() if name in known}), form.file
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raised = problem.get("ctx", {}).get("error")
+        if isinstance(raised, RequestError):
+            raise raised from None
+        name = str(problem["loc"][0]) if problem["loc"] else "form"
+        text = f"{name} is not valid: {problem['msg'].lower()}, got {show_value(problem.get('input'))}"
+        raise RequestError(text, param=name) from None

@@ -1,0 +1,109 @@
+"""Sounds from files and arrays: formats, rates, and files that are wrong."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from scipy.signal import resample_poly
+
+from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media.errors import MediaError
+from jaxengine.media.resample import resampled, resampled_parts
+from jaxengine.media.sounds import read_sound
+from tests.fixtures.whisper_checkpoints import sound
+
+OPTIONS = MediaOptions(max_audio_seconds=30)
+
+
+def wav(values: np.ndarray, code: int, bits: int, rate: int, channels: int = 1, data: bytes | None = None) -> bytes:
+    content = values.tobytes() if data is None else data
+    width = channels * bits // 8
+    head = struct.pack("<HHIIHH", code, channels, rate, rate * width, width, bits)
+    chunks = b"fmt " + struct.pack("<I", 16) + head + b"LIST\x03\0\0\0abc\0" + b"data" + struct.pack("<I", len(content))
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks) + len(content)) + b"WAVE" + chunks + content
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000, 16001, 96000])
+def test_resampling_is_that_of_scipy(rate):
+    samples = sound(4, 0.7, rate)
+    common = np.gcd(rate, 16000)
+    wanted = resample_poly(samples.astype(np.float64), 16000 // common, rate // common)
+    np.testing.assert_allclose(resampled(samples, rate, 16000), wanted, atol=2e-6)
+    parts = np.split(samples, [1, 7, 1000, 1001, 4000])
+    for block in (100, 3000, 1 << 20):
+        np.testing.assert_allclose(resampled_parts(parts, rate, 16000, block), wanted, atol=2e-6)
+
+
+def test_formats_of_wav():
+    samples = sound(4, 0.2)
+    whole = np.round(samples * 32767).astype("<i2")
+    for code, bits, values in (
+        (1, 16, whole),
+        (1, 32, (samples * 2**31).astype("<i4")),
+        (3, 32, samples),
+        (3, 64, samples.astype("<f8")),
+        (1, 8, np.round(samples * 127 + 128).astype("u1")),
+        (1, 24, (samples * 2**31).astype("<i4").view("u1").reshape(-1, 4)[:, 1:].copy()),
+    ):
+        found = read_sound(wav(values, code, bits, 16000), OPTIONS).samples
+        np.testing.assert_allclose(found, samples, atol=0.01 if bits == 8 else 1e-4)
+    stereo = np.stack([whole, np.zeros_like(whole)], axis=1)
+    found = read_sound(wav(stereo, 1, 16, 16000, 2), OPTIONS).samples
+    np.testing.assert_allclose(found, samples / 2, atol=1e-4)
+    np.testing.assert_allclose(read_sound((np.stack([samples, samples]), 16000), OPTIONS).samples, samples, atol=1e-7)
+
+
+@pytest.mark.parametrize(("container", "codec"), [("mp3", "mp3"), ("flac", "flac"), ("ogg", "libopus"), ("mp4", "aac")])
+def test_other_files_are_decoded(container, codec):
+    av = pytest.importorskip("av")
+    samples, file = sound(6, 1.0, 48000), io.BytesIO()
+    with av.open(file, "w", format=container) as writer:
+        stream = writer.add_stream(codec, rate=48000, layout="mono")
+        values = np.round(samples * 32767).astype(np.int16)[None]
+        frame = av.AudioFrame.from_ndarray(values, format="s16", layout="mono")
+        frame.sample_rate = 48000
+        codec_context = stream.codec_context
+        resampler = av.AudioResampler(codec_context.format, "mono", 48000, codec_context.frame_size or None)
+        for each in (*resampler.resample(frame), *resampler.resample(None)):
+            writer.mux(stream.encode(each))
+        writer.mux(stream.encode(None))
+    found = read_sound(file.getvalue(), OPTIONS).samples
+    assert abs(len(found) - 16000) < 2200  # encoders add silence
+    wanted = resampled(samples, 48000, 16000)
+    matches = [np.corrcoef(found[at : at + 8000], wanted[4000:12000])[0, 1] for at in range(3500, 6500)]
+    assert max(matches) > 0.95
+    for cut in (len(file.getvalue()) // 2, 20):
+        damaged = file.getvalue()[:cut]
+        try:
+            assert len(read_sound(damaged, OPTIONS).samples) < 16000
+        except MediaError as error:
+            assert str(error)
+
+
+def test_what_a_sound_must_not_be():
+    one = np.zeros(100, "<i2")
+    for value, message in (
+        (b"", "has no bytes"),
+        (b"{}", "is JSON; allowed: WAV"),
+        (wav(one, 1, 16, 0), "has the rate 0; allowed are 1000 to"),
+        (wav(one, 1, 16, 16000, 9), "has 9 channels; allowed are 1 to 8"),
+        (wav(one, 1, 12, 16000), "WAV file of format 1 with 12 bits"),
+        (wav(one, 1, 16, 16000, data=b""), "has no samples"),
+        (wav(one, 1, 16, 16000)[:40], "without samples"),
+        (wav(one, 3, 32, 16000, data=np.full(4, np.inf, "<f4").tobytes()), "not finite"),
+        (wav(one, 1, 16, 1000, data=bytes(62_000)), "longer than 30 seconds"),
+        ((np.zeros(481_000, np.float32), 16000), "longer than 30 seconds"),
+        (np.zeros((9, 5), np.float32), r"shape \[9, 5\]"),
+        (np.zeros(5, bool), "is an array of bool"),
+        ((np.zeros(5), True), "has the rate True"),
+        ("text", "is a str; allowed are"),
+        (b"OggS" + bytes(100), "is a Ogg file that is damaged|without a sound"),
+    ):
+        with pytest.raises(MediaError, match=message):
+            read_sound(value, OPTIONS)
+    big = MediaOptions(max_media_bytes=50)
+    with pytest.raises(MediaError, match="bytes"):
+        read_sound(wav(one, 1, 16, 16000), big)

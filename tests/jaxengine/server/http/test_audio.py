@@ -1,0 +1,191 @@
+"""/v1/audio/transcriptions and /v1/audio/translations, with OpenAI's own client: formats, streams, long sounds, and
+files and fields that must be refused."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import wave
+
+import numpy as np
+import openai
+import pytest
+
+from jaxengine.api.async_llm import AsyncLLM
+from jaxengine.requests.media.transcripts import Segment
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.audio.form import parse_form
+from jaxengine.server.http.audio.formats import Said, srt, vtt
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.options import ServerConfig
+from tests.fixtures import whisper_checkpoints as whisper
+from tests.jaxengine.engine.test_sounds import OPTIONS, goldens
+from tests.jaxengine.server.asgi_client import Answer, http_client
+from tests.jaxengine.server.http.checked_document import Checked
+from tests.jaxengine.server.openai_client import openai_client
+
+NAME = "whisper_sound"
+
+
+def wav(samples: np.ndarray, rate: int = whisper.RATE, channels: int = 1) -> bytes:
+    """A file of 16 bits."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(channels)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        values = np.clip(np.round(samples * 32768), -32768, 32767).astype("<i2")
+        writer.writeframes(np.repeat(values[:, None], channels, axis=1).tobytes())
+    return file.getvalue()
+
+
+def text_of(tokens) -> str:
+    return whisper.tokenizer(NAME).decode([token for token in tokens if token < whisper.EOS])
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory, executables_dir):
+    folder = whisper.whole_checkpoint(NAME, tmp_path_factory.mktemp("whisper"))
+    engine = AsyncLLM(str(folder), **OPTIONS, max_audio_seconds=60, compile_cache_dir=executables_dir)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    return create_app(engine, ServerConfig(served_model_name=("whisper",)))
+
+
+def ask(app, kind: str = "transcriptions", case: str = "b", **fields):
+    async def run():
+        client = openai_client(app)
+        file = ("sound.wav", wav(whisper.sound_of(NAME, case)))
+        return await getattr(client.audio, kind).create(model="whisper", **{"file": file, **fields})
+
+    return asyncio.run(run())
+
+
+def test_json_and_text(app):
+    """24 tokens of what transformers recorded, whose features differ by the rounding to 16 bits."""
+    wanted = text_of(goldens(NAME)["b_plain"][4:])
+    limited = {"language": "en", "extra_body": {"max_completion_tokens": "24"}}
+    found = ask(app, **limited)
+    assert found.text == wanted.strip() and (found.usage.type, found.usage.seconds) == ("duration", 2)
+    assert ask(app, response_format="text", **limited) == wanted.strip() + "\n"
+    assert ask(app, extra_body={"max_completion_tokens": "24"}).text == wanted.strip()  # English is detected
+    translated = text_of(goldens(NAME)["b_translated"][4:])
+    assert ask(app, "translations", extra_body={"max_completion_tokens": "24", "language": "en"}).text == translated
+
+
+def test_a_long_sound_in_each_format(app):
+    found = goldens(NAME)
+    tokens = np.split(found["long_tokens"], np.cumsum(found["long_lengths"])[:-1])
+    times = found["long_times"]
+    told = ask(app, case="long", response_format="verbose_json", language="en")
+    assert told.language == "en" and told.duration == pytest.approx(10.6) and told.text
+    assert [each.tokens for each in told.segments] == [each.tolist() for each in tokens]
+    np.testing.assert_allclose([(each.start, each.end) for each in told.segments], times, atol=1e-3)
+    assert [each.text for each in told.segments] == [text_of(each) for each in tokens]
+    assert all(each.avg_logprob < 0 < each.compression_ratio for each in told.segments)
+    assert all(0 < each.no_speech_prob < 1 for each in told.segments)
+    lines = ask(app, case="long", response_format="srt", language="en").split("\n\n")
+    assert lines[0].split("\n")[1] == "00:00:00,260 --> 00:00:01,260" and len(lines) == len(tokens) + 1
+    assert ask(app, case="long", response_format="vtt", language="en").startswith(
+        "WEBVTT\n\n00:00:00.260 --> 00:00:01.260\n"
+    )
+
+
+def test_streams(app):
+    async def run(case: str, **fields):
+        client, file = openai_client(app), ("sound.wav", wav(whisper.sound_of(NAME, case)))
+        stream = await client.audio.transcriptions.create(
+            model="whisper", file=file, stream=True, language="en", **fields
+        )
+        return [each async for each in stream]
+
+    *_, done = asyncio.run(run("b", prompt="before"))
+    assert done.usage.input_tokens == 1 + len(" before") + 4  # the prompt, and four tokens that ask for a transcript
+    for case, fields in (("b", {"extra_body": {"max_completion_tokens": "24"}}), ("long", {})):
+        *deltas, done = asyncio.run(run(case, **fields))
+        assert {each.type for each in deltas} == {"transcript.text.delta"} and done.type == "transcript.text.done"
+        assert len(deltas) > 3 and "".join(each.delta for each in deltas).rstrip() == done.text
+        assert done.text == ask(app, case=case, language="en", **fields).text
+        assert done.usage.output_tokens > 20 and done.usage.total_tokens > done.usage.output_tokens
+
+
+def test_answers_are_as_the_document_says(app):
+    async def run():
+        async with http_client(app) as client:
+            checked = Checked((await client.get("/openapi.json")).json())
+            for fields in ({}, {"response_format": "verbose_json"}, {"stream": "true"}):
+                data = {"language": "en", "max_completion_tokens": "8", **fields}
+                files = {"file": ("a", wav(whisper.sound(2, 0.3)))}
+                answer = Answer(await client.post("/v1/audio/translations", data=data, files=files))
+                values = answer.events if "stream" in fields else [answer.json]
+                kind = answer.headers["content-type"].partition(";")[0]
+                checked.check("post", "/v1/audio/translations", kind, values)
+
+    asyncio.run(run())
+
+
+def test_what_is_refused(app):
+    sound = wav(whisper.sound(2, 0.3))
+    for fields, param, message in (
+        ({"language": "xx"}, "language", "language is 'xx'; allowed are de, en"),
+        ({"response_format": "diarized_json"}, "response_format", "response_format is not valid"),
+        (
+            {"timestamp_granularities": ["word"], "response_format": "verbose_json"},
+            "timestamp_granularities",
+            "aligned",
+        ),
+        ({"timestamp_granularities": ["segment"]}, "timestamp_granularities", "only allowed with"),
+        ({"include": ["logprobs"]}, "include", "not supported"),
+        ({"temperature": -1}, "temperature", "temperature"),
+        ({"prompt": "<|en|>"}, "prompt", "special tokens"),
+        ({"stream": True, "response_format": "srt"}, "stream", "allowed are json and text"),
+        ({"file": ("a", b"hello")}, "file", "is a file of an unknown type; allowed: WAV"),
+        ({"file": ("a", b"\x89PNG\r\n\x1a\n")}, "file", "is a PNG"),
+        ({"file": ("a", sound[:30])}, "file", "WAV file with"),
+        ({"file": ("a", wav(np.zeros(61 * 1000, np.float32), 1000))}, "file", "longer than 60 seconds"),
+        ({"file": ("a", sound[:22] + b"\x63\0" + sound[24:])}, "file", "has 99 channels"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(app, **{"file": ("a", sound), **fields})
+        assert refused.value.body["param"] == param and message in refused.value.body["message"], refused.value.body
+    with pytest.raises(openai.NotFoundError):
+        ask(app, extra_body={"model": "other"})
+
+    async def post(**request):
+        async with http_client(app) as client:
+            return await client.post("/v1/audio/transcriptions", **request)
+
+    assert asyncio.run(post(json={})).status_code == 415
+    missing = asyncio.run(post(files={"other": ("a", sound)}))
+    assert missing.status_code == 400 and missing.json()["error"]["param"] == "other"
+    missing = asyncio.run(post(files={"model": (None, "whisper")}))
+    assert missing.status_code == 400 and missing.json()["error"]["param"] == "file"
+
+
+def test_a_model_without_sounds_refuses_the_routes(chat_engine):
+    app = create_app(chat_engine, ServerConfig(served_model_name=("whisper",)))
+    with pytest.raises(openai.BadRequestError, match="this model transcribes no sounds"):
+        ask(app)
+
+
+def test_forms():
+    head = b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n'
+    form = parse_form(
+        head % b"a[]" + b"1\r\n" + head % b"a[]" + b"2\r\n" + head % b"file" + b"\r\n--\r\n--x--\r\n", b"x"
+    )
+    assert form.fields == {"a": ["1", "2"]} and form.file == b"\r\n--"
+    for body in (b"", b"--x", b"--x\r\n\r\n\r\n--x--", head % b"a", head % b"" + b"1\r\n--x--", b"y" * 99):
+        with pytest.raises(ApiError):
+            parse_form(body, b"x")
+    with pytest.raises(ApiError, match="more than"):
+        parse_form((head % b"a" + b"1\r\n") * 99 + b"--x--", b"x")
+
+
+def test_subtitles():
+    said = [Said(Segment(3599.9994, 3661.5, (), 0, 0), " a\n\n--> b")]
+    assert srt(said) == "1\n00:59:59,999 --> 01:01:01,500\na -> b\n\n"
+    assert vtt(said) == "WEBVTT\n\n00:59:59.999 --> 01:01:01.500\na -> b\n\n"
