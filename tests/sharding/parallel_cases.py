@@ -190,7 +190,9 @@ OPTIONS = {
     "disable_log_stats": True,
 }
 # The longest request holds 16 pages, or 27 where two cache groups take pages of the pool, 43 where three do.
-MORE_PAGES = dict.fromkeys(("gemma2", "gemma4_moe", "gpt_oss"), {"num_gpu_blocks_override": 60})
+MORE_PAGES: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("gemma2", "gemma4_moe", "gpt_oss"), {"num_gpu_blocks_override": 60}
+)
 MORE_PAGES |= dict.fromkeys(("gemma3n", "gemma4"), {"num_gpu_blocks_override": 96})
 
 

@@ -56,7 +56,7 @@ class Gemma4Processor(GridProcessor):
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         super().__init__(model_config)
         self.tokenizer = tokenizer
-        self.modalities = ("image",) if self.tower.attends_both_ways else ("image", "video")
+        self.modalities: tuple[str, ...] = ("image",) if self.tower.attends_both_ways else ("image", "video")
         fields = ConfigFields(config_json)
         ids = {name: fields.integer(f"{name}_token_id", default, minimum=0) for name, default in _IDS.items()}
         self.token_ids = {modality: ids[modality] for modality in self.modalities}
