@@ -37,6 +37,7 @@ from jaxengine.config.plugins import read_plugins
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.config.prompt_embeds import settle_prompt_embeds
 from jaxengine.config.recording import RecordOptions, check_recording, settle_recording
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
@@ -366,7 +367,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions, RecordOptions, Ste
             runner="generate" if model.pooler is None else "pooling",
         )
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"])
-        chosen.update(settle_encoder(chosen, model, platform, pictures))
+        chosen.update(settle_encoder(chosen, model, platform, pictures) | settle_prompt_embeds(chosen, model))
         settle_recording(chosen, model)
         check_speculation(chosen, model)
         check_training(chosen, model)

@@ -153,7 +153,7 @@ class StageShape:
     @cached_property
     def buckets(self) -> Buckets:
         """Buckets of the configuration: the closed set of step shapes."""
-        return self.config.buckets(self.platform, sections=() if self.model.config.tower is None else ("pictures",))
+        return self.config.buckets(self.platform, sections=("pictures",) if self.config.num_encoder_rows else ())
 
     @cached_property
     def groups(self) -> tuple[Paged | State, ...]:

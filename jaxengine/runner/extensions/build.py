@@ -24,7 +24,7 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         from jaxengine.runner.extensions.adapters.section import AdaptersExtension
 
         yield AdaptersExtension(shape)
-    if model.tower is not None:
+    if config.num_encoder_rows:
         from jaxengine.runner.extensions.pictures.section import PicturesExtension
 
         yield PicturesExtension(shape)
