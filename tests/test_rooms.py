@@ -256,8 +256,8 @@ ROOMS = {
     ),
     "jaxengine.requests.structured": "jaxengine.scheduler jaxengine:base",
     "jaxengine.requests.media": (
-        "jaxengine.models.config jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.media "
-        "jaxengine.media.processors"
+        "jaxengine.models.config jaxengine.models.weights.formats jaxengine.scheduler jaxengine.config "
+        "jaxengine.media:what jaxengine.media jaxengine.media.processors"
     ),
     "jaxengine.requests.pooling": "jaxengine.scheduler jaxengine.config",
     "jaxengine.requests": (

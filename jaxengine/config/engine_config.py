@@ -39,6 +39,7 @@ from jaxengine.config.plugins import read_plugins
 from jaxengine.config.pooler_config import PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.config.prompt_embeds import settle_prompt_embeds
 from jaxengine.config.recording import RecordOptions, settle_recording
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
@@ -327,7 +328,7 @@ class EngineConfig(
             runner="generate" if model.pooler is None else "pooling",
         )
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"])
-        chosen.update(settle_encoder(chosen, model, platform, pictures))
+        chosen.update(settle_encoder(chosen, model, platform, pictures) | settle_prompt_embeds(chosen, model))
         for settle in (settle_recording, settle_offload, check_speculation, check_training):
             settle(chosen, model)
         chosen.update(settle_exact(chosen, model, platform.name))

@@ -17,7 +17,7 @@ GROUPS: dict[str, str] = {
         pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
         capture capture_layers steer steering_vectors enable_trace_replay enable_sampling_mass
         enable_return_routed_experts rl_exact plugins
-        sleep_idle_seconds fit
+        sleep_idle_seconds fit enable_prompt_embeds
     """,
     "LoadConfig": "load_format download_dir",
     "LoRAConfig": "enable_lora max_loras max_lora_rank max_cpu_loras",

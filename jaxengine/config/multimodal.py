@@ -44,6 +44,8 @@ class MediaOptions:
       mm_processor_kwargs: options of the model's processor of pictures and videos, a dict of its arguments.
       enable_mm_embeds: also accept embeddings instead of pictures. They bypass the tower and only their size and type
         are checked, so allow it only to clients that may be trusted with the model's input.
+      enable_prompt_embeds: also accept embeddings instead of a prompt's tokens, of a model that reads text. Only their
+        size and type are checked, so allow it only to clients that may be trusted with the model's input.
       media_io_kwargs: how files are read: {"video": {"num_frames": 32, "fps": 2}, "image": {"rgba_background_color":
         [255, 255, 255]}}. num_frames are sampled evenly from a video, -1 for all; transparent pictures are laid on the
         colour.
@@ -61,6 +63,7 @@ class MediaOptions:
     media_loading_thread_count: int = 8
     mm_processor_kwargs: Mapping[str, Any] | None = None
     enable_mm_embeds: bool = False
+    enable_prompt_embeds: bool = False
     media_io_kwargs: Mapping[str, Any] | None = None
     max_media_bytes: int = 32 << 20
     max_image_pixels: int = 50_000_000

@@ -104,7 +104,7 @@ _SWITCHES = """
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
     enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
-    enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds
+    enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend
     enable_shm_tensor_arena enable_tower_connector_lora
     fully_sharded_loras interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill
     long_prefill_token_threshold_adaptive mm_encoder_only numa_bind ray_workers_use_nsight return_sampling_mask

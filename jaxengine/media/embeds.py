@@ -69,7 +69,7 @@ def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
     bfloat16 with finite numbers, and for a grid that is not three whole numbers of at least 1.
     """
     data = given.data
-    values = data if isinstance(data, np.ndarray) else _read_file(_decoded(data, options.max_media_bytes))
+    values = data if isinstance(data, np.ndarray) else _read_file(decoded(data, options.max_media_bytes))
     if values.dtype.name not in ("float16", "bfloat16", "float32") or values.ndim != 2 or 0 in values.shape:
         shown = f"{values.dtype}{list(values.shape)}"
         raise MediaError(f"is an array {shown}; allowed is {_ARRAY}")
@@ -79,7 +79,8 @@ def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
     return Embeds(values, _read_grid(given.grid))
 
 
-def _decoded(data: Any, most: int) -> bytes:
+def decoded(data: Any, most: int) -> bytes:
+    """Return a file given as bytes or as base64. Raises MediaError for anything else, or more than `most` bytes."""
     if not isinstance(data, (str, bytes)):
         raise MediaError(f"is a {type(data).__name__}; allowed is base64 of {_FORMS}, or in Python an array")
     size = len(data) if isinstance(data, bytes) else len(data) * 3 // 4 - 2

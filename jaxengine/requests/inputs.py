@@ -23,7 +23,15 @@ from jaxengine.media.open import open_processor
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import POOLED
 from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
-from jaxengine.requests.media.inputs import DATA, OPTIONS, READY, MediaInputs, has_media, one_prompt
+from jaxengine.requests.media.inputs import (
+    DATA,
+    OPTIONS,
+    PROMPT_EMBEDS,
+    READY,
+    MediaInputs,
+    has_media,
+    one_prompt,
+)
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling.params import PoolingParams
@@ -165,6 +173,10 @@ class InputProcessor:
         text, token_ids, salt = self.read_prompt(prompt)
         media = prompt.get(READY) if isinstance(prompt, Mapping) else None
         longest = self.config.max_model_len
+        if media is not None and self.media is None:
+            from jaxengine.requests.media.prompt_embeds import check_embedded
+
+            check_embedded(params)
         if not 1 <= len(token_ids) < longest:
             raise RequestError(
                 f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)",
@@ -283,6 +295,11 @@ class InputProcessor:
 
         Takes long if there are any: do not call it on an event loop. Raises RequestError, also for a text model.
         """
+        if isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None and READY not in prompt:
+            from jaxengine.requests.media.prompt_embeds import embeds_prompt
+
+            token_ids, media = embeds_prompt(prompt, self.config, self.model_config.hidden_size)
+            return {"prompt_token_ids": token_ids, READY: media, "cache_salt": prompt.get("cache_salt")}
         if isinstance(prompt, str) or not has_media(prompt):
             return prompt
         if self.media is None:

@@ -40,9 +40,18 @@ class TokensPrompt(TypedDict):
     mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]
 
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs")
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings, what the first layer gets of each token: an array [n, hidden_size], or a file of one or
+    its base64. Needs enable_prompt_embeds.
+    """
 
-Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | Mapping[str, Any]
+    prompt_embeds: Any
+    cache_salt: NotRequired[str | None]
+
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data", "mm_processor_kwargs")
+
+Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, Any]
 
 
 def verify_salt(salt: Any) -> None:

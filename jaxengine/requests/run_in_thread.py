@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxengine.media.parts import MediaPart
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.media.inputs import DATA, OPTIONS, has_media
+from jaxengine.requests.media.inputs import DATA, OPTIONS, PROMPT_EMBEDS, has_media
 from jaxengine.requests.prepared import Prompt
 from jaxengine.scheduler.errors import RequestError
 
@@ -19,7 +19,7 @@ async def make_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
     """Do a prompt's slow preparation in a thread, and return the prompt for a fast `inputs.prepare`. Raises
     RequestError.
     """
-    if has_media(prompt):
+    if has_media(prompt) or (isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None):
         return await inputs.media_reader.loader.process(inputs.make_ready, prompt)
     if isinstance(prompt, str) and len(prompt) >= _LONG_TEXT and inputs.tokenizer is not None:
         return {"prompt": prompt, "prompt_token_ids": await asyncio.to_thread(inputs.tokenizer.encode, prompt)}

@@ -154,7 +154,8 @@ class StageShape:
     def buckets(self) -> Buckets:
         """Buckets of the configuration: the closed set of step shapes."""
         tower = self.model.config.tower
-        return self.config.buckets(self.platform, sections=() if tower is None or tower.crosses else ("pictures",))
+        has_pictures = self.config.num_encoder_rows and not (tower is not None and tower.crosses)
+        return self.config.buckets(self.platform, sections=("pictures",) if has_pictures else ())
 
     @cached_property
     def groups(self) -> tuple[Paged | State, ...]:

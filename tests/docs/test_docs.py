@@ -69,6 +69,11 @@ OF_VLLM = {
 # Fields of config.json and their values.
 OF_CONFIGS = {
     "do_lower_case",
+    "query_prefix",
+    "document_prefix",
+    "colbert_linear",
+    "sparse_linear",
+    "pool_tokens",
     "classifier_pooling",
     "use_bidirectional_attention",
     *POOLING_FIELDS,

@@ -24,6 +24,8 @@ from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.media import EMBEDS, Media, MediaItem
 
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
+# Key of a prompt's embeddings, in place of tokens.
+PROMPT_EMBEDS = "prompt_embeds"
 # Key of a prompt's Media after preprocessing.
 READY = "media"
 # vLLM's form of prompts of models with cross-attention.

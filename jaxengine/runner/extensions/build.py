@@ -97,13 +97,13 @@ def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def _tower_extensions(shape: StageShape) -> Iterator[DeviceExtension]:
-    """Yield the extension of the model's tower; none for a model without one."""
+    """Yield the extension of the model's tower, or of embeddings that requests bring; none without either."""
     tower = shape.model.config.tower
     if tower is not None and tower.crosses:
         from jaxengine.runner.extensions.sounds.section import SoundsExtension
 
         yield SoundsExtension(shape)
-    elif tower is not None:
+    elif shape.config.num_encoder_rows:
         from jaxengine.runner.extensions.pictures.section import PicturesExtension
 
         yield PicturesExtension(shape)

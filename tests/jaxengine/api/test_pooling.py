@@ -190,7 +190,7 @@ def test_what_an_engine_is_not_for_is_refused(make_pooling_llm, make_llm):
     embedder, classifier = make_pooling_llm("last"), make_pooling_llm("one_label")
     with pytest.raises(RequestError, match="task is 'classify'; allowed: embed, token_embed or score"):
         embedder.classify(TEXTS[0])
-    with pytest.raises(RequestError, match="task is 'embed'; allowed: classify or score"):
+    with pytest.raises(RequestError, match="task is 'embed'; allowed: classify, token_classify or score"):
         classifier.embed(TEXTS[0])
     with pytest.raises(RequestError, match="normalize is True; allowed: None with task classify"):
         classifier.encode(TEXTS[0], PoolingParams(normalize=True))

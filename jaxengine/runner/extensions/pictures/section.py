@@ -12,6 +12,7 @@ from jaxengine.models.config.tower import TOWER
 from jaxengine.models.layers.pictures import Pictures
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderInput, EncoderLayout, PlaceInput
+from jaxengine.runner.extensions.pictures.placed import PlacePrograms, placed_layout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
 from jaxengine.runner.program import Program
 from jaxengine.runner.programs.device_state import write_section
@@ -50,6 +51,9 @@ class PicturesExtension(DeviceExtension):
             placed = min(config.num_encoder_rows, _MAX_PLACED) if config.enable_mm_embeds else 0
             layout = EncoderLayout(model.config.tower, *limits, shape.num_ranks, parts, placed)
             self.encoder = EncoderPrograms(model, layout, config.dtype, shape.mesh)
+        elif config.enable_prompt_embeds and model.stage.is_first:
+            layout = placed_layout(config.num_encoder_rows, shape.num_ranks, _MAX_PLACED)
+            self.encoder = PlacePrograms(layout, model.config.hidden_size, config.dtype, shape.mesh)
 
     def slots(self) -> Any:
         return Kept((self.shape.num_slots,), jnp.int32) if self.uses_mrope else None

@@ -1,0 +1,37 @@
+"""Pool of embeddings that requests bring, for a model without a vision tower: nothing is encoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxengine.runner.extensions.pictures.layout import EncoderLayout
+from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
+from jaxengine.runner.program import shape_on
+from jaxengine.sharding.rules import logical_to_spec
+
+
+@dataclass(frozen=True)
+class PlacedLayout(EncoderLayout):
+    """Layout of calls that write embeddings; there are no others."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ()
+
+
+def placed_layout(num_rows: int, num_ranks: int, most: int) -> PlacedLayout:
+    """Return the layout for a pool of `num_rows` embeddings in each replica. most: rows of a call."""
+    tower: Any = None
+    return PlacedLayout(tower, num_rows, 0, num_ranks, num_placed=min(num_rows, most))
+
+
+class PlacePrograms(EncoderPrograms):
+    """The program that writes embeddings, and the pool, whose rows have `size` elements."""
+
+    def __init__(self, layout: PlacedLayout, size: int, dtype: Any, mesh: Mesh):
+        self.layout, self._mesh = layout, mesh
+        rows = layout.num_ranks * layout.num_rows
+        self.rows = shape_on(mesh, (rows, size), dtype, logical_to_spec(("batch",)))

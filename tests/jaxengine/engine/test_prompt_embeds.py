@@ -1,0 +1,136 @@
+"""Prompts of embeddings: the tokens of the same prompt by ids, in chunks, among others, and from the prefix cache."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save
+
+from jaxengine import ConfigError, RequestError, SamplingParams
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def llm(make_llm):
+    return make_llm(enable_prompt_embeds=True)
+
+
+@pytest.fixture(scope="module")
+def table(tiny_model):
+    return load_file(Path(tiny_model) / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
+
+
+def drawn(count: int, seed: int, table: np.ndarray) -> list[int]:
+    return np.random.default_rng(seed).integers(3, len(table), count).tolist()
+
+
+def answered(llm, prompts, params=GREEDY):
+    """Tokens and their log-probabilities for each prompt."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        (each.outputs[0].token_ids, np.array([list(entry.values())[0].logprob for entry in each.outputs[0].logprobs]))
+        for each in outputs
+    ]
+
+
+def check_same(found, wanted):
+    for (tokens, scores), (own_tokens, own_scores) in zip(found, wanted, strict=True):
+        assert tokens == own_tokens
+        np.testing.assert_allclose(scores, own_scores, atol=1e-4)
+
+
+def test_rows_of_the_table_are_their_tokens(llm, table):
+    """More tokens than a step has, one, and a page less one; beside prompts of tokens."""
+    prompts = [drawn(count, count, table) for count in (70, 1, 3, 33)]
+    wanted = answered(llm, prompts)
+    llm.reset_prefix_cache()
+    check_same(answered(llm, [{"prompt_embeds": table[ids]} for ids in prompts]), wanted)
+    mixed = [{"prompt_embeds": table[prompts[0]]}, prompts[1], {"prompt_embeds": table[prompts[2]]}, prompts[3]]
+    check_same(answered(llm, mixed), wanted)
+    assert llm.get_metrics() is not None and llm.core.engine.scheduler.num_free_pages > 0
+
+
+def test_prefixes_are_found_by_their_content(llm, table):
+    ids = drawn(40, 7, table)
+    llm.reset_prefix_cache()
+    embedded = {"prompt_embeds": table[ids]}
+    first, again, longer, other, as_tokens = (
+        llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+        for prompt in (
+            embedded,
+            embedded,
+            {"prompt_embeds": table[[*ids, 5, 9]]},
+            {"prompt_embeds": table[[*ids[:20], *ids[19::-1]]]},
+            [0] * 40,  # the placeholders' ids
+        )
+    )
+    cached = [each.num_cached_tokens for each in (first, again, longer, other, as_tokens)]
+    assert cached == [0, 36, 40, 20, 0]
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_forms_of_embeddings(llm, table):
+    ids = drawn(9, 3, table)
+    rows, file = table[ids], io.BytesIO()
+    np.save(file, rows)
+    torch = io.BytesIO()
+    _write_torch(torch, rows)
+    forms = [rows, file.getvalue(), base64.b64encode(file.getvalue()).decode(), save({"rows": rows}), torch.getvalue()]
+    wanted = answered(llm, [ids] * len(forms))
+    check_same(answered(llm, [{"prompt_embeds": form} for form in forms]), wanted)
+    narrow = rows.astype(ml_dtypes.bfloat16)
+    assert answered(llm, [{"prompt_embeds": narrow}])[0][0] is not None
+
+
+def _write_torch(file: io.BytesIO, rows: np.ndarray) -> None:
+    """What torch.save writes for a float32 tensor, as far as it is read."""
+    import zipfile
+
+    def number(value: int) -> bytes:
+        return b"J" + value.to_bytes(4, "little")
+
+    program = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000"
+    program += b"X\x03\0\0\0cpu" + number(rows.size) + b"tQK\0" + number(len(rows)) + number(rows.shape[1]) + b"\x86"
+    program += number(rows.shape[1]) + b"K\x01\x86\x89ccollections\nOrderedDict\n)RtR."
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("a/data.pkl", program)
+        made.writestr("a/data/0", rows.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ({"prompt_embeds": np.zeros((3, 5), np.float32)}, GREEDY, "rows of 5 elements; the model's hidden states have"),
+        ({"prompt_embeds": np.zeros((500, 1), np.float32)}, GREEDY, "prompt_embeds has"),
+        ({"prompt_embeds": np.zeros((3, 5), np.int32)}, GREEDY, r"is an array int32\[3, 5\]; allowed is"),
+        ({"prompt_embeds": np.full((3, 5), np.nan, np.float32)}, GREEDY, "not finite"),
+        ({"prompt_embeds": "!"}, GREEDY, "prompt_embeds is"),
+        ({"prompt_embeds": object()}, GREEDY, "prompt_embeds is an array object"),
+        ({"prompt_embeds": b"PK\3\4"}, GREEDY, "a file of torch.save that is not read"),
+        ({"prompt_embeds": np.zeros((3, 5), np.float32), "prompt": "a"}, GREEDY, "has prompt_embeds and prompt;"),
+        ("rows", SamplingParams(prompt_logprobs=1), "prompt_logprobs is 1; allowed with prompt_embeds: None"),
+        ("rows", SamplingParams(repetition_penalty=1.5), "repetition_penalty is 1.5; allowed with prompt_embeds: 1.0"),
+    ],
+)
+def test_what_is_refused(llm, table, prompt, params, said):
+    prompt = {"prompt_embeds": table[:4]} if prompt == "rows" else prompt
+    with pytest.raises(RequestError, match=said):
+        llm.generate([prompt], params, use_tqdm=False)
+
+
+def test_engines_that_do_not_take_them(make_llm, table, tiny_model, pooling_folder):
+    with pytest.raises(RequestError, match="started without enable_prompt_embeds"):
+        make_llm().generate([{"prompt_embeds": table[:4]}], GREEDY, use_tqdm=False)
+    source = open_model(EngineConfig(model=pooling_folder("last")))
+    with pytest.raises(ConfigError, match="enable_prompt_embeds is True, but pooling models"):
+        EngineConfig(enable_prompt_embeds=True).resolved(source.config, PLATFORMS["cpu"])
+    source.close()
