@@ -16,7 +16,9 @@ from fastapi import APIRouter, Request, Response
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput, WeightSpan
+from jaxengine.requests.run_in_thread import make_ready
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.beam_search import beam_search
 from jaxengine.server.captured import check_captured
 from jaxengine.server.http.answers import NULL_BODY, Error, answers
@@ -80,8 +82,16 @@ class _Completion:
         counted when it runs.
         """
         body, inputs = self.body, self._engine.inputs
+        embedded, most = body.embedded, self._config.max_prompts
+        if len(embedded) > most:
+            problem = f"prompt_embeds holds {len(embedded)} prompts; allowed are 1 to {most}"
+            raise RequestError(problem, param="prompt_embeds")
+        for each in embedded:
+            ready: Any = await make_ready(inputs, {"prompt_embeds": each, "cache_salt": body.cache_salt})
+            self._add(ready)
         longest = inputs.config.max_model_len - 1 if body.truncate_prompt_tokens is None else None
-        given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size, longest)
+        vocab_size, most = inputs.model_config.vocab_size, most - len(embedded)
+        given = [] if embedded and not body.prompt else read_prompts(body.prompt, most, vocab_size, longest)
         special = body.add_special_tokens is not False
         texts = [each for each in given if isinstance(each, str)]
         side = None if body.truncate_prompt_tokens is None else body.truncation_side or "left"
@@ -92,12 +102,15 @@ class _Completion:
             prompt: dict[str, Any] = {"prompt_token_ids": ids, "cache_salt": body.cache_salt}
             if isinstance(each, str) and len(ids) == len(whole):
                 prompt["prompt"] = each
-            self._prompts.append(prompt)
-            self._num_prompt_tokens += len(ids)
+            self._add(prompt)
         check_captured(inputs, self._config, self.params, (len(each["prompt_token_ids"]) for each in self._prompts))
         if len(self._prompts) > 1:
             for prompt in self._prompts:
                 inputs.prepare(prompt, self.params, options=self._options)
+
+    def _add(self, prompt: dict[str, Any]) -> None:
+        self._prompts.append(prompt)
+        self._num_prompt_tokens += len(prompt["prompt_token_ids"])
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Runs the prompts; yields (index of the prompt, output) as they come. No more prompts run at once than the

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import SkipValidation, model_validator
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.protocol import TEXT_REFUSED, TextRequest
 
 
@@ -14,7 +14,9 @@ class CompletionRequest(TextRequest):
     """Fields in addition to TextRequest's.
 
     Attributes:
-      prompt: a text, a list of token ids, or a list of texts or of lists of token ids.
+      prompt: a text, a list of token ids, or a list of texts or of lists of token ids. None with prompt_embeds.
+      prompt_embeds: prompts of embeddings in front of those of `prompt`: base64 of a file of each, .npy, safetensors or
+        what torch.save writes (jaxengine.requests.media.prompt_embeds).
       max_tokens: None: the rest of the context; 0 only with echo, to score the prompt.
       echo: include the prompt before the output, and with logprobs its logprobs too.
       best_of: width of a beam search, at least n; without beam search it must equal n.
@@ -23,23 +25,45 @@ class CompletionRequest(TextRequest):
     # An output is one text here, in which stop strings are looked for everywhere and reasoning is not told apart.
     refused = {
         **TEXT_REFUSED,
-        "prompt_embeds": (),
         "suffix": ("",),
         "stop_in_reasoning": (True,),
         "thinking_token_budget": (-1,),
     }
 
-    # Checked by read_prompts: pydantic would try the union's lists item by item.
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
+    # Checked by read_prompts and below: pydantic would try the union's lists item by item.
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]] | None, SkipValidation] = None
+    prompt_embeds: Annotated[str | list[str] | None, SkipValidation] = None
     max_tokens: int | None = 16
     logprobs: int | None = None
     best_of: int | None = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
+        if self.prompt_embeds is not None:
+            self._check_embedded()
+        elif self.prompt is None:
+            raise RequestError("prompt is missing; give it, or prompt_embeds", param="prompt")
         n, beams = self.n or 1, bool(self.use_beam_search)
         if self.best_of not in (None, n) and not (beams and self.best_of > n):
             raise RequestError(
                 f"best_of is {self.best_of}, but it is not supported; allowed: to leave it out or n", param="best_of"
             )
         return self
+
+    def _check_embedded(self) -> None:
+        """Raise RequestError for another form of prompt_embeds, and for fields that need a prompt's tokens, of which
+        embeddings have none.
+        """
+        each = [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds
+        if not isinstance(each, list) or not each or set(map(type, each)) != {str}:
+            problem = f"prompt_embeds must be base64 of a file, or a list of such, got {show_value(self.prompt_embeds)}"
+            raise RequestError(problem, param="prompt_embeds")
+        for name in ("echo", "truncate_prompt_tokens", "use_beam_search", "return_token_ids"):
+            if value := getattr(self, name):
+                problem = f"{name} is {value}; allowed with prompt_embeds: to leave it out, as the prompt has no tokens"
+                raise RequestError(problem, param=name, value=value)
+
+    @property
+    def embedded(self) -> list[str]:
+        """Return the prompts of embeddings."""
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []

@@ -144,6 +144,8 @@ CASES: dict[str, Case] = {
     ),
     "n": Case(2, lambda before, after: len(after.answer.json["choices"]) == 2),
     "priority": Case(1, lambda before, after: [each.calls[0][3] for each in (before, after)] == [0, 1]),
+    # test_prompt_embeds.py has an engine that takes them.
+    "prompt_embeds": Case("AAAA", lambda before, after: after.answer.error["param"] == "prompt_embeds"),
     "prompt": Case("Another", lambda before, after: after.prompt["prompt"] == "Another"),
     "prompt_logprobs": Case(
         1, lambda before, after: len(after.choice["prompt_logprobs"]) == after.usage["prompt_tokens"]
