@@ -12,6 +12,7 @@ import hashlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ Progress = Callable[[int, int, str], None]
 FULL = "full"
 # Seconds after which a proof counts as one that may hang. A compiler may take a minute.
 _LONG = 120.0
+# A process that ends in the middle of a proof may have been ended for another reason; hardly twice.
+_MOST_UNFINISHED = 2
 _UNFINISHED = "ended the process, or did not end: it was not finished when the process was"
 
 
@@ -112,12 +115,12 @@ def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
 
 
 def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
-    """Judge the calls that have no verdict, and store what is found. A call whose proof was cut off fails; other calls
-    of a kernel that has failed are left out.
+    """Judge the calls that have no verdict, and store what is found. A call whose proof was cut off twice fails; other
+    calls of a kernel that has failed are left out.
     """
-    verdicts, unfinished = proof.verdicts, proof.verdicts.unfinished()
+    verdicts, unfinished = proof.verdicts, Counter(proof.verdicts.unfinished())
     for call in calls:
-        if (text := _text(call, proof)) in unfinished:
+        if unfinished[text := _text(call, proof)] >= _MOST_UNFINISHED:
             verdicts.end(text, Verdict(error=_UNFINISHED)._asdict())
     known = verdicts.known()
     failed = {call[:3] for call in calls if known.get(_text(call, proof), {}).get("error")}
@@ -147,11 +150,16 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
 
 def _judged(call: Call, proof: _Proof) -> Verdict:
     """Judge one call; say so while it takes long, as a kernel that waits for ever does."""
-    what = (
-        "proving the kernel of %s has taken %.0f s: if it hangs, end this process and start again; the next start "
-        "counts the kernel as failed and runs plain XLA in its place"
-    )
-    timer = threading.Timer(_LONG, logger.warning, (what, call.short, _LONG))
+
+    def warn() -> None:
+        proof.verdicts.takes_long(_text(call, proof))
+        what = (
+            "proving the kernel of %s has taken %.0f s: if it hangs, end this process and start again; the next start "
+            "counts the kernel as failed and runs plain XLA in its place"
+        )
+        logger.warning(what, call.short, _LONG)
+
+    timer = threading.Timer(_LONG, warn)
     timer.daemon = True
     timer.start()
     try:

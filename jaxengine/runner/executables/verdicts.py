@@ -1,7 +1,8 @@
 """Verdicts on kernels, kept beside the executables: a JSON file for each environment.
 
 The name of a proof is written before it begins. If the process ends in the middle, because a kernel has killed it or
-somebody had to, the next start finds the name and counts the kernel as failed.
+somebody had to, the next start finds the name. One such end may have had another reason; so a note counts once, and one
+of a proof that took long twice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from jaxengine.runner.executables.executable_files import ExecutableFiles
 
 _PREFIX, _SUFFIX = "kernel-proof-", ".xla"  # files with this suffix are deleted when no start has used them for a month
+_LATE = "late "  # no boot of a host is called so, so its process counts as ended
 _PARTS = "verdicts", "running", "engines"
 
 
@@ -49,12 +51,16 @@ class Verdicts:
         return calls
 
     def unfinished(self) -> list[str]:
-        """Return the calls whose proof was begun by a process that has ended since."""
+        """Return the call of each note by a process that has ended since; a call occurs as often as it has notes."""
         return [call for process, call in self._read()["running"].items() if process == _own() or not _lives(process)]
 
     def begin(self, call: str) -> None:
         """Write down that this process begins the proof of a call."""
         self._change(lambda found: found["running"].update({_own(): call}))
+
+    def takes_long(self, call: str) -> None:
+        """Write down a second note of the proof that this process has begun."""
+        self._change(lambda found: found["running"].update({f"{_LATE}{_own()}": call}))
 
     def end(self, call: str, verdict: Mapping[str, Any]) -> None:
         """Write down a verdict; nothing of the call is unfinished then."""
@@ -62,7 +68,7 @@ class Verdicts:
         self.forget(call)
 
     def forget(self, call: str) -> None:
-        """Delete the note that the proof of a call has begun."""
+        """Delete the notes that the proof of a call has begun."""
 
         def change(found: dict[str, Any]) -> None:
             found["running"] = {process: each for process, each in found["running"].items() if each != call}

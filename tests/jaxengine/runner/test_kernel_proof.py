@@ -68,7 +68,7 @@ def test_planted_faults_are_replaced_and_remembered(served, make_llm, monkeypatc
     assert served() == (want, unused, [])
 
 
-def test_a_proof_that_was_cut_off_has_failed(make_llm, monkeypatch, tmp_path, caplog):
+def test_a_proof_that_was_cut_off_twice_has_failed(make_llm, monkeypatch, tmp_path, caplog):
     stages = make_llm()._core.engine.runner.stages
     monkeypatch.setattr(stages[0].executables, "unused", frozenset())  # put back afterwards
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -87,15 +87,17 @@ def test_a_proof_that_was_cut_off_has_failed(make_llm, monkeypatch, tmp_path, ca
     with monkeypatch.context() as patched:
         plant(patched)
         patched.setattr(kernel_proof, "judge", judge)
-        patched.setattr(verdicts, "_own", lambda: f"{verdicts._boot()} {ended.pid} 1")
-        with pytest.raises(Killed):
-            prove()
+        for start in (1, 2):
+            own = f"{verdicts._boot()} {ended.pid} {start}"
+            patched.setattr(verdicts, "_own", lambda: own)  # noqa: B023
+            with pytest.raises(Killed):
+                prove()
     plant(monkeypatch)
     monkeypatch.setattr(kernel_proof, "judge", judge)
     assert prove() == {("kv_cache_update", "planted")}
     (line,) = (each.getMessage() for each in caplog.records if each.levelname == "ERROR")
     assert "kernel of kv_cache_update is replaced" in line and "ended the process" in line
-    assert began.count("kv_cache_update") == 1, "no call of a kernel that was cut off is run again"
+    assert began.count("kv_cache_update") == 2, "a kernel that was cut off is tried once more"
     assert began.count("ragged_paged_attention") == 2 and prove() == {("kv_cache_update", "planted")}
 
 
@@ -143,3 +145,12 @@ def test_nothing_is_proven_without_kernels_or_when_off(make_llm, monkeypatch):
 def test_option_is_checked():
     with pytest.raises(ConfigError, match="kernel_proof is 'slow'; allowed: quick, full, off"):
         EngineConfig(kernel_proof="slow")
+
+
+def test_a_proof_that_took_long_is_not_tried_again(tmp_path):
+    found = Verdicts(str(tmp_path), ["digest", "jax"])
+    found.begin("a")
+    found.takes_long("a")
+    assert found.unfinished() == ["a", "a"]
+    found.forget("a")
+    assert found.unfinished() == []
