@@ -45,7 +45,7 @@ class SmolVLMProcessor(Idefics3Processor):
         super().__init__(folder, config_json, model_config, tokenizer)
         edge = self._read_videos(Path(folder))
         self.video_edge = edge or self.side
-        self.modalities = ("image", "video") if edge else ("image",)
+        self.modalities: tuple[str, ...] = ("image", "video") if edge else ("image",)
         self.settings = f"{self.settings} {edge}"
 
     def _read_videos(self, folder: Path) -> int | None:

@@ -133,6 +133,10 @@ class WhisperProcessor:
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         return Processed(np.zeros((self.num_frames, 0), np.float32), *self._place(), 1, (1, self.num_frames, 1))
 
+    def with_options(self, options: Mapping[str, Any]) -> WhisperProcessor:
+        """Return this processor: a window has one size."""
+        return self
+
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         count = len(items.get(AUDIO, ()))
         if count != 1:
