@@ -30,6 +30,7 @@ class Row:
       off: another way to write `neutral`.
       least: the least value that the devices get, instead of smaller ones.
       grpc: the field of a GenerateRequest.
+      reads_prompt: whether its effect depends on the tokens of the prompt.
     """
 
     neutral: float | int
@@ -40,6 +41,7 @@ class Row:
     grpc: str
     off: int | None = None
     least: float = -math.inf
+    reads_prompt: bool = False
 
 
 def _row(default: Any, **fields: Any) -> Any:
@@ -86,6 +88,7 @@ class SamplingFields:
         high=FLOAT_LIMIT,
         allowed="a finite number > 0 (from 1e-20 to 1e20)",
         grpc="decoding.repetition_penalty",
+        reads_prompt=True,
     )
     top_k: int = _row(
         0,

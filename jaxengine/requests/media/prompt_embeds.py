@@ -21,6 +21,7 @@ from jaxengine.models.weights.formats.torch_zip import TorchFileError, read_torc
 from jaxengine.requests.media.inputs import PROMPT_EMBEDS
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.media import EMBEDS, Media, MediaItem
+from jaxengine.scheduler.sampling_fields import ROWS
 
 # Stands for each embedding in the prompt's token ids.
 PLACEHOLDER = 0
@@ -56,7 +57,8 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
 
 def check_embedded(params: Any) -> None:
     """Raise RequestError for sampling parameters that need the prompt's token ids, of which embeddings have none."""
-    for name, neutral in (("prompt_logprobs", None), ("repetition_penalty", 1.0)):
+    rows = {name: row.neutral for name, row in ROWS.items() if row.reads_prompt}
+    for name, neutral in {"prompt_logprobs": None, **rows}.items():
         if (value := getattr(params, name)) != neutral:
             problem = f"{name} is {value}; allowed with prompt_embeds: {neutral}, as the prompt has no tokens"
             raise RequestError(problem, param=name, value=value)
