@@ -291,6 +291,7 @@ class FreeRunner:
             max_in_flight=2,
             enable_lora=False,
             sleep_idle_seconds=None,
+            record_trace=None,
             speculative_config=SpeculativeConfig.read(drafts),
             pipeline_parallel_size=1,
         )
