@@ -44,7 +44,9 @@ def test_text_config_goes_before_its_wrapper(name: str):
 
 def test_every_wrapper_is_recorded():
     recorded = {read_config_json(FOLDER / name)["architectures"][0] for name in WRAPPERS}
-    assert recorded == {name for name in MODELS if name.endswith("ForConditionalGeneration")}
+    # Whisper's configuration is flat.
+    named = {name for name in MODELS if name.endswith("ForConditionalGeneration")} - {"WhisperForConditionalGeneration"}
+    assert recorded == named
 
 
 class Weights:
