@@ -127,7 +127,7 @@ def _read_av(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
     try:
         import av  # pyright: ignore[reportMissingImports]
     except ImportError:
-        problem = f"is a {name} file, for which this installation has no decoder"
+        problem = f"is in the form {name}, for which this installation has no decoder"
         raise MediaError(f"{problem}; pip install 'jaxengine[video]', or send WAV") from None
     try:
         # Only these bytes: no protocol to open other sources with.
@@ -139,13 +139,13 @@ def _read_av(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
         raise
     except Exception as error:  # errors of FFmpeg and its libraries
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise MediaError(f"is a {name} file that is damaged or cut short ({why})") from None
+        raise MediaError(f"is in the form {name} and damaged or cut short ({why})") from None
 
 
 def _av_stream(container: Any, name: str) -> Any:
     """Return the first sound of a container. Raises MediaError for one that cannot be read."""
     if not container.streams.audio:
-        raise MediaError(f"is a {name} file without a sound in it")
+        raise MediaError(f"is in the form {name} and has no sound in it")
     stream = container.streams.audio[0]
     codec = stream.codec_context
     if codec.name not in _CODECS and not codec.name.startswith("pcm_"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_what_a_sound_must_not_be():
         (np.zeros(5, bool), "is an array of bool"),
         ((np.zeros(5), True), "has the rate True"),
         ("text", "is a str; allowed are"),
-        (b"OggS" + bytes(100), "is a Ogg file that is damaged|without a sound"),
+        (b"OggS" + bytes(100), f"is in the form Ogg{'' if find_spec('av') else ', for which .* no decoder'}"),
     ):
         with pytest.raises(MediaError, match=message):
             read_sound(value, OPTIONS)
