@@ -152,9 +152,9 @@ _MODEL_NAMES = """# Models by name
 {count} models under the names that they have on the hub, with the class that reads each. For every one the fields of
 its config.json that decide its shape are kept in `scripts/model_names.json`. `tests/models/config/test_model_names.py`
 reads them, and counts the parameters of the model that comes of it against the number that the model is known by. The
-fields were written down by hand, not downloaded. Weights of this size were not run for this table: what is computed is compared by family, on small checkpoints
-([Supported models](models.md)). Other sizes and fine-tunes of a class work as well. Some older repositories hold
-pickles alone, which are not read: save those as safetensors first.
+fields were written down by hand, not downloaded. Weights of this size were not run for this table: what is computed is
+compared by family, on small checkpoints ([Supported models](models.md)). Other sizes and fine-tunes of a class work as
+well. Some older repositories hold pickles alone, which are not read: save those as safetensors first.
 
 | models | class | parameters | input |
 |---|---|---:|---|

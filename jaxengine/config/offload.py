@@ -27,7 +27,7 @@ _EXTRA = ("spec_name", "cpu_bytes_to_use", "eviction_policy", "store_threshold",
 
 @dataclass(frozen=True)
 class KVTransferConfig:
-    """What vLLM's kv_transfer_config asks for.
+    """Settings that vLLM's kv_transfer_config gives.
 
     Attributes:
       cpu_bytes_to_use: bytes of the host tier.

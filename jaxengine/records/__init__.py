@@ -1,3 +1,3 @@
-"""What engines record on disk: steps with the pages that they need, the folder that keeps the latest ones, and the form
+"""Records of engines on disk: steps with the pages that they need, the folder that keeps the latest, and the form
 of traces.
 """

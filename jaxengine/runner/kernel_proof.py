@@ -40,7 +40,7 @@ _UNFINISHED = "ended the process, or did not end: it was not finished when the p
 
 
 class _Proof(NamedTuple):
-    """What a proof works with: the verdicts known so far, how thorough it is, and how it reports.
+    """Means of a proof: the verdicts known so far, how thorough it is, and how it reports.
 
     Attributes:
       timed: whether kernels are measured: not on a CPU, whose other load decides, and not by several processes, which

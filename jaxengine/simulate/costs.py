@@ -38,7 +38,7 @@ class HostCosts:
 
 
 class Costs(Protocol):
-    """What steps cost."""
+    """Costs of steps."""
 
     @property
     def host(self) -> HostCosts:

@@ -101,7 +101,7 @@ class SimulatedRunner:
         self._texts[request.request_id] = tokens
 
     def forget(self, request: Request) -> None:
-        """Drop what `expect` was told."""
+        """Drop what `expect` has noted."""
         self._texts.pop(request.request_id, None)
 
     def host_is_due(self, seconds: float) -> None:

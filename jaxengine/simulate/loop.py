@@ -59,7 +59,7 @@ class StepTime:
 
 @dataclass
 class Outcome:
-    """What a simulated run gave.
+    """Result of a simulated run.
 
     Attributes:
       trace, config: what ran.

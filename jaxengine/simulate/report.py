@@ -14,7 +14,7 @@ QUANTILES = (50, 90, 99)
 
 
 class Limits(NamedTuple):
-    """What a request must keep to count for goodput: seconds to its first token, and between tokens in the mean."""
+    """Limits of a request that counts for goodput: seconds to its first token, and between tokens in the mean."""
 
     first_token: float = float("inf")
     interval: float = float("inf")

@@ -1,4 +1,4 @@
-"""What to simulate: a model on chips, planned from the headers of its files, with the costs of its steps."""
+"""Subject of a simulation: a model on chips, planned from the headers of its files, with the costs of its steps."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ class Trace:
 
 
 class _LineError(ValueError):
-    """What is wrong with a line, and what is allowed."""
+    """Error of a line of a trace: its fault, and what is allowed."""
 
 
 def read_trace(path: str) -> Trace:
-    """Read a trace in any of the three forms, told apart by its first line.
+    """Read a trace in any of the three forms, distinguished by its first line.
 
     Raises ConfigError with the line's number for a line that is not as the form says, and OSError.
     """

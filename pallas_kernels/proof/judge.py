@@ -36,7 +36,7 @@ Compiler = Callable[[Any], Any]
 
 
 class Verdict(NamedTuple):
-    """What became of a call's proof.
+    """Outcome of a call's proof.
 
     Attributes:
       error: why the kernel must not be used; "" if it may.

@@ -84,7 +84,7 @@ class NoStore(Store):
 
 @dataclass(eq=False)
 class Load:
-    """What a waiting request lacks.
+    """Pages and state that a waiting request lacks.
 
     Attributes:
       rank: replica that the request is likely to run on.
@@ -118,7 +118,7 @@ class Offload(SchedulerExtension):
 
     Attributes:
       store: what is stored; nothing until the engine's extension sets it.
-      loads: what requests wait for; whoever takes them empties the list.
+      loads: what requests wait for; the engine's extension begins them and empties the list.
       num_queries, num_hits: tokens that requests looked for in the store, and those that came.
       num_by_mode: preempted requests by how they get their pages back.
       num_forgotten: times that the pools have forgotten their pages.

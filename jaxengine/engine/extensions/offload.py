@@ -54,8 +54,7 @@ class Rate:
 
 
 class Tiers:
-    """Host memory and a folder as one store (jaxengine.scheduler.extensions.offload.Store). For the engine's thread,
-    except `read`.
+    """Host memory and a folder as one store (jaxengine.scheduler.extensions.offload.Store). For the engine's thread.
 
     Attributes:
       disk: None for no folder, or once pages may be other than their keys say.
@@ -297,7 +296,7 @@ class Offload(LoopExtension):
             self.tiers.loading.observe(loading.num_found, seconds)
 
     def _check_generation(self) -> None:
-        """Forget what host memory has if the pools have been told to forget theirs."""
+        """Forget what host memory has if the pools have forgotten theirs."""
         if self._generation != self._orders.num_forgotten:
             self._generation = self._orders.num_forgotten
             self.tiers.host.clear()

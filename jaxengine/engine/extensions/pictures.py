@@ -66,16 +66,20 @@ class Pictures(LoopExtension):
         """Dispatch and count the vision tower's calls for items that the step's tokens reach, and send the M-RoPE
         position deltas of requests that are new in their slots. The step's forward pass must be dispatched next.
         """
-        encoder, stats = self.loop.runner.extension(NAME), self.stats
+        encoder = self.loop.runner.extension(NAME)
         admitted = [request for batch in step.batches for request in batch.admitted]
         if admitted and encoder.uses_mrope:
             numbers = [self.loop.rows.number(request) for request in admitted]
             deltas = [0 if request.media is None else request.media.rope_delta for request in admitted]
             encoder.set_rope_deltas(numbers, deltas)
-        if any(NAME in batch.sections for batch in step.batches):
-            encodes = [batch.sections.get(NAME, []) for batch in step.batches]
+        self._encode(step)
+
+    def _encode(self, step: ScheduledStep) -> None:
+        """Dispatch and count the tower's calls for the items of a step."""
+        if any(self.name in batch.sections for batch in step.batches):
+            stats, encodes = self.stats, [batch.sections.get(self.name, []) for batch in step.batches]
             start, items = time.monotonic(), [each.item for own in encodes for each in own]
-            encoder.encode(encodes)
+            self.loop.runner.extension(self.name).encode(encodes)
             stats.num_calls += any(item.num_patches for item in items)
             stats.num_items += sum(item.num_patches > 0 for item in items)
             stats.num_patches += sum(item.num_patches for item in items)

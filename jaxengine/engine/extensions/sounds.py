@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -43,19 +41,12 @@ class Sounds(Pictures):
         """Dispatch and count the encoder's calls, and send the rows of requests that are new in their slots. The step's
         forward pass must be dispatched next.
         """
-        host, stats = self.loop.runner.extension(NAME), self.stats
         if admitted := self.loop.rows.admitted(step):
             ranks = self.loop.scheduler.extension(NAME).ranks
             rows = [ranks[request.rank].row(request) for request in admitted]
+            host = self.loop.runner.extension(NAME)
             host.set_rows([self.loop.rows.number(request) for request in admitted], rows)
-        if any(NAME in batch.sections for batch in step.batches):
-            encodes = [batch.sections.get(NAME, []) for batch in step.batches]
-            start, items = time.monotonic(), [each.item for own in encodes for each in own]
-            host.encode(encodes)
-            stats.num_calls += 1
-            stats.num_items += len(items)
-            stats.num_patches += sum(item.num_patches for item in items)
-            stats.encode_seconds += time.monotonic() - start
+        self._encode(step)
 
     def sync(self, step: ScheduledStep) -> None:
         admitted = self.loop.rows.admitted(step)
@@ -69,6 +60,3 @@ class Sounds(Pictures):
         is_timed = rules.is_timed(request.prompt_token_ids.tolist())
         row = RuleRow(is_timed, rules.first_timestamp, rules.eos, rules.most_initial)
         return rule_words(row, rules.begin, request.output_token_ids.tolist())
-
-    def queued(self, requests: Sequence[Request]) -> None:
-        self.stats.count(requests[0].media)

@@ -95,7 +95,7 @@ class PicturesExtension(DeviceExtension):
 
 
 class EncoderPool(StageExtension):
-    """Stage extension with the pool of embeddings, in the first stage."""
+    """Stage extension with the pool of what a tower returns, in the first stage."""
 
     name = NAME
 
@@ -110,13 +110,13 @@ class EncoderPool(StageExtension):
         self.rows = None
 
     def encode(self, pictures: EncoderInput) -> None:
-        """Dispatch the encoding of images; the next forward pass finds their embeddings in the pool."""
-        encode = self._stage.program(NAME, self._programs.name(pictures.patches.shape[1]))
+        """Dispatch the encoding of items; the next forward pass finds what became of them in the pool."""
+        encode = self._stage.program(self.name, self._programs.name(pictures.patches.shape[1]))
         self.rows = encode(self._stage.params, self.rows, *pictures)
 
     def place(self, embeddings: PlaceInput) -> None:
         """Dispatch the writing, into the pool, of embeddings that requests brought."""
-        self.rows = self._stage.program(NAME, self._programs.name(PLACE))(self.rows, *embeddings)
+        self.rows = self._stage.program(self.name, self._programs.name(PLACE))(self.rows, *embeddings)
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
         return self.rows if bucket.sections else None

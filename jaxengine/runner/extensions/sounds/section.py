@@ -21,8 +21,9 @@ from jaxengine.runner.extension import (
     StageShape,
     StateChange,
 )
-from jaxengine.runner.extensions.pictures.layout import EncoderInput, EncoderLayout
+from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
+from jaxengine.runner.extensions.pictures.section import EncoderPool
 from jaxengine.runner.extensions.sounds.rules import WIDTH, after_tokens, ruled
 from jaxengine.runner.program import Program, shape_on
 from jaxengine.runner.programs.device_state import DeviceState, TokenState, write_section
@@ -106,32 +107,17 @@ class SoundsExtension(DeviceExtension):
         return SoundEncoder(runner, self)
 
 
-class SoundPool(StageExtension):
-    """Stage extension with the pool of encoded sounds."""
+class SoundPool(EncoderPool):
+    """Stage extension with the pool of encoded sounds, which every step reads."""
 
     name = NAME
-
-    def __init__(self, stage: Any, programs: SoundPrograms):
-        self._stage, self._programs = stage, programs
-        self.rows: Any = None
-
-    def allocate(self) -> None:
-        self.rows = self._stage.compiled(self._programs.pool())()
-
-    def release(self) -> None:
-        self.rows = None
-
-    def encode(self, sounds: EncoderInput) -> None:
-        """Dispatch the encoding of sounds; the next forward pass finds their keys and values in the pool."""
-        encode = self._stage.program(NAME, self._programs.name(sounds.patches.shape[1]))
-        self.rows = encode(self._stage.params, self.rows, *sounds)
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
         return self.rows
 
 
 class SoundEncoder(HostExtension):
-    """Host extension that encodes sounds before the steps that need them, and tells slots of them."""
+    """Host extension that encodes sounds before the steps that need them, and sets the rows that slots attend to."""
 
     def __init__(self, runner: Any, extension: SoundsExtension):
         super().__init__(runner)
