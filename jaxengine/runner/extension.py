@@ -82,6 +82,7 @@ class Epilogue:
         Forwarded; None for a bucket that it does not serve.
       width: tokens of a row in the steps that it serves; logits have size * width positions.
       ends: no other epilogue can run on a step after it.
+      of_model: as Program's.
     """
 
     make: Callable[[EpilogueSpec], Callable]
@@ -91,6 +92,7 @@ class Epilogue:
     size_of: Callable[[Buckets, Bucket], int | None]
     width: int = 1
     ends: bool = False
+    of_model: bool = True
 
     def sizes(self, buckets: Buckets) -> list[int]:
         """Return the sizes in which it is compiled for these buckets, ascending."""
@@ -320,6 +322,12 @@ class DeviceExtension:
     def on_host(self, runner: Any) -> HostExtension | None:
         """Return its HostExtension for the ModelRunner whose first or last stage this is; None for none."""
         return None
+
+
+def is_in_samplers(extension: DeviceExtension) -> bool:
+    """Whether samplers run code of the extension."""
+    hooks = extension.process, extension.replace, extension.score
+    return any(each is not None for each in hooks) or type(extension).remember is not DeviceExtension.remember
 
 
 class StageExtension:

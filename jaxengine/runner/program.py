@@ -17,6 +17,7 @@ class Program(NamedTuple):
       arguments: shapes with shardings and layouts.
       results: a pytree with the structure of the result.
       donate: indices of donated arguments.
+      of_model: whether the model decides what it does; else its shapes and the stage's extensions do.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Program(NamedTuple):
     arguments: tuple[Any, ...]
     results: Any
     donate: tuple[int, ...]
+    of_model: bool = True
 
 
 def program_on(

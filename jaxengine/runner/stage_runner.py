@@ -66,6 +66,7 @@ class StageRunner:
             logger.info("compiled steps over several processes are not kept on disk: tried on the CPU only")
             cache_dir = ""
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
+        self._shared = ExecutableCache(cache_dir, devices)
         self._ranks = named_sharding(programs.mesh, ("batch",))
         self.params = jax.tree.leaves(params)
         self._forwards: dict[Bucket, Executable] = {}
@@ -109,7 +110,8 @@ class StageRunner:
     @property
     def caches(self) -> list[ExecutableCache]:
         """Return the ExecutableCaches of the stage and its extensions."""
-        return [self.executables, *(cache for each in self.extensions.values() for cache in each.caches)]
+        own = [cache for each in self.extensions.values() for cache in each.caches]
+        return [self.executables, self._shared, *own]
 
     @property
     def workspace_bytes(self) -> int:
@@ -316,7 +318,7 @@ class StageRunner:
 
     def held(self, program: Program, compiled: Executable) -> int:
         """Return the bytes that a compiled program holds."""
-        return held_by(program, compiled, self.executables, self.programs.description, self._backend)
+        return held_by(program, compiled, *self._place(program), self._backend)
 
     @property
     def _bytes_beside_forward(self) -> int:
@@ -332,14 +334,15 @@ class StageRunner:
 
     def compiled(self, program: Program) -> Executable:
         """Compile or load a program of this stage; every call does so anew. Raises as ExecutableCache.get does."""
-        return self.executables.get(
-            program.name,
-            program.function,
-            program.arguments,
-            program.results,
-            donate=program.donate,
-            description=self.programs.description,
-        )
+        cache, description = self._place(program)
+        how: dict[str, Any] = {"donate": program.donate, "description": description}
+        return cache.get(program.name, program.function, program.arguments, program.results, **how)
+
+    def _place(self, program: Program) -> tuple[ExecutableCache, str]:
+        """Return the cache of a program, and the description under which that keeps it."""
+        if program.of_model:
+            return self.executables, self.programs.description
+        return self._shared, self.programs.shared_description
 
 
 def foreseen_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:

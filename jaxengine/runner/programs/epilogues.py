@@ -133,4 +133,5 @@ SAMPLER = Epilogue(
     output=SampleOutput,
     size_of=lambda buckets, bucket: buckets.sample_size(bucket) if bucket.width == 1 else None,
     ends=True,
+    of_model=False,
 )

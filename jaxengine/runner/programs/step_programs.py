@@ -40,6 +40,7 @@ from jaxengine.runner.extension import (
     Kept,
     StageShape,
     StateChange,
+    is_in_samplers,
 )
 from jaxengine.runner.program import Program, abstract_params, on_devices, program_on
 from jaxengine.runner.programs.device_state import DeviceState, SlotState, TokenState, init_slots, init_tokens
@@ -69,6 +70,7 @@ class StepPrograms:
       vocab_size: size of the sampler's vocabulary, padding of the last device's part included.
       own_vocab_size: of one device.
       description: static facts that the shapes do not show; part of the key of a stored executable.
+      shared_description: the same for programs that no model decides; engines of many models share those.
     """
 
     def __init__(self, shape: StageShape, extensions: Sequence[DeviceExtension]):
@@ -101,6 +103,8 @@ class StepPrograms:
         self._epilogue_spec = EpilogueSpec(self._graph, self._params_tree, *settings, self.extensions)
         own = tuple(each.description for each in extensions if each.description)
         self.description = repr((model.config, model.build, self.groups, self.layout, *settings, *own))
+        in_samplers = tuple(each.name for each in extensions if is_in_samplers(each))
+        self.shared_description = repr((model.config.vocab_size, model.mesh, *settings, in_samplers, *own))
 
     def extension(self, name: str) -> Any:
         """Return the DeviceExtension of this name. Raises KeyError if there is none."""
@@ -192,7 +196,8 @@ class StepPrograms:
         results = (*(shapes[change] for change in own.changes), output)
         donate = tuple(own.arguments.index(change) for change in own.changes)
         arguments = tuple(shapes[argument] for argument in own.arguments)
-        return self._program(f"{name} {size}", own.make(self._epilogue_spec), arguments, results, donate)
+        program = self._program(f"{name} {size}", own.make(self._epilogue_spec), arguments, results, donate)
+        return program._replace(of_model=own.of_model)
 
     def forwarded_bytes(self, name: str, size: int) -> int:
         """Return the bytes of one device that forward passes leave to an epilogue of this size."""
@@ -211,7 +216,8 @@ class StepPrograms:
     def _state_change(self, name: str, change: StateChange) -> Program:
         arguments = (self.shape.shape(*argument) for argument in change.arguments)
         state = self.state_shapes
-        return self._program(f"{name} of {self.model.stage}", change.function, (state, *arguments), state, donate=(0,))
+        program = self._program(name, change.function, (state, *arguments), state, donate=(0,))
+        return program._replace(of_model=False)
 
     def _program(
         self, name: str, function: Callable, arguments: tuple[Any, ...], results: Any, donate: tuple[int, ...]
@@ -304,7 +310,8 @@ class StepPrograms:
 
     def state(self) -> Program:
         """Return the program () -> the initial state kept between steps."""
-        return self._program(f"state of {self.model.stage}", self._own_state, (), self.state_shapes, donate=())
+        program = self._program("state", self._own_state, (), self.state_shapes, donate=())
+        return program._replace(of_model=False)
 
     def gather_ranks(self, x: jax.Array) -> jax.Array:
         """Return x [replicas, ...], which is split by replica, whole on every device."""
