@@ -26,6 +26,7 @@ BENCHMARKS = {
     "attention": ("kernels.attention", "paged attention beside what the device can do and beside other attentions"),
     "expert_tiles": ("kernels.expert_tiles", "rows that the kernels of experts multiply for each row of a token"),
     "gpu_check": ("kernels.gpu_check", "all that a machine with a CUDA device can say, within a budget of seconds"),
+    "gpu_launches": ("kernels.gpu_launches", "launches of attention on cards without a kernel for it (jax's compiler)"),
     "tpu_copies": ("kernels.tpu_copies", "instructions of TPU attention for copying a block of pages (libtpu)"),
     "tpu_cycles": ("kernels.tpu_cycles", "cycles of TPU attention beside jax's own kernel and a roofline (libtpu)"),
     "tpu_kv_cycles": ("kernels.tpu_kv_cycles", "cycles of TPU attention over a cache of one byte a number (libtpu)"),

@@ -36,6 +36,25 @@ class XlaAttention(_Sizes):
     block_seqs: int = 16  # sequences of a tile of single tokens
     block_q: int = 128  # tokens of a tile of one sequence
     block_kv: int = 128  # keys of a block; twice that for a tile of one row
+    block_bytes: int = 1 << 30  # most keys and values that a tile of several sequences gathers at a time
+
+    def block_kv_of(self, page_size: int, num_rows: int) -> int:
+        """Return the number of keys per block: full pages, `block_kv` where the page size divides it; twice that for a
+        tile of one row, whose work on a block costs less than starting the block.
+        """
+        wanted = self.block_kv if num_rows > 1 else 2 * self.block_kv
+        return max(wanted // page_size, 1) * page_size
+
+    def block_seqs_of(self, num_bytes: int) -> int:
+        """Return the most sequences of a tile of single tokens: `block_seqs`, or as many, two at least, whose blocks
+        of `num_bytes` each are `block_bytes` together.
+        """
+        return min(self.block_seqs, max(2, self.block_bytes // num_bytes))
+
+
+# Every operation of a block is a launch, and the host looks at the loop's condition: together a hundred microseconds,
+# in which a card reads a hundred megabytes.
+_XLA_ON_CUDA = XlaAttention(block_seqs=64, block_q=256, block_kv=1024, block_bytes=256 << 20)
 
 
 @dataclass(frozen=True)
@@ -201,6 +220,8 @@ def tuning_of(platform: str) -> Tuning:
             faster = chip.int8_ops_per_second > chip.bf16_ops_per_second
             products = replace(table.tpu_products, int8_products=2 if faster else 1, cores=chip.num_cores)
             return replace(table, tpu_attention=sizes, tpu_products=products)
+    if platform in ("gpu", "gpu_xla"):
+        table = replace(table, xla_attention=_XLA_ON_CUDA)
     if platform == "gpu":
         if num_sms := getattr(jax.devices()[0], "core_count", None):
             table = replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))

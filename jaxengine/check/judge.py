@@ -115,12 +115,13 @@ def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
         )
     # XLA:CPU converts operands to float32.
     if needs["quantized_bytes"] and target.backend != "cpu":
-        most = int(WIDENED_SHARE * needs["quantized_bytes"]) + needs["row_bytes"]
+        most = int(WIDENED_SHARE * needs["quantized_bytes"]) + needs["row_bytes"] + needs["gathered_bytes"]
         if (temporaries := row["workspace_bytes"]) > most:
             found.append(f"temporaries of {temporaries:,} bytes besides codes, at most {most:,} are the model's")
     rows = ROWS_SLACK[target.backend] * needs["row_bytes"]
     # XLA:CPU converts bfloat16 weights to float32 before it multiplies.
     weights = needs["weight_bytes"] * (WEIGHTS_SLACK if target.backend != "cpu" else 6)
-    if row["moved_bytes"] > (most := int(weights + rows + STATES_SLACK * needs["state_bytes"]) + SMALL_BYTES):
+    beside = STATES_SLACK * needs["state_bytes"] + 3 * needs["gathered_bytes"]  # which are read, written and read
+    if row["moved_bytes"] > (most := int(weights + rows + beside) + SMALL_BYTES):
         found.append(f"moves {row['moved_bytes']:,} bytes to and from memory, at most {most:,} are the model's")
     return found

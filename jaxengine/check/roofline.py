@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxengine.models.cache import KVPages, KVSpec
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.state import LayerState
+from jaxengine.models.layers.attention import gathered_bytes
 from jaxengine.models.layers.expert_counts import rows_at_once
 from jaxengine.models.layers.mla_made import made_numbers, makes_rows
 from jaxengine.models.lora import declared_pools
@@ -127,6 +128,7 @@ class Products:
       row_bytes: inputs and outputs of the products, in the model's dtype; for experts split over devices also the
         buffers to which all tokens are gathered and in which they are summed.
       state_bytes: states that layers keep instead of pages, each read and written once.
+      gathered_bytes: keys and values that all layers' attention copies from pages, one block of each.
     """
 
     flops: int
@@ -136,6 +138,7 @@ class Products:
     quantized_bytes: int
     row_bytes: int
     state_bytes: int
+    gathered_bytes: int
 
 
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
@@ -201,7 +204,14 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
     kinds = (config.attention[layer].state for layer in model.stage.layers)
     state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
     state_bytes //= mesh.model
-    return Products(flops, weight_bytes, reached_bytes, expert_bytes, quantized_bytes, row_bytes, state_bytes)
+    sums = weight_bytes, reached_bytes, expert_bytes, quantized_bytes, row_bytes, state_bytes
+    return Products(flops, *sums, 0 if kv is None else _gathered_bytes(model, bucket, kv))
+
+
+def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:
+    attending = [each for layer in model.stage.layers if (each := model.config.attention[layer]).attends]
+    rows = kv.layout, bucket.num_seqs, kv.spec.page_size
+    return sum(gathered_bytes(each, model.mesh, *rows) for each in attending)
 
 
 def _num_matrices(decl: ParamDecl) -> int:

@@ -7,7 +7,7 @@ benchmarks/results). A test compares the estimate with those memory plans.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,13 +86,14 @@ def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
     return min(1.0, math.sqrt(size / how.large)) if how.large else 1.0
 
 
-def _forward_workspace(stage: StageArrays, model: object, how: _Compiler) -> float:
+def _forward_workspace(stage: StageArrays, model: Any, how: _Compiler) -> float:
     """Bytes of the largest forward pass: rows of one layer's products, and what it leaves."""
     programs = stage.programs
     bucket = max(programs.packer.buckets)
     work = product_work(model, bucket, programs.shape.config.dtype, programs.kv_shapes(programs.num_columns))
     left = sum(map(part_bytes, jax.tree.leaves(programs.forwarded(bucket))))
-    return how.rows * work.row_bytes / max(1, len(model.stage.layers)) + left  # type: ignore[attr-defined]
+    layers = max(1, len(model.stage.layers))
+    return (how.rows * work.row_bytes + work.gathered_bytes) / layers + left
 
 
 def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler) -> float:

@@ -21,7 +21,13 @@ from jaxengine.models.layers.rope import apply_rope
 from jaxengine.models.layers.rows import Rows
 from jaxengine.models.layers.step_inputs import StepContext, StepInput
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
+from jaxengine.pallas_kernels.attention.op import (
+    AttentionSpec,
+    RaggedBatch,
+    attention_schedule,
+    gathered_by,
+    ragged_paged_attention,
+)
 from jaxengine.pallas_kernels.attention.whole_prompts import (
     has_whole_prompts,
     whole_prompt_attention,
@@ -111,6 +117,15 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         causal=attention.causal,
         values_in_keys=attention.values_in_keys,
     )
+
+
+def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, layout: str, num_seqs: int, page_size: int) -> int:
+    """Return the bytes of keys and values that attention gathers at a time for a layer's decodes; 0 for platforms whose
+    attention reads pages where they are.
+
+    layout: of the pool. num_seqs: sequences of the step.
+    """
+    return gathered_by(attention_spec(attention, mesh), layout, num_seqs, page_size)
 
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:

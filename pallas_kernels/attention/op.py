@@ -16,7 +16,7 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.registry import kernel, platform_of
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
-__all__ = ["AttentionSpec", "RaggedBatch", "attention_schedule", "ragged_paged_attention"]
+__all__ = ["AttentionSpec", "RaggedBatch", "attention_schedule", "gathered_by", "ragged_paged_attention"]
 
 
 def attention_schedule(
@@ -131,3 +131,14 @@ def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec)
     if not spec.causal or spec.window is not None or spec.chunk is not None:
         text = "tree_mask needs causal=True, window=None and chunk=None"
         raise ValueError(f"{text}: a tree has no single order to count a window in")
+
+
+def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: int) -> int:
+    """Return the bytes of keys and values that attention of `num_seqs` single tokens copies from pages at a time, two
+    for each element: plain XLA on cards without a kernel. 0 for other platforms: blocks of CPUs are small.
+    """
+    if platform != "gpu_xla":
+        return 0
+    sizes = tuning_of(platform).xla_attention
+    num_bytes = 2 * spec.stored_width * sizes.block_kv_of(page_size, num_seqs)
+    return num_bytes * min(num_seqs, sizes.block_seqs_of(num_bytes))

@@ -51,6 +51,11 @@ class AttentionSpec:
     chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
     values_in_keys: bool = False  # a key begins with its value, which is read there
 
+    @property
+    def stored_width(self) -> int:
+        """Elements of one token's keys and values in all KV heads, as pages store them."""
+        return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.v_head_dim))
+
     def __post_init__(self) -> None:
         for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, field) < 1:

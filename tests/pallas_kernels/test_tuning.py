@@ -15,10 +15,9 @@ from jaxengine.pallas_kernels.attention.hopper.latent import LatentShape
 from jaxengine.pallas_kernels.attention.hopper.prefill import registers as prefill_registers
 from jaxengine.pallas_kernels.attention.hopper.prefill_load import Shape
 from jaxengine.pallas_kernels.attention.hopper.schedule import head_tiles, prefill_block_q, tiled_heads
-from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.attention.op import AttentionSpec, gathered_by
 from jaxengine.pallas_kernels.attention.tpu.schedule import block_q_of
 from jaxengine.pallas_kernels.attention.tpu.tiles import SUBLANES, buffer_lanes, choose_blocks, choose_parts, fits_smem
-from jaxengine.pallas_kernels.attention.xla.schedule import block_kv_of
 from jaxengine.pallas_kernels.kv.pages import LANES
 from jaxengine.pallas_kernels.matmul.hopper import lora, quantized, ring
 from jaxengine.pallas_kernels.tuning import HopperAttention, TpuAttention, Tuning, XlaAttention, tuning_of
@@ -159,14 +158,28 @@ def test_other_hopper_kernels_ask_for_registers_that_are_there():
     [(8, 128, 256), (16, 128, 256), (24, 120, 240), (64, 128, 256), (128, 128, 256), (256, 256, 256)],
 )
 def test_xla_blocks(page_size, several_rows, one_row):
-    assert block_kv_of(XlaAttention(), page_size, 2) == several_rows
-    assert block_kv_of(XlaAttention(), page_size, 1) == one_row
+    assert XlaAttention().block_kv_of(page_size, 2) == several_rows
+    assert XlaAttention().block_kv_of(page_size, 1) == one_row
 
 
 def test_a_page_table_is_in_scalar_memory_while_it_fits():
     assert fits_smem(TpuAttention(), (256, 896)) and not fits_smem(TpuAttention(), (256, 1024))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu_xla", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_without_a_chip_the_table_is_the_usual_one(platform):
     assert tuning_of(platform) == Tuning() and hash(tuning_of(platform)) == hash(Tuning())
+
+
+def test_sequences_of_a_tile_on_a_card_fit_its_memory():
+    sizes = tuning_of("gpu_xla").xla_attention
+    assert sizes == tuning_of("gpu").xla_attention and sizes.block_kv == 1024
+
+    def num_seqs(heads: int, head_dim: int, **more) -> int:
+        spec = AttentionSpec(heads, heads, head_dim, head_dim, 1.0, **more)
+        found = gathered_by(spec, "gpu_xla", 256, 16)
+        return found // (2 * spec.stored_width * sizes.block_kv)
+
+    assert [num_seqs(heads, 128) for heads in (1, 8, 16, 32, 1000)] == [64, 64, 32, 16, 2]
+    assert num_seqs(1, 576, values_in_keys=True) == 64
+    assert gathered_by(AttentionSpec(8, 8, 128, 128, 1.0), "cpu", 256, 16) == 0

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, block_kv_of
+from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage, token_scales
 from jaxengine.pallas_kernels.tuning import XlaAttention
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
@@ -234,16 +234,16 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     Token scales follow the codes; where values lie in keys, both results are the full keys.
 
     Slots outside [low, high) may hold NaN: their values are 0, scales included (their keys are masked as logits), and a
-    page id there may be anything, the gather clips it. Keys that hold their values are gathered once. The two branches
-    of the cond differ in the mask only: most blocks need none and are copied at memory bandwidth. The cond also keeps
-    XLA from fusing the reshapes below into the gathers, which would then compute an index per element and take three
-    times as long.
+    page id there may be anything, the gather clips it. Keys that hold their values are gathered once. On CPUs the two
+    branches of a cond differ in the mask only: most blocks need none and are copied at memory bandwidth. The cond also
+    keeps XLA from fusing the reshapes below into the gathers, which would then compute an index per element and take
+    three times as long. On GPUs the mask is a part of the gather's own kernel, and a cond would make the host wait.
     """
     kv, spec = step.kv, step.kv.spec
     if kv.layout == "tpu":
         return _gather_token_rows(tiles, tile, block, step)
     num_pages, num_kv_heads, _ = kv.data.shape
-    block_kv = block_kv_of(step.sizes, spec.page_size, tiles.start[0].size)
+    block_kv = step.sizes.block_kv_of(spec.page_size, tiles.start[0].size)
     block_pages = block_kv // spec.page_size
     num_seqs = tiles.seqs.shape[1]
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
@@ -264,8 +264,11 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
         shape = (num_seqs, num_kv_heads, block_pages, spec.page_size, -1)
         return *keys, jnp.where(in_use, values.reshape(shape), 0).reshape(values.shape)
 
-    is_whole = (block >= tiles.whole_from[tile]) & (block < tiles.whole_to[tile])
-    gathered = lax.cond(is_whole, unmasked, masked)
+    if kv.layout == "cpu":
+        is_whole = (block >= tiles.whole_from[tile]) & (block < tiles.whole_to[tile])
+        gathered = lax.cond(is_whole, unmasked, masked)
+    else:
+        gathered = masked()
     keys, values = (each.reshape(num_seqs, num_kv_heads, block_kv, -1) for each in (gathered[0], gathered[-1]))
     return keys, values
 
@@ -280,7 +283,7 @@ def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Arra
     """Gather as `_gather_block` from a pool in which a token is one row, head after head: of layout "tpu"."""
     kv, spec = step.kv, step.kv.spec
     num_seqs, num_kv_heads = tiles.seqs.shape[1], len(step.scale)
-    block_pages = block_kv_of(step.sizes, spec.page_size, tiles.start[0].size) // spec.page_size
+    block_pages = step.sizes.block_kv_of(spec.page_size, tiles.start[0].size) // spec.page_size
     page_ids = _pages_of_block(tiles, tile, block, block_pages, step.batch.page_table)
     first, _ = kv.lanes_of_page
     rows = kv.data.at[page_ids].get(mode="clip")[..., first : first + num_kv_heads * spec.token_width]

@@ -48,14 +48,6 @@ class Schedule:
     sizes: XlaAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
 
 
-def block_kv_of(sizes: XlaAttention, page_size: int, num_rows: int) -> int:
-    """Return the number of keys per block: full pages, `block_kv` where the page size divides it; twice that for a tile
-    of one row, whose work on a block costs less than starting the block.
-    """
-    wanted = sizes.block_kv if num_rows > 1 else 2 * sizes.block_kv
-    return max(wanted // page_size, 1) * page_size
-
-
 def attention_schedule(
     batch: RaggedBatch,
     spec: AttentionSpec,
@@ -70,8 +62,8 @@ def attention_schedule(
     kv_limits: as in the public operation; they become part of the tiles' key ranges.
     """
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.xla_attention
-    single_kv = block_kv_of(sizes, page_size, min(num_tokens, num_seqs))
-    runs_kv = block_kv_of(sizes, page_size, num_tokens)
+    single_kv = sizes.block_kv_of(page_size, min(num_tokens, num_seqs))
+    runs_kv = sizes.block_kv_of(page_size, num_tokens)
     live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
     q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
     if num_tokens <= num_seqs:
@@ -82,7 +74,8 @@ def attention_schedule(
         seqs = jnp.arange(num_seqs, dtype=jnp.int32)
         tokens, valid = batch.cu_q_lens[:-1], q_lens == 1
     keys = _Keys(batch, q_lens, spec, kv_limits)
-    single, rank = _single_tiles(keys, seqs, tokens, valid, num_tokens, sizes.block_seqs, single_kv)
+    block_seqs = sizes.block_seqs_of(2 * spec.stored_width * single_kv)
+    single, rank = _single_tiles(keys, seqs, tokens, valid, num_tokens, block_seqs, single_kv)
     if num_tokens <= num_seqs:
         return Schedule(single, rank, None, sizes)
     return Schedule(single, rank, _run_tiles(keys, num_tokens, sizes.block_q, runs_kv), sizes)
