@@ -44,6 +44,12 @@ APART = {
         "jaxengine.server.command",
         "jaxengine.server.ray_serve",
     ),
+    "jaxengine.server.batch:base": (
+        "jaxengine.server.batch.folder",
+        "jaxengine.server.batch.lines",
+        "jaxengine.server.batch.results",
+        "jaxengine.server.batch.store",
+    ),
     "jaxengine.server.http:app": (
         "jaxengine.server.http.app",
         "jaxengine.server.http.tokenize",
@@ -349,24 +355,29 @@ ROOMS = {
         "jaxengine.scheduler jaxengine.requests.pooling jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.http"
     ),
+    "jaxengine.server.batch:base": "jaxengine.scheduler jaxengine.config jaxengine.server jaxengine.server.http",
+    "jaxengine.server.http.batches": (
+        "jaxengine.scheduler jaxengine.api jaxengine.server jaxengine.server.http jaxengine.server.batch:base"
+    ),
     "jaxengine.server.http:app": (
         "jaxengine.scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe "
         "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
         "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling "
-        "jaxengine.server.http.audio"
+        "jaxengine.server.http.audio jaxengine.server.http.batches"
+    ),
+    "jaxengine.server.batch": (
+        "jaxengine.config jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.batch:base "
+        "jaxengine.server.http:app"
     ),
     "jaxengine.server.processes": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
         "jaxengine.cluster jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.link "
-        "jaxengine.server.observe jaxengine.server.grpc jaxengine.server.stored jaxengine.server.http:app"
+        "jaxengine.server.observe jaxengine.server.grpc jaxengine.server.stored jaxengine.server.http:app "
+        "jaxengine.server.batch"
     ),
     "jaxengine.server:entries": (
         "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.observe jaxengine.server.http:app jaxengine.server.processes"
-    ),
-    "jaxengine.server.batch": (
-        "jaxengine.scheduler jaxengine.config jaxengine.api jaxengine.server jaxengine.server.http "
-        "jaxengine.server.http:app"
+        "jaxengine.server.observe jaxengine.server.batch:base jaxengine.server.http:app jaxengine.server.processes"
     ),
     "jaxengine.commands": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         needed = f"serving needs {', '.join(missing)}: pip install 'jaxengine[serve]', or '.[serve]' in a clone"
         print(f"jaxengine: error: {needed}", file=sys.stderr)
         return 2
+    from jaxengine.server.batch.store import BatchStore
     from jaxengine.server.observe.spans import check_endpoint
     from jaxengine.server.processes.supervisor import Supervisor
 
@@ -46,6 +47,11 @@ def run(args: argparse.Namespace) -> int:
     if engine.profiler_config is not None and not server.enable_admin:
         problem = "profiler_config is given without enable_admin, and /start_profile is a route of operators"
         raise ConfigError.because("profiler_config", problem, "give --enable-admin and --admin-key-file")
+    if server.batch_priority is not None and engine.scheduling_policy != "priority":
+        problem = f"batch_priority is {server.batch_priority}, and scheduling_policy is {engine.scheduling_policy!r}"
+        raise ConfigError.because("batch_priority", problem, "give --scheduling-policy priority")
+    if server.enable_batch_api:
+        BatchStore.of(server)
     # Fails for unreadable files before the model is loaded.
     server.api_keys()
     server.admin_keys()

@@ -41,6 +41,12 @@ _BOUNDS = (
     ("max_log_len", 0, 2**20),
     ("max_prompts", 1, 2**20),
     ("max_captured_bytes", 1, 2**31),
+    ("batch_retention_hours", 1, 87600),
+    ("batch_priority", -(2**63), 2**63 - 1),
+    ("max_batch_file_bytes", 1024, 2**40),
+    ("max_batch_bytes_per_client", 1024, 2**50),
+    ("max_batch_files_per_client", 1, 2**20),
+    ("max_batches_per_client", 1, 2**20),
 )
 # Of those where 0 means none.
 _BOUNDS_OR_NONE = (
@@ -111,6 +117,16 @@ class ServerConfig:
         tool calls are not parsed.
       reasoning_parser: the model's format of reasoning, likewise. None: it stays in the content.
       response_role: the role of answers.
+      enable_batch_api: serve /v1/files and /v1/batches; needs batch_storage_dir.
+      batch_storage_dir: the folder that keeps files and batches, also over restarts. Servers of the same model may
+        share it: one of them at a time runs the batches.
+      batch_retention_hours: hours after which files, and batches that have ended, are removed.
+      batch_priority: most urgent priority of a batch's requests, with scheduling_policy "priority"; None: the lowest.
+        Under every policy batches leave a quarter of the slots free, and start no request while others wait.
+      max_batch_file_bytes: largest file that a client may store.
+      max_batch_bytes_per_client: bytes of all files and results of one API key.
+      max_batch_files_per_client: files of one API key.
+      max_batches_per_client: stored batches of one API key; the oldest that has ended makes room for a new one.
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every stream, requested or not.
@@ -167,6 +183,14 @@ class ServerConfig:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     response_role: str = "assistant"
+    enable_batch_api: bool = False
+    batch_storage_dir: str | None = None
+    batch_retention_hours: float = 720.0
+    batch_priority: int | None = None
+    max_batch_file_bytes: int = 200 * MIB
+    max_batch_bytes_per_client: int = 20480 * MIB
+    max_batch_files_per_client: int = 1000
+    max_batches_per_client: int = 1000
     enable_tokenizer_info_endpoint: bool = False
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
@@ -203,6 +227,8 @@ class ServerConfig:
             ("enable_admin", "admin_key_file"),
             ("weight_upload_dir", "enable_admin"),
             ("max_log_len", "enable_log_requests"),
+            ("enable_batch_api", "batch_storage_dir"),
+            ("batch_storage_dir", "enable_batch_api"),
         ):
             if getattr(self, name) and not getattr(self, other):
                 flag = "--" + other.replace("_", "-")

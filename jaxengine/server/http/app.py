@@ -31,6 +31,8 @@ from jaxengine.server.http import (
 from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.audio import endpoint as audio
 from jaxengine.server.http.auth import AuthMiddleware
+from jaxengine.server.http.batches import endpoint as batches
+from jaxengine.server.http.batches import files
 from jaxengine.server.http.chat import batch
 from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.chat.auto_parsers import without_auto
@@ -67,6 +69,8 @@ POOLING = (embeddings.router, scores.router)
 ROUTERS = (
     *GENERATING,
     *POOLING,
+    files.router,
+    batches.router,
     invocations.router,
     models.router,
     tokenize.router,
@@ -166,7 +170,8 @@ class TrafficMiddleware:
 
     A client's X-Request-Id is kept if it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
     in the response. `state["unique_id"]` may be used as the request's name in the engine. `state["arrival"]`, in
-    seconds of time.monotonic, is kept if the reader of the headers has set it.
+    seconds of time.monotonic, is kept if the reader of the headers has set it. `state["priority"]`, the most urgent one
+    that the request may have, is None for any, unless a caller in this process has set it.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):
@@ -185,6 +190,7 @@ class TrafficMiddleware:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state.setdefault("arrival", time.monotonic())
+        state.setdefault("priority", None)
         # Proxies may send the same id with several calls, so it is not unique.
         state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
         started = False

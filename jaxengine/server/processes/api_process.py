@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
+from jaxengine.server.batch.service import BatchService
 from jaxengine.server.descriptors import raise_descriptor_limit
 from jaxengine.server.grpc.server import start_grpc
 from jaxengine.server.http.app import TrafficState, create_app
@@ -80,9 +81,13 @@ async def serve(child: Child) -> None:
     return_large_blocks()
     limit_memory(config.api_memory_limit_bytes)
     child.tell("ready")
+    batches = asyncio.create_task(BatchService(app, client, config).run()) if config.enable_batch_api else None
     beat = asyncio.create_task(_say_alive(child, app.state.traffic, config.api_hang_timeout))
     waiting = asyncio.create_task(drain.wait())
     await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
+    if batches is not None:  # they go on after the next start
+        batches.cancel()
+        await asyncio.wait([batches])
     await engine.drain(config.shutdown_timeout)
     if grpc is not None:
         await grpc.stop(_LAST_WORDS_SECONDS)
