@@ -218,7 +218,8 @@ ROOMS = {
     ),
     "jaxengine.runner.extensions.adapters": (
         "jaxengine.models.params jaxengine.models jaxengine.models.layers jaxengine.models.weights.adapters "
-        "jaxengine.scheduler jaxengine.scheduler.extensions jaxengine.runner:base jaxengine.runner.programs"
+        "jaxengine.scheduler jaxengine.scheduler.extensions jaxengine.checkpoint jaxengine.runner:base "
+        "jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.pictures": (
         "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
@@ -301,7 +302,9 @@ ROOMS = {
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
         "jaxengine.checkpoint jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
     ),
-    "jaxengine.server": "jaxengine.scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
+    "jaxengine.server": (
+        "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.parsers jaxengine.requests jaxengine.api"
+    ),
     "jaxengine.bench": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine:base jaxengine.config "
         "jaxengine.checkpoint jaxengine.runner jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine"
@@ -312,8 +315,8 @@ ROOMS = {
         "jaxengine.api jaxengine.server"
     ),
     "jaxengine.server.observe": (
-        "jaxengine:base jaxengine.config jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests "
-        "jaxengine.api jaxengine.server"
+        "jaxengine:base jaxengine.config jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling "
+        "jaxengine.requests jaxengine.api jaxengine.server"
     ),
     "jaxengine.simulate": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine:base jaxengine.config jaxengine.records "
@@ -360,7 +363,7 @@ ROOMS = {
         "jaxengine.scheduler jaxengine.api jaxengine.server jaxengine.server.http jaxengine.server.batch:base"
     ),
     "jaxengine.server.http:app": (
-        "jaxengine.scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe "
+        "jaxengine.scheduler jaxengine:base jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.observe "
         "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
         "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling "
         "jaxengine.server.http.audio jaxengine.server.http.batches"
@@ -376,8 +379,9 @@ ROOMS = {
         "jaxengine.server.batch"
     ),
     "jaxengine.server:entries": (
-        "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.observe jaxengine.server.batch:base jaxengine.server.http:app jaxengine.server.processes"
+        "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api "
+        "jaxengine.server jaxengine.server.observe jaxengine.server.batch:base jaxengine.server.http:app "
+        "jaxengine.server.processes"
     ),
     "jaxengine.commands": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "

@@ -112,6 +112,7 @@ class EngineCore:
             "metrics": self.metrics.snapshot,
             "status": lambda: engine_status(self.engine, self.metrics),
             "load": self._load,
+            "report": self.metrics.server.report,
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,
             "start_profile": self._profiler.start,

@@ -74,6 +74,9 @@ class ServerConfig:
       admin_key_file: a file with the keys for them.
       lora_modules: adapters to start with, each as name=path or as JSON with name and path; needs enable_lora.
       lora_root: the folder from which operators may load adapters at run time; None forbids loading.
+      lora_dirs: folders whose adapters requests may name as their model, by the path of the adapter's folder in one of
+        them; it is loaded then.
+      lora_hub_owners: owners on the Hugging Face hub whose adapters requests may name likewise, as owner/name.
       weight_upload_dir: the folder that keeps weights which operators send, until the engine has read them; it needs
         room for all of them. None forbids sending; weights of a folder are read where they are.
       ssl_certfile: certificate chain for TLS, PEM.
@@ -132,6 +135,8 @@ class ServerConfig:
       enable_force_include_usage: include usage in every stream, requested or not.
       disable_access_log: log no line per request. Otherwise all have one, /health, /live, /ping, /metrics and
         /status.json only when they fail.
+      log_format: "text", vLLM's lines, or "json", an object in each line, with time, level, process, pid, logger, place
+        and message. What native libraries write is text.
       enable_log_requests: log the parameters of each request for text, up to 1000 characters of them.
       max_log_len: with enable_log_requests, characters of each prompt, and as many of its token ids, to log as well;
         None: neither.
@@ -151,6 +156,8 @@ class ServerConfig:
     admin_key_file: str | None = None
     lora_modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     lora_root: str | None = None
+    lora_dirs: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
+    lora_hub_owners: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     weight_upload_dir: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -195,6 +202,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     disable_access_log: bool = False
+    log_format: str = "text"
     enable_log_requests: bool = False
     max_log_len: int | None = None
     enable_reflection: bool | None = None
@@ -233,6 +241,8 @@ class ServerConfig:
             if getattr(self, name) and not getattr(self, other):
                 flag = "--" + other.replace("_", "-")
                 raise ConfigError.because(name, f"{name} needs {other}, which is not given", f"give {flag} too")
+        if self.log_format not in ("text", "json"):
+            raise ConfigError("log_format", self.log_format, "text, json")
         self._check_store()
         for origin in self.allowed_origins:
             if origin.startswith("["):

@@ -93,6 +93,7 @@ class BatchService:
                 pass
             except OSError as error:
                 logger.error("the batch API's folder cannot be used: %s", error)
+                await asyncio.sleep(_PAUSE_SECONDS)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self) -> None:

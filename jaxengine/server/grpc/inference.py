@@ -22,7 +22,7 @@ from jaxengine.server.grpc.convert import Generation, RequestReader
 from jaxengine.server.grpc.service import ARRIVAL
 from jaxengine.server.grpc.status import CallError
 from jaxengine.server.keys import Keys, owner_tag
-from jaxengine.server.lora import loaded_adapters
+from jaxengine.server.lora import has_adapter
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, check_token_ids
 
@@ -182,7 +182,7 @@ class InferenceService:
         """
         if not name or name in self._model_names:
             return name or self._model_names[0], None
-        if any(each["name"] == name for each in await loaded_adapters(self._engine)):
+        if await has_adapter(self._engine, name):
             return name, name
         raise CallError(grpc.StatusCode.NOT_FOUND, f"there is no model {name[:200]!r} here")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -25,8 +26,8 @@ BATCH = "batch"
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", ANCHOR, SECONDS)
 _MAX_NAME = 255
-# Uploads that one process takes at a time, and bytes that one of them collects before they are written.
-_MAX_UPLOADS, _BLOCK_BYTES = 16, 1 << 20
+# Uploads that one process takes at a time, those of one client, and bytes that one collects before they are written.
+_MAX_UPLOADS, _MAX_OWN_UPLOADS, _BLOCK_BYTES = 32, 8, 1 << 20
 _FORM = {
     "type": "object",
     "required": [FILE, "purpose"],
@@ -67,16 +68,17 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     if not config.enable_batch_api:
         return routes
     store = BatchStore.of(config)
-    num_uploads = 0
+    uploads: Counter[str] = Counter()
 
     @routes.post("/v1/files", openapi_extra=_BODY)
     @answers(FileObject)
     async def create_file(request: Request) -> Record:
         """Stores a file of requests for a batch: one JSON object a line."""
-        nonlocal num_uploads
-        if num_uploads >= _MAX_UPLOADS:
-            raise OverloadedError(f"{_MAX_UPLOADS} files are being received; try again when one has ended")
-        num_uploads += 1
+        owner = request.state.owner
+        if uploads.total() >= _MAX_UPLOADS or uploads[owner] >= _MAX_OWN_UPLOADS:
+            problem = f"{uploads.total()} files are being received, {uploads[owner]} of them of yours"
+            raise OverloadedError(f"{problem}; allowed are {_MAX_UPLOADS} and {_MAX_OWN_UPLOADS}")
+        uploads[owner] += 1
         try:
             return await _receive(store, request)
         except TooLargeError as error:
@@ -84,7 +86,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         except OSError as error:
             raise _no_room(error) from None
         finally:
-            num_uploads -= 1
+            uploads[owner] -= 1
 
     _add_reads(routes, store)
 
