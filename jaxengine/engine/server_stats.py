@@ -74,12 +74,11 @@ class ServerStats:
     """Counts that the processes of a server reported to this engine.
 
     Attributes:
-      num_restarts: times that the engine's process was started again since the server was started; None without a
-        server.
+      num_restarts: times that the engine's process was started again since the server was started.
     """
 
     def __init__(self):
-        self.num_restarts: int | None = None
+        self.num_restarts = 0
         self._http = HttpCounts()
         self._processes: dict[str, dict[str, float]] = {}
 
@@ -91,8 +90,7 @@ class ServerStats:
     def metrics(self) -> Iterator[Metric | metric_types.Histogram]:
         """Yield all metrics, those of this process included."""
         yield from self._http.metrics()
-        if self.num_restarts is not None:
-            yield Counter("jaxengine:engine_restarts", self.num_restarts)
+        yield Counter("jaxengine:engine_restarts", self.num_restarts)
         for process, facts in {"engine": process_facts(), **self._processes}.items():
             for name, value in facts.items():
                 kind = Counter if name == "process_cpu_seconds" else Gauge

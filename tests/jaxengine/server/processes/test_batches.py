@@ -37,7 +37,7 @@ def asked(client: openai.OpenAI, model: str, count: int) -> float:
 def test_a_batch_outlives_its_server(chat_options, tmp_path):
     """Two API processes, one of which runs it; at the end each custom_id is there once."""
     options = {**chat_options, "enable_batch_api": True, "batch_storage_dir": str(tmp_path), "api_server_count": 2}
-    batch_id, done, alone = "", 0, 0.0
+    batch_id, done, alone, beside = "", 0, 0.0, 0.0
     for turn in range(NUM_KILLS + 1):
         server = start_server(options)
         client = openai.OpenAI(api_key="k", base_url=f"{server.base_url}/v1", http_client=httpx2.Client(timeout=60))
@@ -53,8 +53,9 @@ def test_a_batch_outlives_its_server(chat_options, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.2)
             done = client.batches.retrieve(batch_id).request_counts.completed
-            if turn == 0 and done > 0:
-                print(f"a short request: {alone * 1e3:.1f} ms alone, {asked(client, model, 40) * 1e3:.1f} ms beside")
+            if turn == 0 and done and not beside:
+                beside = asked(client, model, 40)
+                print(f"a short request: {alone * 1e3:.1f} ms alone, {beside * 1e3:.1f} ms beside")
         if turn < NUM_KILLS:
             for pid in (server.api_pids[turn % 2], server.pid):
                 os.kill(pid, signal.SIGKILL)
