@@ -2,14 +2,16 @@
 
 The format is vLLM's, so that tools that read its logs read ours: level, time, place, text, prefixed with the name of
 the process where there are several. Only commands and server processes use it; a program that uses the engine as a
-library configures its own logging.
+library configures its own logging. A server's lines may be JSON objects instead (`log_as_json`), one for each message.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+from datetime import UTC, datetime
 
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] "
 _TIME = "%m-%d %H:%M:%S"
@@ -24,6 +26,13 @@ def log_to_stderr(process: str | None = None) -> None:
     handler.setFormatter(_Lines("" if process is None else f"({process} pid={os.getpid()}) "))
     logging.basicConfig(handlers=[handler])
     logging.getLogger("jaxengine").setLevel(logging.INFO)
+
+
+def log_as_json(process: str) -> None:
+    """Make the lines of `log_to_stderr` JSON objects. process: name of this process, in each of them."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _BesideBars):
+            handler.setFormatter(_JsonLines(process))
 
 
 def only_warnings() -> None:
@@ -44,6 +53,28 @@ class _Lines(logging.Formatter):
         record.asctime = self._before.formatTime(record, _TIME)
         before = self._before.formatMessage(record)
         return "\n".join(before + line for line in super().format(record).split("\n"))
+
+
+class _JsonLines(logging.Formatter):
+    """Log formatter that writes a message as a JSON object in one line, with its time in UTC (RFC 3339)."""
+
+    def __init__(self, process: str):
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "pid": os.getpid(),
+            "logger": record.name,
+            "place": f"{record.filename}:{record.lineno}",
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 class _BesideBars(logging.StreamHandler):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from jaxengine.commands.cli import build_parser
+from jaxengine.engine.metrics import HELP
 from jaxengine.server.http.auth import OPEN_PATHS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "kubernetes"
@@ -42,6 +43,68 @@ LEADER_WORKER_SET = {
             },
         },
     },
+}
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def closed(required: str, **properties) -> dict:
+    """The schema of an object with these properties alone. required: their names, set apart by blanks."""
+    return {
+        "type": "object",
+        "required": required.split(),
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+def custom(api: str, spec: dict) -> dict:
+    return closed("apiVersion kind metadata spec", apiVersion={"const": api}, kind={}, metadata={}, spec=spec)
+
+
+DURATION = {"type": "string", "pattern": r"^[0-9]+(ms|s|m|h|d)$"}
+RULE = closed("alert expr", alert={"type": "string"}, expr={"type": "string"}, labels=TEXTS, annotations=TEXTS,
+              **{"for": DURATION})  # fmt: skip
+# The parts of other APIs that the manifests use: the Prometheus operator's and KEDA's.
+CUSTOM = {
+    "PodMonitor": custom(
+        "monitoring.coreos.com/v1",
+        closed(
+            "selector podMetricsEndpoints",
+            selector=closed("", matchLabels=TEXTS, matchExpressions={"type": "array"}),
+            podMetricsEndpoints={
+                "type": "array",
+                "items": closed(
+                    "port",
+                    port={"type": "string"},
+                    path={"type": "string"},
+                    interval=DURATION,
+                    authorization=closed("credentials", type={}, credentials=closed("name key", name={}, key={})),
+                ),
+            },
+        ),
+    ),
+    "PrometheusRule": custom(
+        "monitoring.coreos.com/v1",
+        closed("groups", groups={"items": closed("name rules", name={}, rules={"type": "array", "items": RULE})}),
+    ),
+    "ScaledObject": custom(
+        "keda.sh/v1alpha1",
+        closed(
+            "scaleTargetRef triggers",
+            scaleTargetRef=closed("name", apiVersion={}, kind={}, name={}),
+            **dict.fromkeys(
+                ("minReplicaCount", "maxReplicaCount", "pollingInterval", "cooldownPeriod"), {"type": "integer"}
+            ),
+            triggers={
+                "items": closed(
+                    "type metadata",
+                    type={"const": "prometheus"},
+                    metricType={"enum": ["AverageValue", "Value"]},
+                    metadata={**TEXTS, "required": ["serverAddress", "query", "threshold"]},
+                )
+            },
+        ),
+    ),
 }
 # What LeaderWorkerSet sets in each pod.
 POD_VARIABLES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.example"}
@@ -97,6 +160,43 @@ def test_a_restarted_engine_does_not_cost_the_pod(objects):
     assert set(paths.values()) <= OPEN_PATHS  # probes have no key
     ports = {port["name"] for port in engine["ports"]}
     assert all(engine[f"{kind}Probe"]["httpGet"]["port"] in ports for kind in paths)
+
+
+def test_the_manifests_of_one_host_fit_each_other(objects):
+    """Kubernetes and the operators take them, and what they ask of metrics there is."""
+    found = {
+        each["kind"]: each
+        for name in ("one-host", "keda", "monitoring")
+        for each in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())
+    }
+    for kind, each in found.items():
+        if kind in CUSTOM:
+            jsonschema.validate(each, CUSTOM[kind])
+        else:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    spec = found["Deployment"]["spec"]
+    labels, (engine,) = spec["template"]["metadata"]["labels"], spec["template"]["spec"]["containers"]
+    build_parser().parse_args([*engine["command"], *engine["args"]][1:])
+    assert {engine[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")} <= OPEN_PATHS
+    volumes = {each["name"] for each in spec["template"]["spec"]["volumes"]}
+    assert {each["name"] for each in engine["volumeMounts"]} == volumes
+    for selector in (spec["selector"], found["PodDisruptionBudget"]["spec"]["selector"]):
+        assert selector["matchLabels"] == labels == found["Service"]["spec"]["selector"]
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": found["Deployment"]["metadata"]["name"]}
+    for kind in ("HorizontalPodAutoscaler", "ScaledObject"):
+        assert found[kind]["spec"]["scaleTargetRef"] == target
+    (expression,) = found["PodMonitor"]["spec"]["selector"]["matchExpressions"]
+    leader, _ = pod_templates(objects)
+    assert {labels["app"], leader["metadata"]["labels"]["app"]} == set(expression["values"])
+    (endpoint,) = found["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in engine["ports"]}
+    rules = [rule for group in found["PrometheusRule"]["spec"]["groups"] for rule in group["rules"]]
+    queries = [rule["expr"] for rule in rules] + [found["ScaledObject"]["spec"]["triggers"][0]["metadata"]["query"]]
+    for query in queries:
+        asked = re.findall(r"\b(?:vllm:|jaxengine:|http_)\w+", query)
+        assert asked and {re.sub("_(total|bucket|sum|count)$", "", name) for name in asked} <= HELP.keys(), query
+        assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
+    assert len({rule["alert"] for rule in rules}) == len(rules) and all(rule["annotations"] for rule in rules)
 
 
 def test_compiled_steps_outlive_the_pods(objects):

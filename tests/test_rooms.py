@@ -44,6 +44,12 @@ APART = {
         "jaxengine.server.command",
         "jaxengine.server.ray_serve",
     ),
+    "jaxengine.server.batch:base": (
+        "jaxengine.server.batch.folder",
+        "jaxengine.server.batch.lines",
+        "jaxengine.server.batch.results",
+        "jaxengine.server.batch.store",
+    ),
     "jaxengine.server.http:app": (
         "jaxengine.server.http.app",
         "jaxengine.server.http.tokenize",
@@ -212,7 +218,8 @@ ROOMS = {
     ),
     "jaxengine.runner.extensions.adapters": (
         "jaxengine.models.params jaxengine.models jaxengine.models.layers jaxengine.models.weights.adapters "
-        "jaxengine.scheduler jaxengine.scheduler.extensions jaxengine.runner:base jaxengine.runner.programs"
+        "jaxengine.scheduler jaxengine.scheduler.extensions jaxengine.checkpoint jaxengine.runner:base "
+        "jaxengine.runner.programs"
     ),
     "jaxengine.runner.extensions.pictures": (
         "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
@@ -295,7 +302,9 @@ ROOMS = {
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
         "jaxengine.checkpoint jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
     ),
-    "jaxengine.server": "jaxengine.scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
+    "jaxengine.server": (
+        "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.parsers jaxengine.requests jaxengine.api"
+    ),
     "jaxengine.bench": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine:base jaxengine.config "
         "jaxengine.checkpoint jaxengine.runner jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine"
@@ -306,8 +315,8 @@ ROOMS = {
         "jaxengine.api jaxengine.server"
     ),
     "jaxengine.server.observe": (
-        "jaxengine:base jaxengine.config jaxengine.engine:loop jaxengine.requests.pooling jaxengine.requests "
-        "jaxengine.api jaxengine.server"
+        "jaxengine:base jaxengine.config jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling "
+        "jaxengine.requests jaxengine.api jaxengine.server"
     ),
     "jaxengine.simulate": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine:base jaxengine.config jaxengine.records "
@@ -349,24 +358,30 @@ ROOMS = {
         "jaxengine.scheduler jaxengine.requests.pooling jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.http"
     ),
+    "jaxengine.server.batch:base": "jaxengine.scheduler jaxengine.config jaxengine.server jaxengine.server.http",
+    "jaxengine.server.http.batches": (
+        "jaxengine.scheduler jaxengine.api jaxengine.server jaxengine.server.http jaxengine.server.batch:base"
+    ),
     "jaxengine.server.http:app": (
-        "jaxengine.scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe "
+        "jaxengine.scheduler jaxengine:base jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.observe "
         "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
         "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling "
-        "jaxengine.server.http.audio"
+        "jaxengine.server.http.audio jaxengine.server.http.batches"
+    ),
+    "jaxengine.server.batch": (
+        "jaxengine.config jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.batch:base "
+        "jaxengine.server.http:app"
     ),
     "jaxengine.server.processes": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
         "jaxengine.cluster jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.link "
-        "jaxengine.server.observe jaxengine.server.grpc jaxengine.server.stored jaxengine.server.http:app"
+        "jaxengine.server.observe jaxengine.server.grpc jaxengine.server.stored jaxengine.server.http:app "
+        "jaxengine.server.batch"
     ),
     "jaxengine.server:entries": (
-        "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.observe jaxengine.server.http:app jaxengine.server.processes"
-    ),
-    "jaxengine.server.batch": (
-        "jaxengine.scheduler jaxengine.config jaxengine.api jaxengine.server jaxengine.server.http "
-        "jaxengine.server.http:app"
+        "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api "
+        "jaxengine.server jaxengine.server.observe jaxengine.server.batch:base jaxengine.server.http:app "
+        "jaxengine.server.processes"
     ),
     "jaxengine.commands": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "

@@ -111,6 +111,8 @@ class EngineCore:
             "reset_prefix_cache": self._reset_prefix_cache,
             "metrics": self.metrics.snapshot,
             "status": lambda: engine_status(self.engine, self.metrics),
+            "load": self._load,
+            "report": self.metrics.server.report,
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,
             "start_profile": self._profiler.start,
@@ -206,6 +208,12 @@ class EngineCore:
     def _count_rejections(self, count: int) -> None:
         """Count requests that a process in front of the engine has refused because too many waited."""
         self.engine.request_stats.num_rejections += count
+
+    def _load(self) -> dict[str, int]:
+        """Return the numbers of requests that run and that wait, and of those that may run at once."""
+        scheduler = self.engine.scheduler
+        num_slots = scheduler.config.max_num_seqs * scheduler.config.num_ranks
+        return {"num_running": scheduler.num_running, "num_waiting": scheduler.num_waiting, "num_slots": num_slots}
 
     def _trace(self, seconds: float) -> dict[str, Any]:
         """Return the last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""

@@ -18,6 +18,7 @@ from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_mode
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
+from jaxengine.checkpoint.remote import RemoteFolder, is_url
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.lengths import given_length
@@ -182,6 +183,10 @@ def find_model(config: EngineConfig) -> Path:
     or ModelFileError.
     """
     assert config.model is not None
+    if is_url(config.model):
+        if config.revision is not None:
+            raise ConfigError("revision", config.revision, "None for a model at a URL")
+        return RemoteFolder(config.model).download(config.download_dir)
     try:
         path = Path(config.model).expanduser()
         if path.exists():
@@ -233,7 +238,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     if not path.is_dir():
         raise ModelFileError(path, "must be a regular file or a folder")
     converted = (path / LAYOUT_FILE).is_file()
-    allowed = ("auto", "orbax" if converted else "safetensors", "dummy")
+    allowed = ("auto", *(("orbax",) if converted else ("safetensors", "runai_streamer")), "dummy")
     if config.load_format not in allowed:
         raise ConfigError("load_format", config.load_format, f"{', '.join(allowed)} for {path}")
     if not (path / CONFIG_FILE).exists():
@@ -245,11 +250,20 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
         if pooling.sentence is not None and pooling.sentence.max_seq_length is not None:
             longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
             model = replace(model, max_position_embeddings=longest)
-    weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
+    weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
     model = with_stored_head(_with_generation_ends(model, path, config), raw, weights)
     if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
         weights = with_own_files(path, weights, pooling.pooler)
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
+
+
+def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
+    """Open the safetensors of the model that `config` names. path: of its folder, as `find_model` returned it. Raises
+    ModelFileError.
+    """
+    if config.model is not None and is_url(config.model):
+        return SafetensorsCheckpoint(path, RemoteFolder(config.model).open)
+    return SafetensorsCheckpoint(path)
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:

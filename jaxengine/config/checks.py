@@ -21,7 +21,15 @@ from jaxengine.scheduler.config import POLICIES
 from jaxengine.scheduler.token_params import MAX_LOGPROBS
 from jaxengine.sharding.layout import GATHER, RAGGED
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy", "runai_streamer")
+# Formats of vLLM that are not read -> why.
+_UNREAD_FORMATS = {
+    **dict.fromkeys(("pt", "npcache"), "its files are pickles, which can run code and are never read"),
+    "tensorizer": "its files have a format of their own",
+    "bitsandbytes": "the checkpoint's configuration says how its weights are stored",
+    "sharded_state": "its files fit one arrangement of devices; `jaxengine convert` writes such a folder",
+    **dict.fromkeys(("fastsafetensors", "instanttensor"), "they are other readers of safetensors"),
+}
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 _CHOICES = {
@@ -58,6 +66,9 @@ def check_options(config: Any) -> None:
     """Raise ConfigError for the first option that has a value of another kind or out of its range, or that contradicts
     another one. config: an EngineConfig.
     """
+    if isinstance(config.load_format, str) and (why := _UNREAD_FORMATS.get(config.load_format)) is not None:
+        problem = f"load_format {config.load_format!r} is not read: {why}"
+        raise ConfigError.because("load_format", problem, f"allowed: {', '.join(LOAD_FORMATS)}")
     for name, choices in _CHOICES.items():
         value = getattr(config, name)
         if not isinstance(value, str) or value not in choices:

@@ -98,13 +98,15 @@ class EngineConfig(
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; a GGUF file on the hub is org/name/FILE.gguf
-        or org/name:Q4_K_M. None for the embedded SmolLM2-135M-Instruct.
+        or org/name:Q4_K_M. s3://, gs://, https:// and file:// name a folder elsewhere, of which the weights that are
+        needed are read. None for the embedded SmolLM2-135M-Instruct.
       tokenizer: a folder with a tokenizer.json or a hub id, if not the model's own.
       tokenizer_revision: branch, tag or commit of the tokenizer on the hub.
       skip_tokenizer_init: load no tokenizer; requests use token ids instead of text.
       load_format: "auto", "safetensors", "gguf", "orbax" (from `jaxengine convert`), or "dummy" for random weights.
+        "runai_streamer" is "safetensors": weights of a model at a URL are read in ranges.
       revision: branch, tag or commit of the model on the hub.
-      download_dir: folder for hub downloads.
+      download_dir: folder for hub downloads, and for configuration and tokenizer of a model at a URL.
       hf_token: token for the hub; True or None for the stored one, if there is any, False for none.
       dtype: dtype of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere. "half" and "float16" run
         in bfloat16, which has the same size and float32's range.

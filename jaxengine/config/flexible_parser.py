@@ -24,8 +24,8 @@ GROUPS: dict[str, str] = {
     "MultiModalConfig": """
         language_model_only limit_mm_per_prompt enable_mm_embeds media_io_kwargs mm_processor_kwargs
         mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
-        media_loading_thread_count media_fetch_timeout max_media_bytes max_media_pixels max_image_pixels
-        encoder_cache_size max_audio_seconds
+        media_loading_thread_count media_fetch_timeout media_proxy max_media_bytes max_media_pixels
+        max_image_pixels encoder_cache_size max_audio_seconds
     """,
     "CacheConfig": """
         block_size gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype kv_cache_scales

@@ -6,6 +6,7 @@ Sources outside of the request are closed by default: no address is fetched and 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ ANY_DOMAIN = "*"
 MAX_IMAGE_PIXELS = 89_478_485
 MAX_FRAMES = 4096
 _KEYS = ("count", "width", "height")
+_PROXY = re.compile(r"http://([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})/?")
 _WHITE = (255, 255, 255)
 
 
@@ -53,6 +55,8 @@ class MediaOptions:
       max_image_pixels: limit of a picture, or frame of a video, in pixels.
       max_media_pixels: limit of all pictures and frames of a prompt, in pixels; each takes three bytes.
       media_fetch_timeout: seconds within which a file must arrive from another host.
+      media_proxy: an HTTP proxy through which hosts are reached, as http://HOST:PORT; "" for none. It is asked to
+        CONNECT to an address: names are looked up here, and private addresses refused, as without one.
       max_audio_seconds: limit of a sound, in seconds; an hour takes 230 MB.
     """
 
@@ -69,6 +73,7 @@ class MediaOptions:
     max_image_pixels: int = 50_000_000
     max_media_pixels: int = 1 << 26
     media_fetch_timeout: float = 10.0
+    media_proxy: str = ""
     max_audio_seconds: int = MAX_AUDIO_SECONDS
 
     def mm_limit(self, modality: str) -> int:
@@ -218,6 +223,16 @@ def _read_seconds(value: Any) -> float:
     return float(value)
 
 
+def _read_proxy(value: Any) -> str:
+    allowed = "http://HOST:PORT, or '' for none"
+    if not isinstance(value, str):
+        raise ConfigError("media_proxy", value, allowed)
+    found = _PROXY.fullmatch(value)
+    if not value or found is not None and 0 < int(found[2]) <= 65535:
+        return value.rstrip("/")
+    raise ConfigError("media_proxy", "an address with credentials" if "@" in value else value, allowed)
+
+
 def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if isinstance(value, str):
@@ -249,5 +264,6 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "max_image_pixels": _number("max_image_pixels", 1, MAX_IMAGE_PIXELS),
     "max_media_pixels": _number("max_media_pixels", 1, 1 << 34),
     "media_fetch_timeout": _read_seconds,
+    "media_proxy": _read_proxy,
     "max_audio_seconds": _number("max_audio_seconds", 1, 1 << 17),
 }

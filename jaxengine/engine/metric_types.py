@@ -36,12 +36,14 @@ class Histogram:
     Attributes:
       buckets: cumulative counts of observations by upper bound, the last bound "+Inf", as in Prometheus.
       sum, count: sum and number of all observations.
+      labels: as of Metric.
     """
 
     name: str
     buckets: dict[str, int]
     sum: float
     count: int
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def value(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxengine.engine.engine import Engine
 from jaxengine.engine.metric_types import Counter, Gauge, Histogram, Metric
+from jaxengine.engine.server_stats import ServerStats
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,16 @@ HELP = {
     "jaxengine:kv_offload_disk_bytes": "Bytes of the files of KV pages that this engine knows.",
     "jaxengine:kv_offload_disk_bad_files": "Files of KV pages that were damaged, and removed.",
     "jaxengine:kv_offload_disk_failed_writes": "KV pages that could not be written to the folder.",
+    "vllm:prompt_tokens_cached": "Prompt tokens that were found in the prefix cache at a request's first admission.",
+    "vllm:request_prefill_kv_computed_tokens": "Prompt tokens of a request that were not found in the prefix cache.",
+    "vllm:request_num_preemptions": "Times that a request was preempted.",
+    "http_requests": "HTTP requests, by method, route and status.",
+    "http_request_duration_seconds": "From a request's arrival to the end of its answer, streams included.",
+    "jaxengine:engine_restarts": "Times that the server has started its engine again.",
+    "process_cpu_seconds": "CPU time of a process of the server, user and system.",
+    "process_start_time_seconds": "When a process of the server was started, in seconds since 1970.",
+    "process_resident_memory_bytes": "Resident memory of a process of the server.",
+    "process_open_fds": "Open files and sockets of a process of the server.",
     "jaxengine:num_preemptions_by_mode": "Preempted requests, by how they get their pages back: recompute or swap.",
 }
 # Counters that every engine shows, at 0 while nothing of their kind has been asked of it.
@@ -118,10 +129,11 @@ class Metrics:
         self._stepped = now
         # (time, prompt tokens, generated tokens), a second apart; the last is of the latest step.
         self._samples: deque[tuple[float, int, int]] = deque([self._logged] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
+        self.server = ServerStats()
 
     def collect(self) -> list[Metric | Histogram]:
         """Return all metrics with their current values."""
-        found = [*self._counters(), *self._gauges(), *self._histograms()]
+        found = [*self._counters(), *self._gauges(), *self._histograms(), *self.server.metrics()]
         found += [metric for each in self._engine.extensions.by_name.values() for metric in each.metrics()]
         names = {metric.name for metric in found}
         return found + [Counter(name, 0) for name in ALWAYS if name not in names]
@@ -184,6 +196,7 @@ class Metrics:
         scheduler, finished = engine.scheduler, engine.request_stats.finished
         for name, value in {
             "vllm:prompt_tokens": engine.request_stats.num_prompt_tokens,
+            "vllm:prompt_tokens_cached": engine.request_stats.num_cached_tokens,
             "vllm:generation_tokens": counts.num_generated_tokens,
             "vllm:num_preemptions": scheduler.num_preemptions,
             "vllm:prefix_cache_queries": scheduler.num_prefix_queries,
@@ -248,6 +261,8 @@ class Metrics:
             "vllm:request_inference_time_seconds": requests.inference,
             "vllm:request_prompt_tokens": requests.prompt_tokens,
             "vllm:request_generation_tokens": requests.generation_tokens,
+            "vllm:request_prefill_kv_computed_tokens": requests.computed_tokens,
+            "vllm:request_num_preemptions": requests.preemptions,
             "vllm:request_params_max_tokens": requests.max_tokens,
             "vllm:request_params_n": requests.n,
             "vllm:iteration_tokens_total": requests.step_tokens,

@@ -31,6 +31,7 @@ REQUEST_BOUNDS = (
 )
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BOUNDS = (1, 2, 5, 10, 20)
+PREEMPTION_BOUNDS = (0, 1, 2, 5, 10, 20, 50)
 
 
 def bounds_up_to(most: int) -> tuple[int, ...]:
@@ -164,11 +165,13 @@ class RequestStats:
       num_rejections: requests refused because too many waited.
       num_corrupted: requests that ended because their logits were not finite.
       num_prompt_tokens: tokens of completed prompts, including those found in the prefix cache.
+      num_cached_tokens: those of them that were found there when their requests were first admitted.
       recent_first_token, recent_intervals: last times to first token, and between tokens, in seconds.
     """
 
     max_model_len: int
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_rejections: int = 0
     num_corrupted: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
@@ -187,6 +190,8 @@ class RequestStats:
         self.prompt_tokens = Histogram(lengths)
         self.generation_tokens = Histogram(lengths)
         self.max_tokens = Histogram(lengths)
+        self.computed_tokens = Histogram(lengths)
+        self.preemptions = Histogram(PREEMPTION_BOUNDS)
         self.n = Histogram(N_BOUNDS)
         self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self.recent_first_token = Recent(1024)
@@ -197,6 +202,7 @@ class RequestStats:
         assert request.first_token_time is not None
         seconds = request.first_token_time - request.arrival_time
         self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_cached_tokens += max(request.num_cached_tokens, 0)
         self.first_token.observe(seconds)
         self.recent_first_token.add(np.array([seconds]))
 
@@ -228,12 +234,14 @@ class RequestStats:
         self.prompt_tokens.observe(request.num_prompt_tokens)
         self.generation_tokens.observe(num_output)
         self.max_tokens.observe(request.max_tokens)
+        self.preemptions.observe(request.num_preemptions)
         self.e2e.observe(end - request.arrival_time)
         self.preprocessing.observe(request.queued_time - request.arrival_time)
         began, first, last = request.first_scheduled_time, request.first_token_time, request.last_token_time
         self.queue.observe((end if began is None else began) - request.queued_time)
         if began is not None and first is not None:
             self.prefill.observe(first - began)
+            self.computed_tokens.observe(request.num_prompt_tokens - max(request.num_cached_tokens, 0))
             self.decode.observe(last - first)
             self.inference.observe(last - began)
             if num_output > 1:

@@ -213,12 +213,17 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
     if not named and not all(is_public(str(address[0])) for *_, address in found):
         raise MediaError("is on a host with a private address, which is not contacted")
     error: OSError | None = None
+    proxy = _proxy(options, until)
     for family, kind, protocol, _, address in found:
-        sock = _Socket(family, kind, protocol)
+        sock = _Socket(family, kind, protocol) if proxy is None else _Socket(*proxy[:3])
         sock.until = until
         try:
             sock.settimeout(sock.left())
-            sock.connect(address)
+            if proxy is None:
+                sock.connect(address)
+            else:
+                sock.connect(proxy[4])
+                _tunnel(sock, str(address[0]), port)
             return sock
         except OSError as failure:
             sock.close()
@@ -226,6 +231,34 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
                 raise
             error = failure
     raise error or MediaError("is on an unknown host")
+
+
+def _proxy(options: MediaOptions, until: float) -> Any:
+    """Return the first address of the proxy, as `look_up` does; None without one. Raises MediaError, TimeoutError."""
+    if not options.media_proxy:
+        return None
+    parts = urllib.parse.urlsplit(options.media_proxy)
+    try:
+        return look_up(parts.hostname or "", parts.port or _PORTS["http"], until)[0]
+    except MediaError:
+        raise MediaError("is reached through a proxy (media_proxy), which is on an unknown host") from None
+
+
+def _tunnel(sock: _Socket, address: str, port: int) -> None:
+    """Ask the proxy that a socket is connected to for a connection to an address (RFC 9110, 9.3.6).
+
+    Raises MediaError if it refuses, OSError.
+    """
+    target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    sock.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
+    head, byte = bytearray(), bytearray(1)
+    while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows is the tunnel's
+        if len(head) > _MAX_URL_CHARS or not sock.recv_into(byte):
+            raise MediaError("is not reached: the proxy (media_proxy) gives no answer of HTTP")
+        head += byte
+    status = head.split(None, 2)[1:2]
+    if status != [b"200"]:
+        raise MediaError("is not reached: the proxy (media_proxy) refuses to connect")
 
 
 class _Timed:

@@ -62,8 +62,10 @@ class StageRunner:
         devices = list(programs.mesh.devices.flat)
         self._several_on_cpu, self._num_changes = self._backend == "cpu" and len(devices) > 1, 0
         self._several_processes = len({device.process_index for device in devices}) > 1
-        if self._several_processes and devices[0].platform != "cpu" and cache_dir != "":
-            logger.info("compiled steps over several processes are not kept on disk: tried on the CPU only")
+        if self._several_processes and devices[0].platform == "gpu" and cache_dir != "":
+            # Each process times a part of the kernels there, and waits for the others' choices: one that loaded its
+            # program would not answer those that compile.
+            logger.info("compiled steps over several processes are not kept on disk on GPUs")
             cache_dir = ""
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
         self._shared = ExecutableCache(cache_dir, devices)

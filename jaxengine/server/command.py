@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model, looks_like_model
+from jaxengine.logs import log_as_json
 from jaxengine.server.options import ServerConfig
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         needed = f"serving needs {', '.join(missing)}: pip install 'jaxengine[serve]', or '.[serve]' in a clone"
         print(f"jaxengine: error: {needed}", file=sys.stderr)
         return 2
+    from jaxengine.server.adapter_sources import AdapterSources
+    from jaxengine.server.batch.store import BatchStore
     from jaxengine.server.observe.spans import check_endpoint
     from jaxengine.server.processes.supervisor import Supervisor
 
@@ -42,10 +45,22 @@ def run(args: argparse.Namespace) -> int:
     if "model" not in options and len(server.served_model_name) > 1 and looks_like_model(server.served_model_name[-1]):
         problem = f"served_model_name has taken {server.served_model_name[-1]!r}, and no model is given"
         raise ConfigError.because("served_model_name", problem, "give the model before that flag, or as --model")
+    if server.log_format == "json":
+        log_as_json("supervisor")
     engine = EngineConfig.from_options(**options)
     if engine.profiler_config is not None and not server.enable_admin:
         problem = "profiler_config is given without enable_admin, and /start_profile is a route of operators"
         raise ConfigError.because("profiler_config", problem, "give --enable-admin and --admin-key-file")
+    if server.batch_priority is not None and engine.scheduling_policy != "priority":
+        problem = f"batch_priority is {server.batch_priority}, and scheduling_policy is {engine.scheduling_policy!r}"
+        raise ConfigError.because("batch_priority", problem, "give --scheduling-policy priority")
+    if server.lora_dirs or server.lora_hub_owners:
+        if not engine.enable_lora:
+            name = "lora_dirs" if server.lora_dirs else "lora_hub_owners"
+            raise ConfigError.because(name, f"{name} is given without enable_lora", "give --enable-lora too")
+        AdapterSources(server)
+    if server.enable_batch_api:
+        BatchStore.of(server)
     # Fails for unreadable files before the model is loaded.
     server.api_keys()
     server.admin_keys()

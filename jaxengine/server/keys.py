@@ -10,30 +10,32 @@ from collections.abc import Iterable, Sequence
 class Keys:
     """Digests of the valid keys. Comparison takes the same time whatever key is given, and however nearly it is right.
 
+    Methods take the digest of a key, as `digest_of` makes it.
+
     Args:
       client_keys: none: the server is open to everyone who reaches it.
       admin_keys: valid also wherever clients' keys are.
     """
 
     def __init__(self, client_keys: Iterable[str], admin_keys: Iterable[str]):
-        self._clients = [_digest(key.encode()) for key in client_keys]
-        self._admins = [_digest(key.encode()) for key in admin_keys]
+        self._clients = [digest_of(key.encode()) for key in client_keys]
+        self._admins = [digest_of(key.encode()) for key in admin_keys]
 
-    def is_admin(self, key: bytes) -> bool:
-        return _among(key, self._admins)
+    def is_admin(self, digest: bytes) -> bool:
+        return _among(digest, self._admins)
 
-    def is_client(self, key: bytes) -> bool:
-        """Whether `key` is a client's; an operator's is not."""
-        return _among(key, self._clients)
+    def is_client(self, digest: bytes) -> bool:
+        """Whether a key is a client's; an operator's is not."""
+        return _among(digest, self._clients)
 
-    def name_of(self, key: bytes) -> str | None:
-        """Returns "key-N" for a client's `key` and "admin-key-N" for an operator's, where N is its index among those
+    def name_of(self, digest: bytes) -> str | None:
+        """Returns "key-N" for a client's key and "admin-key-N" for an operator's, where N is its index among those
         given; None for an unknown key.
 
         The name reveals nothing about the key, and is the same in every process of a server.
         """
         for name, digests in (("key", self._clients), ("admin-key", self._admins)):
-            if (number := _index(key, digests)) is not None:
+            if (number := _index(digest, digests)) is not None:
                 return f"{name}-{number}"
         return None
 
@@ -42,16 +44,25 @@ class Keys:
         """Whether clients need a key."""
         return bool(self._clients)
 
-    def turn_of(self, key: bytes) -> str | None:
-        """Return the `name_of` the holder of `key`, who takes turns with other holders; None if there
+    def turn_of(self, digest: bytes) -> str | None:
+        """Return the `name_of` the holder of a key, who takes turns with other holders; None if there
         is only one key.
         """
-        return self.name_of(key) if len(self._clients) + len(self._admins) > 1 else None
+        return self.name_of(digest) if len(self._clients) + len(self._admins) > 1 else None
 
-    def admits(self, key: bytes) -> bool:
-        """Whether the holder of `key`, b"" for none, may use the server."""
-        known = self.is_client(key) | self.is_admin(key)
+    def admits(self, digest: bytes) -> bool:
+        """Whether the holder of a key, NO_KEY for none, may use the server."""
+        known = self.is_client(digest) | self.is_admin(digest)
         return known or not self._clients
+
+
+def digest_of(key: bytes) -> bytes:
+    """Returns the SHA-256 of a key, b"" for none: a name of its holder that does not reveal it."""
+    # Digests have equal lengths, so that the comparison time does not depend on the key's.
+    return hashlib.sha256(key).digest()
+
+
+NO_KEY = digest_of(b"")
 
 
 def bearer_key(values: Sequence[bytes]) -> bytes:
@@ -62,14 +73,9 @@ def bearer_key(values: Sequence[bytes]) -> bytes:
     return keys.pop() if len(keys) == 1 else b""
 
 
-def owner_of(key: bytes) -> str:
-    """Returns a name of the holder of `key`, which does not reveal it; b"" stands for everybody without one."""
-    return hashlib.sha256(key).hexdigest()
-
-
-def owner_tag(key: bytes) -> str:
-    """Returns a short name of the holder of `key`, for ids in the engine; empty for b""."""
-    return owner_of(key)[:12] if key else ""
+def owner_tag(digest: bytes) -> str:
+    """Returns a short name of a key's holder, for ids in the engine; empty for NO_KEY."""
+    return "" if digest == NO_KEY else digest.hex()[:12]
 
 
 def _bearer(value: bytes) -> bytes:
@@ -77,17 +83,11 @@ def _bearer(value: bytes) -> bytes:
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 
-def _digest(key: bytes) -> bytes:
-    # Digests have equal lengths, so that the comparison time does not depend on the key's.
-    return hashlib.sha256(key).digest()
+def _among(digest: bytes, digests: Iterable[bytes]) -> bool:
+    return _index(digest, digests) is not None
 
 
-def _among(key: bytes, digests: Iterable[bytes]) -> bool:
-    return _index(key, digests) is not None
-
-
-def _index(key: bytes, digests: Iterable[bytes]) -> int | None:
+def _index(digest: bytes, digests: Iterable[bytes]) -> int | None:
     """Returns the index of the first digest that matches. Compares all of them."""
-    offered = _digest(key)
-    found = [hmac.compare_digest(offered, digest) for digest in digests]
+    found = [hmac.compare_digest(digest, each) for each in digests]
     return found.index(True) if True in found else None

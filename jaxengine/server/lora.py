@@ -94,6 +94,16 @@ async def loaded_adapters(engine: EngineClient) -> list[dict[str, Any]]:
     return await engine.utility("adapters") if engine.inputs.config.enable_lora else []
 
 
+async def has_adapter(engine: EngineClient, name: str) -> bool:
+    """Whether requests may name an adapter: it is loaded, or found and loaded now (lora_dirs, lora_hub_owners).
+
+    engine: an OwnedEngine. Raises RequestError for one that is found and cannot be loaded, and EngineDeadError.
+    """
+    if any(each["name"] == name for each in await loaded_adapters(engine)):
+        return True
+    return bool(await engine.utility("find_adapter", name))
+
+
 async def unload(engine: EngineClient, name: str) -> None:
     """Unloads an adapter; further requests cannot name it. Raises RequestError for an unknown name."""
     await engine.utility("unload_adapter", name)

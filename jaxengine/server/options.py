@@ -41,6 +41,12 @@ _BOUNDS = (
     ("max_log_len", 0, 2**20),
     ("max_prompts", 1, 2**20),
     ("max_captured_bytes", 1, 2**31),
+    ("batch_retention_hours", 1, 87600),
+    ("batch_priority", -(2**63), 2**63 - 1),
+    ("max_batch_file_bytes", 1024, 2**40),
+    ("max_batch_bytes_per_client", 1024, 2**50),
+    ("max_batch_files_per_client", 1, 2**20),
+    ("max_batches_per_client", 1, 2**20),
 )
 # Of those where 0 means none.
 _BOUNDS_OR_NONE = (
@@ -68,6 +74,9 @@ class ServerConfig:
       admin_key_file: a file with the keys for them.
       lora_modules: adapters to start with, each as name=path or as JSON with name and path; needs enable_lora.
       lora_root: the folder from which operators may load adapters at run time; None forbids loading.
+      lora_dirs: folders whose adapters requests may name as their model, by the path of the adapter's folder in one of
+        them; it is loaded then.
+      lora_hub_owners: owners on the Hugging Face hub whose adapters requests may name likewise, as owner/name.
       weight_upload_dir: the folder that keeps weights which operators send, until the engine has read them; it needs
         room for all of them. None forbids sending; weights of a folder are read where they are.
       ssl_certfile: certificate chain for TLS, PEM.
@@ -111,11 +120,23 @@ class ServerConfig:
         tool calls are not parsed.
       reasoning_parser: the model's format of reasoning, likewise. None: it stays in the content.
       response_role: the role of answers.
+      enable_batch_api: serve /v1/files and /v1/batches; needs batch_storage_dir.
+      batch_storage_dir: the folder that keeps files and batches, also over restarts. Servers of the same model may
+        share it: one of them at a time runs the batches.
+      batch_retention_hours: hours after which files, and batches that have ended, are removed.
+      batch_priority: most urgent priority of a batch's requests, with scheduling_policy "priority"; None: the lowest.
+        Under every policy batches leave a quarter of the slots free, and start no request while others wait.
+      max_batch_file_bytes: largest file that a client may store.
+      max_batch_bytes_per_client: bytes of all files and results of one API key.
+      max_batch_files_per_client: files of one API key.
+      max_batches_per_client: stored batches of one API key; the oldest that has ended makes room for a new one.
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every stream, requested or not.
       disable_access_log: log no line per request. Otherwise all have one, /health, /live, /ping, /metrics and
         /status.json only when they fail.
+      log_format: "text", vLLM's lines, or "json", an object in each line, with time, level, process, pid, logger, place
+        and message. What native libraries write is text.
       enable_log_requests: log the parameters of each request for text, up to 1000 characters of them.
       max_log_len: with enable_log_requests, characters of each prompt, and as many of its token ids, to log as well;
         None: neither.
@@ -135,6 +156,8 @@ class ServerConfig:
     admin_key_file: str | None = None
     lora_modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     lora_root: str | None = None
+    lora_dirs: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
+    lora_hub_owners: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     weight_upload_dir: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -167,10 +190,19 @@ class ServerConfig:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     response_role: str = "assistant"
+    enable_batch_api: bool = False
+    batch_storage_dir: str | None = None
+    batch_retention_hours: float = 720.0
+    batch_priority: int | None = None
+    max_batch_file_bytes: int = 200 * MIB
+    max_batch_bytes_per_client: int = 20480 * MIB
+    max_batch_files_per_client: int = 1000
+    max_batches_per_client: int = 1000
     enable_tokenizer_info_endpoint: bool = False
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     disable_access_log: bool = False
+    log_format: str = "text"
     enable_log_requests: bool = False
     max_log_len: int | None = None
     enable_reflection: bool | None = None
@@ -203,10 +235,14 @@ class ServerConfig:
             ("enable_admin", "admin_key_file"),
             ("weight_upload_dir", "enable_admin"),
             ("max_log_len", "enable_log_requests"),
+            ("enable_batch_api", "batch_storage_dir"),
+            ("batch_storage_dir", "enable_batch_api"),
         ):
             if getattr(self, name) and not getattr(self, other):
                 flag = "--" + other.replace("_", "-")
                 raise ConfigError.because(name, f"{name} needs {other}, which is not given", f"give {flag} too")
+        if self.log_format not in ("text", "json"):
+            raise ConfigError("log_format", self.log_format, "text, json")
         self._check_store()
         for origin in self.allowed_origins:
             if origin.startswith("["):

@@ -12,6 +12,8 @@ from typing import Any
 from jaxengine.api.engine_client import EngineClient, EngineWrapper
 from jaxengine.requests.options import RequestOptions
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.server.adapter_sources import AdapterSources
+from jaxengine.server.options import ServerConfig
 
 _AT = "@"  # not a character of names.REQUEST_ID
 # Fields of a timeline's step that hold request ids.
@@ -24,10 +26,14 @@ def shown_id(engine_id: str) -> str:
 
 
 class OwnedEngine(EngineWrapper):
-    """EngineClient that wraps another one and keeps the ids of owners (`RequestOptions.owner`) apart."""
+    """EngineClient that wraps another one and keeps the ids of owners (`RequestOptions.owner`) apart.
 
-    def __init__(self, engine: EngineClient):
+    It has one more utility, "find_adapter", which is AdapterSources.find.
+    """
+
+    def __init__(self, engine: EngineClient, sources: AdapterSources | None = None):
         super().__init__(engine)
+        self._sources = sources
         # Id that clients know -> ids in the engine, of running requests.
         self._running: dict[str, list[str]] = {}
 
@@ -52,6 +58,11 @@ class OwnedEngine(EngineWrapper):
     ) -> AsyncIterator[Any]:
         """Yield the output of a pooling request, as EngineClient.pool, with ids as in `stream`."""
         return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
+
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        if name == "find_adapter":
+            return self._sources is not None and await self._sources.find(self._engine, *arguments)
+        return await super().utility(name, *arguments)
 
     async def abort(self, request_id: str) -> None:
         """Aborts every owner's request of an id, as clients know it or as it is in the engine."""
@@ -88,9 +99,15 @@ class OwnedEngine(EngineWrapper):
                 await stream.aclose()
 
 
-def owned(engine: EngineClient) -> EngineClient:
-    """Returns `engine` in an OwnedEngine, or itself if it is one."""
-    return engine if isinstance(engine, OwnedEngine) else OwnedEngine(engine)
+def owned(engine: EngineClient, config: ServerConfig | None = None) -> OwnedEngine:
+    """Returns `engine` in an OwnedEngine, or itself if it is one. config: says where adapters are found; None: nowhere.
+
+    Raises ConfigError for a folder of lora_dirs that is missing.
+    """
+    if isinstance(engine, OwnedEngine):
+        return engine
+    finds = config is not None and engine.inputs.config.enable_lora and (config.lora_dirs or config.lora_hub_owners)
+    return OwnedEngine(engine, AdapterSources(config) if config is not None and finds else None)
 
 
 class Viewer:

@@ -330,8 +330,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     """Creates a Ray Serve application from options of EngineConfig, ServerConfig and RayConfig, by name.
 
     Values may be texts, as from `serve run`: one that is JSON is read as JSON. Nothing is started yet. Raises
-    ConfigError for an invalid option, for enable_log_requests and profiler_config, which are not served here, and for
-    enable_admin with several replicas.
+    ConfigError for an invalid option, for enable_log_requests, enable_batch_api and profiler_config, which are not
+    served here, and for enable_admin with several replicas.
     """
     chosen: list[dict[str, Any]] = []
     rest = {name: _read(value) for name, value in arguments.items()}
@@ -342,6 +342,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     config = EngineConfig.from_options(**rest)
     if server.enable_log_requests:
         raise ConfigError("enable_log_requests", True, "False under Ray Serve, whose proxies log requests")
+    if server.enable_batch_api:
+        raise ConfigError("enable_batch_api", True, "False under Ray Serve, whose ingresses run no batches")
     if server.enable_admin and ray_config.max_replicas > 1:
         allowed = f"False with max_replicas {ray_config.max_replicas}: each order would reach one replica of them"
         raise ConfigError("enable_admin", True, allowed)

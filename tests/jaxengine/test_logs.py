@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import os
 import re
 import sys
+from datetime import datetime, timedelta
 
 import pytest
 from tqdm import tqdm
 
 from jaxengine import LLM
-from jaxengine.logs import log_to_stderr, only_warnings
+from jaxengine.config.errors import ConfigError
+from jaxengine.logs import log_as_json, log_to_stderr, only_warnings
 from jaxengine.pallas_kernels.attention.hopper import attend
 from jaxengine.pallas_kernels.matmul.hopper import quantized
+from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.api_process import is_news
 from tests.test_architecture import sources, where
 
@@ -49,6 +53,22 @@ def test_processes_of_a_server_have_names(start, capsys):
     start("engine")
     logging.getLogger("jaxengine.x").info("ready")
     assert re.fullmatch(rf"\(engine pid={os.getpid()}\) {LINE}ready\n", capsys.readouterr().err)
+
+
+def test_a_line_may_be_a_json_object(start, capsys):
+    start("engine")
+    log_as_json("engine")
+    try:
+        raise ValueError("no")
+    except ValueError:
+        logging.getLogger("jaxengine.x").exception("a\n%s", "b")
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert {"level": "ERROR", "process": "engine", "logger": "jaxengine.x", "message": "a\nb"}.items() <= found.items()
+    assert found["pid"] == os.getpid() and found["place"].startswith("test_logs.py:")
+    assert "ValueError: no" in found["exception"] and datetime.fromisoformat(found["time"]).utcoffset() == timedelta()
+    with pytest.raises(ConfigError, match="log_format is 'xml'; allowed: text, json"):
+        ServerConfig(log_format="xml")
 
 
 def test_of_other_packages_only_warnings_are_shown(start, capsys):

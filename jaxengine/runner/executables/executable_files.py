@@ -53,7 +53,7 @@ class ExecutableFiles:
         folder that cannot be opened or made is no error: nothing is stored then (`can_keep`).
 
         Raises:
-          ConfigError: others may write to the named folder.
+          ConfigError: others may write to the named folder, or it is a URL.
         """
         named = os.environ.get("JAXENGINE_CACHE_DIR") if directory is None else directory
         self._folders: list[_Folder] = []
@@ -62,6 +62,8 @@ class ExecutableFiles:
         self._why_not: str | None = None
         if named == "":
             return
+        if named is not None and "://" in named:
+            raise ConfigError("compile_cache_dir", named, "a folder; mount a bucket as one")
         try:
             if named is not None:
                 self._use(Path(named).expanduser())

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.command_line import add_options, given_options
@@ -95,7 +96,7 @@ async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig
     from tqdm import tqdm
 
     from jaxengine.api.async_llm import AsyncLLM
-    from jaxengine.server.batch.run import run_lines
+    from jaxengine.server.batch.run import call, run_lines
     from jaxengine.server.http.app import create_app
     from jaxengine.server.lora import load_adapters
 
@@ -118,7 +119,7 @@ async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig
                 bar.set_postfix(failed=num_failed, tokens=num_tokens, refresh=False)
                 bar.update()
 
-            await run_lines(app, lines, results, concurrency, engine.check_health, done)
+            await run_lines(partial(call, app), lines, results, concurrency, engine.check_health, done)
     finally:
         engine.shutdown()
     return num_failed

@@ -6,7 +6,6 @@ import codecs
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,11 +60,36 @@ class BatchLine:
         return self.url, json.dumps([fields.get("tools"), start], sort_keys=True).encode()
 
 
-def read_lines(path: str) -> tuple[list[BatchLine], str]:
+class LineError(ConfigError):
+    """A line of a file of requests that is not a request, or one too many.
+
+    Attributes:
+      number: of the line, from 1; None for the file as a whole.
+      problem: with that line, without the name of the file.
+    """
+
+    number: int | None
+    problem: str
+
+    @classmethod
+    def at(cls, path: str, number: int | None, problem: str) -> LineError:
+        where, advice = path, "give a file with one JSON object a line"
+        if number is not None:
+            where, advice = f"{path}, line {number}", "mend that line"
+        error = cls.because("input_file", f"{where}: {problem}", advice)
+        assert isinstance(error, cls)
+        error.number, error.problem = number, problem
+        return error
+
+
+def read_lines(path: str, only_url: str | None = None, most: int | None = None) -> tuple[list[BatchLine], str]:
     """Return the requests of a file, and the SHA-256 of its bytes in hexadecimal. Empty lines are skipped.
 
+    only_url: the route of every line; None for any of URLS. most: number of requests that are allowed; None for any.
+
     Raises:
-      ConfigError: the file is missing or unreadable, or a line is not a request; the message has the line's number.
+      LineError: a line is not a request, or there are none or too many; the message has the line's number.
+      ConfigError: the file is missing or unreadable.
     """
     file = Path(path)
     if not file.is_file():
@@ -78,10 +102,14 @@ def read_lines(path: str) -> tuple[list[BatchLine], str]:
             continue
         line = _read_line(path, number, text)
         if (first := numbers.setdefault(line.custom_id, number)) != number:
-            raise _wrong(path, number, f"custom_id {show_value(line.custom_id)} is that of line {first} too")
+            raise LineError.at(path, number, f"custom_id {show_value(line.custom_id)} is that of line {first} too")
+        if only_url not in (None, line.url):
+            raise LineError.at(path, number, f"url must be the batch's endpoint, {only_url}, got {line.url}")
         found.append(line)
+        if most is not None and len(found) > most:
+            raise LineError.at(path, number, f"it is one request too many; allowed are {most}")
     if not found:
-        raise ConfigError.because("input_file", f"{path} has no requests", "give a file with one JSON object a line")
+        raise LineError.at(path, None, "it has no requests")
     return found, hashlib.sha256(data).hexdigest()
 
 
@@ -89,26 +117,22 @@ def _read_line(path: str, number: int, text: bytes) -> BatchLine:
     try:
         fields = read_json(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
     except ApiError as error:  # what no body of a request may have, such as half a surrogate pair
-        raise _wrong(path, number, error.detail.replace("the body", "it", 1)) from None
+        raise LineError.at(path, number, error.detail.replace("the body", "it", 1)) from None
     if not isinstance(fields, dict):
-        raise _wrong(path, number, "it is not a JSON object")
+        raise LineError.at(path, number, "it is not a JSON object")
     custom_id, method, url, body = (fields.get(name) for name in ("custom_id", "method", "url", "body"))
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         allowed = f"a string of 1 to {MAX_ID_CHARS} characters"
-        raise _wrong(path, number, f"custom_id must be {allowed}, got {show_value(custom_id)}")
+        raise LineError.at(path, number, f"custom_id must be {allowed}, got {show_value(custom_id)}")
     if method != "POST":
-        raise _wrong(path, number, f"method must be 'POST', got {show_value(method)}")
+        raise LineError.at(path, number, f"method must be 'POST', got {show_value(method)}")
     if url not in URLS:
-        raise _wrong(path, number, f"url must be one of {', '.join(URLS)}, got {show_value(url)}")
+        raise LineError.at(path, number, f"url must be one of {', '.join(URLS)}, got {show_value(url)}")
     if not isinstance(body, dict):
-        raise _wrong(path, number, f"body must be a JSON object, got {show_value(body)}")
+        raise LineError.at(path, number, f"body must be a JSON object, got {show_value(body)}")
     if body.get("stream"):
-        raise _wrong(path, number, "body.stream must be false: a batch has whole answers")
+        raise LineError.at(path, number, "body.stream must be false: a batch has whole answers")
     return BatchLine(number, custom_id, url, json.dumps(body).encode())
-
-
-def _wrong(path: str, number: int, problem: str) -> ConfigError:
-    return ConfigError.because("input_file", f"{path}, line {number}: {problem}", "mend that line")
 
 
 def result_line(line: BatchLine, status: int, answer: Any) -> bytes:
@@ -119,10 +143,15 @@ def result_line(line: BatchLine, status: int, answer: Any) -> bytes:
     failed = status >= 400
     error = answer.get("error", answer) if failed and isinstance(answer, dict) else None
     response = {"status_code": status, "request_id": f"batch-{uuid.uuid4().hex}", "body": answer}
+    return _encoded(line, response, error)
+
+
+def expired_line(line: BatchLine) -> bytes:
+    """Return the result of a request that was not answered in time as a line of the error file."""
+    text = "This request could not be executed before the completion window expired."
+    return _encoded(line, None, {"code": "batch_expired", "message": text})
+
+
+def _encoded(line: BatchLine, response: Any, error: Any) -> bytes:
     result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
     return json.dumps(result, ensure_ascii=False).encode() + b"\n"
-
-
-def in_order(lines: Iterable[BatchLine], results: dict[str, bytes]) -> Iterable[bytes]:
-    """Return the results, given by custom_id, in the order of the lines that they belong to."""
-    return (results[line.custom_id] for line in lines)

@@ -10,13 +10,21 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from jaxengine.config.errors import ConfigError
-from jaxengine.server.batch.lines import BatchLine, in_order
+from jaxengine.server.batch.lines import BatchLine
+
+
+class Kept(NamedTuple):
+    """Place of a result in the partial file, in bytes, and whether its request failed."""
+
+    offset: int
+    size: int
+    failed: bool
 
 
 class Results:
@@ -33,11 +41,11 @@ class Results:
       OSError: the files cannot be written.
 
     Attributes:
-      known: lines of results, by custom_id.
+      known: where results are, by custom_id.
     """
 
     def __init__(self, path: str, batch: str, input_file: str):
-        self.known: dict[str, bytes] = {}
+        self.known: dict[str, Kept] = {}
         self._path = _output_path(path)
         self._partial, self._whole = Path(f"{self._path}.partial"), Path(f"{self._path}.whole")
         for each in (self._path, self._partial, self._whole):
@@ -79,30 +87,49 @@ class Results:
         size = len(first)
         for line in self._file:
             try:
-                custom_id = json.loads(line)["custom_id"] if line.endswith(b"\n") else None
-            except (ValueError, TypeError, KeyError):
-                custom_id = None
+                row = json.loads(line) if line.endswith(b"\n") else {}
+                custom_id, failed = row["custom_id"], row.get("error") is not None
+            except (ValueError, TypeError, KeyError, AttributeError):
+                break
             if not isinstance(custom_id, str):
                 break
-            self.known[custom_id] = line
+            self.known[custom_id] = Kept(size, len(line), failed)
             size += len(line)
         return size
 
-    def add(self, line: BatchLine, result: bytes) -> None:
-        """Store the result of a request. Raises OSError, for example for a full disk."""
-        # Without results nothing says that the file is of this batch: its model or options may be mended.
-        self._file.write(result if self.known else self._header + result)
-        self._file.flush()
-        self.known[line.custom_id] = result
+    @property
+    def num_failed(self) -> int:
+        """Return the number of results of requests that failed."""
+        return sum(kept.failed for kept in self.known.values())
 
-    def finish(self, lines: Sequence[BatchLine]) -> None:
+    def add(self, line: BatchLine, result: bytes, *, failed: bool) -> None:
+        """Store the result of a request. Raises OSError, for example for a full disk; no result may be added then."""
+        # Without results nothing says that the file is of this batch: its model or options may be mended.
+        if not self.known:
+            self._file.write(self._header)
+        offset = self._file.tell()
+        self._file.write(result)
+        self._file.flush()
+        self.known[line.custom_id] = Kept(offset, len(result), failed)
+
+    def lines(self, lines: Iterable[BatchLine], *, failed: bool | None = None) -> Iterator[bytes]:
+        """Yield the results that are there of `lines`, in their order.
+
+        failed: only those of requests that failed, or only those of others; None for all.
+        """
+        for line in lines:
+            kept = self.known.get(line.custom_id)
+            if kept is not None and failed in (None, kept.failed):
+                yield os.pread(self._file.fileno(), kept.size, kept.offset)
+
+    def finish(self, lines: Iterable[BatchLine]) -> None:
         """Write the output file whole, with the results of all `lines` in their order, and remove the partial one.
 
         The file appears complete or not at all. Raises OSError.
         """
         try:
             with open(self._whole, "wb") as file:
-                file.writelines(in_order(lines, self.known))
+                file.writelines(self.lines(lines))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(self._whole, self._path)

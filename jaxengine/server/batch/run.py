@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -15,7 +16,7 @@ from jaxengine.server.batch.results import Results
 
 
 async def run_lines(
-    app: ASGIApp,
+    answer: Callable[[BatchLine], Awaitable[tuple[int, Any]]],
     lines: Sequence[BatchLine],
     results: Results,
     concurrency: int,
@@ -24,21 +25,22 @@ async def run_lines(
 ) -> None:
     """Answer `lines`, `concurrency` of them at a time, those whose prompts begin alike one after the other.
 
-    app: the HTTP application. results: receives each result. check: raises an error if the engine has failed, so that
-    its failure does not become a request's result. done: called after each result was stored, with its line, status and
-    answer.
+    answer: returns a request's HTTP status and the JSON value of its answer. results: receives each result. check:
+    raises an error if the engine has failed, so that its failure does not become a request's result. done: called after
+    each result was stored, with its line, status and answer.
 
     Raises the error of `check`, or OSError if results cannot be written; requests in progress are cancelled then.
     """
-    waiting = sorted(lines, key=lambda line: line.order, reverse=True)
+    # Sorting parses every body, on a thread since that may take seconds.
+    waiting = await asyncio.to_thread(sorted, lines, key=lambda line: line.order, reverse=True)
 
     async def work() -> None:
         while waiting:
             line = waiting.pop()
-            status, answer = await call(app, line.url, line.body)
+            status, said = await answer(line)
             await check()
-            results.add(line, result_line(line, status, answer))
-            done(line, status, answer)
+            results.add(line, result_line(line, status, said), failed=status >= 400)
+            done(line, status, said)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -48,8 +50,10 @@ async def run_lines(
         raise errors.exceptions[0] from None
 
 
-async def call(app: ASGIApp, url: str, body: bytes) -> tuple[int, Any]:
-    """POST a JSON body to a route of the application; return (HTTP status, the answer's JSON value).
+async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, Any]:
+    """POST a request to the application; return (HTTP status, the answer's JSON value).
+
+    state: what the caller says of the request to the application's middleware, such as whose it is.
 
     An answer that is not JSON, such as embeddings as plain bytes, becomes an error with status 400.
     """
@@ -59,14 +63,14 @@ async def call(app: ASGIApp, url: str, body: bytes) -> tuple[int, Any]:
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
-        "path": url,
-        "raw_path": url.encode(),
+        "path": line.url,
+        "raw_path": line.url.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(line.body)).encode())],
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", 0),
-        "state": {},
+        "state": dict(state),
     }
     sent, status, chunks = False, 500, []
 
@@ -75,7 +79,7 @@ async def call(app: ASGIApp, url: str, body: bytes) -> tuple[int, Any]:
         if sent:  # the caller never leaves: a second call waits until it is cancelled
             await asyncio.Event().wait()
         sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": line.body, "more_body": False}
 
     async def send(message: Message) -> None:
         nonlocal status

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jaxengine.server.keys import Keys, bearer_key
+from jaxengine.server.keys import Keys, bearer_key, digest_of
 from jaxengine.turns import OWNER
 
 HEALTH = "/grpc.health.v1.Health/"
@@ -33,27 +33,27 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         method = str(handler_call_details.method)
         # The call runs in this task: its pictures are read at this key's turn.
-        OWNER.set(self._keys.turn_of(key_of(handler_call_details.invocation_metadata)))
+        OWNER.set(self._keys.turn_of(holder_of(handler_call_details.invocation_metadata)))
         refused = self._refusal(method, handler_call_details.invocation_metadata)
         return await continuation(handler_call_details) if refused is None else _refusing(*refused)
 
     def _refusal(self, method: str, metadata: Any) -> tuple[grpc.StatusCode, str] | None:
         if method.startswith(HEALTH):
             return None
-        key = key_of(metadata)
-        if self._keys.is_admin(key) or (not method.startswith(ADMIN) and self._keys.admits(key)):
+        holder = holder_of(metadata)
+        if self._keys.is_admin(holder) or (not method.startswith(ADMIN) and self._keys.admits(holder)):
             return None
-        if self._keys.is_client(key):
+        if self._keys.is_client(holder):
             return grpc.StatusCode.PERMISSION_DENIED, "this service needs an operator's key"
         return grpc.StatusCode.UNAUTHENTICATED, "a valid key is needed: metadata 'authorization: Bearer KEY'"
 
 
-def key_of(metadata: Any) -> bytes:
-    """Return the key in a call's metadata (pairs of name and value, or None); b"" for no key, or several different
-    ones.
+def holder_of(metadata: Any) -> bytes:
+    """Return the digest of the key in a call's metadata (pairs of name and value, or None); NO_KEY for no key, or
+    several different ones.
     """
     values = [value for name, value in metadata or () if name.lower() == "authorization"]
-    return bearer_key([value if isinstance(value, bytes) else value.encode() for value in values])
+    return digest_of(bearer_key([value if isinstance(value, bytes) else value.encode() for value in values]))
 
 
 def _refusing(code: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler:

@@ -17,12 +17,12 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.captured import check_captured
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
-from jaxengine.server.grpc.auth import key_of
+from jaxengine.server.grpc.auth import holder_of
 from jaxengine.server.grpc.convert import Generation, RequestReader
 from jaxengine.server.grpc.service import ARRIVAL
 from jaxengine.server.grpc.status import CallError
 from jaxengine.server.keys import Keys, owner_tag
-from jaxengine.server.lora import loaded_adapters
+from jaxengine.server.lora import has_adapter
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, check_token_ids
 
@@ -128,7 +128,7 @@ class InferenceService:
         prompt_length = len(generation.prompt["prompt_token_ids"])
         check_captured(self._engine.inputs, self._config, generation.params, [prompt_length])
         timeout = self._timeout(context)
-        owner = owner_tag(key_of(context.invocation_metadata()))
+        owner = owner_tag(holder_of(context.invocation_metadata()))
         options = RequestOptions(generation.priority, timeout, self._client(context), ARRIVAL.get(), lora, owner)
         outputs = self._engine.stream(generation.prompt, generation.params, generation.request_id, options)
         try:
@@ -148,7 +148,7 @@ class InferenceService:
         """Return the name of the client, by its key, if the engine's policy distinguishes clients; else None."""
         if self._engine.inputs.config.scheduling_policy != "fair":
             return None
-        return self._keys.name_of(key_of(context.invocation_metadata()))
+        return self._keys.name_of(holder_of(context.invocation_metadata()))
 
     def _timeout(self, context: Context) -> float | None:
         """Return the seconds from arrival to the caller's deadline or to request_timeout after arrival, whichever is
@@ -182,7 +182,7 @@ class InferenceService:
         """
         if not name or name in self._model_names:
             return name or self._model_names[0], None
-        if any(each["name"] == name for each in await loaded_adapters(self._engine)):
+        if await has_adapter(self._engine, name):
             return name, name
         raise CallError(grpc.StatusCode.NOT_FOUND, f"there is no model {name[:200]!r} here")
 

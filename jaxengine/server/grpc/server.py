@@ -71,7 +71,7 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
 
     Raises ConfigError, naming the option, for a port in use and for unusable keys or certificates.
     """
-    engine = owned(engine)
+    engine = owned(engine, config)
     names = served_names(engine, config)
     max_calls = _max_calls(engine, config)
     calls = OpenCalls(log=not config.disable_access_log, most=max_calls, read_timeout=config.read_timeout)

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.engine.server_stats import HttpCounts
 from jaxengine.server.http import (
     adapters,
     document,
@@ -31,6 +32,8 @@ from jaxengine.server.http import (
 from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.audio import endpoint as audio
 from jaxengine.server.http.auth import AuthMiddleware
+from jaxengine.server.http.batches import endpoint as batches
+from jaxengine.server.http.batches import files
 from jaxengine.server.http.chat import batch
 from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.chat.auto_parsers import without_auto
@@ -53,6 +56,9 @@ from jaxengine.version import __version__
 
 logger = logging.getLogger(__name__)
 
+# Methods with a count of their own: clients could invent others.
+_METHODS = frozenset(("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"))
+
 # Functions that create the routes of one part each. GENERATING is for generating models, POOLING for pooling models.
 GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     chat.router,
@@ -67,6 +73,8 @@ POOLING = (embeddings.router, scores.router)
 ROUTERS = (
     *GENERATING,
     *POOLING,
+    files.router,
+    batches.router,
     invocations.router,
     models.router,
     tokenize.router,
@@ -80,14 +88,17 @@ ROUTERS = (
 )
 
 
-def create_app(engine: EngineClient, config: ServerConfig, store: Responses | None = None) -> FastAPI:
+def create_app(
+    engine: EngineClient, config: ServerConfig, store: Responses | None = None, process: str = "api"
+) -> FastAPI:
     """Creates the application over `engine`. `app.state.traffic` is its TrafficState.
 
     config: parsers may be "auto". store: store of responses; None for a new one in this process, with the bounds of
-    `config`. Raises ConfigError for unusable key files or an unknown parser.
+    `config`. process: name of this process among the server's, for metrics. Raises ConfigError for unusable key files
+    or an unknown parser.
     """
-    engine = owned(engine)
-    traffic = TrafficState()
+    engine = owned(engine, config)
+    traffic = TrafficState(process)
     config = without_auto(config, engine.inputs)
     names_clients = engine.inputs.config.scheduling_policy == "fair"
     middleware = [
@@ -154,9 +165,12 @@ class TrafficState:
     Attributes:
       num_running: POST requests that are being answered, and responses generated in the background.
       has_served: whether any POST request has been answered with status 200.
+      http: counts of all requests that the engine has not been told.
+      process: name of this process among the server's.
     """
 
-    def __init__(self):
+    def __init__(self, process: str = "api"):
+        self.http, self.process = HttpCounts(), process
         self.num_running = 0
         self.has_served = False
 
@@ -166,7 +180,8 @@ class TrafficMiddleware:
 
     A client's X-Request-Id is kept if it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
     in the response. `state["unique_id"]` may be used as the request's name in the engine. `state["arrival"]`, in
-    seconds of time.monotonic, is kept if the reader of the headers has set it.
+    seconds of time.monotonic, is kept if the reader of the headers has set it. `state["priority"]`, the most urgent one
+    that the request may have, is None for any, unless a caller in this process has set it.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):
@@ -185,14 +200,17 @@ class TrafficMiddleware:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state.setdefault("arrival", time.monotonic())
+        state.setdefault("priority", None)
         # Proxies may send the same id with several calls, so it is not unique.
         state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
-        started = False
+        started, status = False, "none"
+        # A request of a batch, whose caller is in this process, came with no HTTP.
+        is_http = "holder" not in state
 
         async def send_named(message: Message) -> None:
-            nonlocal started
+            nonlocal started, status
             if message["type"] == "http.response.start":
-                started = True
+                started, status = True, str(message["status"])
                 self._traffic.has_served |= counts and message["status"] == 200
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 if state.get("unknown_fields"):
@@ -215,6 +233,10 @@ class TrafficMiddleware:
             await error_response(as_api_error(error))(scope, receive, send_named)
         finally:
             self._traffic.num_running -= counts
+            if is_http:
+                route = getattr(scope.get("route"), "path", "none")
+                method = scope["method"] if scope["method"] in _METHODS else "other"
+                self._traffic.http.observe(method, route, status, time.monotonic() - state["arrival"])
 
 
 def _header_text(names: list[str]) -> bytes:

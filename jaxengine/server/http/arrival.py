@@ -17,8 +17,8 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not kept
 # Refusals after which the rest of a body is read and dropped: many clients read no answer before they have sent it all,
 # and closing a connection with unread bytes resets it.
 _DRAINED = (413, 429, 431)
-# Path and type of bodies that are not held in memory: their reader says how large they may be.
-STREAMED = ("/update_weights", b"application/octet-stream")
+# Paths and types of bodies that are not held in memory: their reader says how large they may be.
+STREAMED = {"/update_weights": b"application/octet-stream", "/v1/files": b"multipart/form-data"}
 # Limits of what is dropped of one body, in bodies of the largest allowed size, and of such bodies at a time.
 _MOST_DROPPED, _MOST_DRAINS = 2, 64
 
@@ -152,9 +152,9 @@ class LimitsMiddleware:
 
 def is_streamed(scope: Scope) -> bool:
     """Whether a request's body is one of STREAMED."""
-    path, kind = STREAMED
+    kind = STREAMED.get(scope["path"].removeprefix(scope.get("root_path", "")))
     given = (value.partition(b";")[0].strip().lower() for name, value in scope["headers"] if name == b"content-type")
-    return scope["path"].removeprefix(scope.get("root_path", "")) == path and kind in given
+    return kind is not None and kind in given
 
 
 def _waits_to_send(scope: Scope) -> bool:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxengine.server.http.errors import ApiError, error_response
-from jaxengine.server.keys import Keys, bearer_key, owner_of, owner_tag
+from jaxengine.server.keys import NO_KEY, Keys, bearer_key, digest_of, owner_tag
 from jaxengine.turns import OWNER
 
 # "/" and "/docs" are pages without data that ask for a key themselves, as browsers send none with an address.
@@ -19,10 +19,11 @@ OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/", "/docs"})
 class AuthMiddleware:
     """Middleware that refuses requests without a valid key, if there are keys; `require_admin` needs an operator's key.
 
-    `state["client"]` names the client for the engine, by the key; None if the policy does not distinguish clients.
-    `state["owner"]` is a hash of the key, which owns what the request creates; `state["owner_tag"]` a short one for
-    ids, and `state["sees"]` the owner whose ids it may see, None for all. OWNER names the client among whom the reading
-    of images is shared fairly.
+    `state["holder"]` is the digest of the key; a caller in this process that acts for a client, such as a batch, has
+    set it before. `state["client"]` names the client for the engine, by the key; None if the policy does not
+    distinguish clients. `state["owner"]` is a hash of the key, which owns what the request creates;
+    `state["owner_tag"]` a short one for ids, and `state["sees"]` the owner whose ids it may see, None for all. OWNER
+    names the client among whom the reading of images is shared fairly.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, names_clients: bool):
@@ -37,15 +38,15 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        key = _key(scope)
         state = scope.setdefault("state", {})
-        state["owner"] = owner_of(key)
-        state["owner_tag"] = owner_tag(key)
-        state["is_admin"] = self._keys.is_admin(key)
+        holder = state.setdefault("holder", digest_of(_key(scope)))
+        state["owner"] = holder.hex()
+        state["owner_tag"] = owner_tag(holder)
+        state["is_admin"] = self._keys.is_admin(holder)
         state["sees"] = state["owner_tag"] if self._keys.are_needed and not state["is_admin"] else None
-        OWNER.set(self._keys.turn_of(key))
-        state["client"] = self._keys.name_of(key) if self._names_clients else None
-        if not self._keys.admits(key) and scope["path"].removeprefix(scope["root_path"]) not in OPEN_PATHS:
+        OWNER.set(self._keys.turn_of(holder))
+        state["client"] = self._keys.name_of(holder) if self._names_clients else None
+        if not self._keys.admits(holder) and scope["path"].removeprefix(scope["root_path"]) not in OPEN_PATHS:
             await error_response(_unauthorized())(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -55,7 +56,7 @@ def require_admin(request: Request) -> None:
     """Dependency of routes that change the server. Raises ApiError: 403 for another key, 401 for none."""
     if request.scope["state"]["is_admin"]:
         return
-    if _key(request.scope):
+    if request.scope["state"]["holder"] != NO_KEY:
         raise ApiError(403, "this route needs an admin key")
     raise _unauthorized()
 

@@ -11,7 +11,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.scheduler.errors import show_value
 from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.errors import ApiError
-from jaxengine.server.lora import loaded_adapters
+from jaxengine.server.lora import has_adapter, loaded_adapters
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
@@ -35,8 +35,10 @@ async def choose_model(engine: EngineClient, name: str | None, served: tuple[str
     request for its adapters.
     """
     if name is not None and name not in served:
+        if await has_adapter(engine, name):
+            return name, name
         loaded = [each["name"] for each in await loaded_adapters(engine)]
-        return (name, name) if name in loaded else (check_model(name, (*served, *loaded)), None)
+        return check_model(name, (*served, *loaded)), None
     return check_model(name, served), None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _AUDIO = "models take text, images, videos and sounds, and write text; see docs/media.md and docs/audio.md"
-_FILES = "no files are kept; send one request each, those that wait run together; see docs/serving.md"
 _ONE_CALL = (
     "POST /update_weights replaces weights in one call, by a folder or by a safetensors file as its body; backends "
     "between devices (nccl, ipc, sparse_nccl, sharded_rdt, nccl_m2n) are not served; see docs/reinforcement_learning.md"
@@ -31,9 +30,7 @@ NOT_BUILT: dict[str, str] = {
     "/v1/assistants": _CONVERSATIONS,
     "/v1/audio/speech": _AUDIO,
     "/v1/audio/voices": _AUDIO,
-    "/v1/batches": _FILES,
     "/v1/conversations": _CONVERSATIONS,
-    "/v1/files": _FILES,
     "/v1/fine_tuning": "models are not trained here; adapters are served, see docs/lora.md",
     "/v1/images": _AUDIO,
     "/v1/moderations": "POST /classify serves a classifier; see docs/pooling_models.md",
@@ -42,12 +39,13 @@ NOT_BUILT: dict[str, str] = {
     "/v1/vector_stores": "/v1/embeddings and /rerank serve searches; see docs/pooling_models.md",
     # Anthropic
     "/v1/complete": "/v1/messages; see docs/serving.md",
-    "/v1/messages/batches": "send one request to /v1/messages each; see docs/serving.md",
+    "/v1/messages/batches": "/v1/batches, or one request to /v1/messages each; see docs/serving.md",
 }
 
 
 _ADMIN = "--enable-admin"
 _ADAPTERS = "--enable-admin and --enable-lora"
+_BATCHES = "--enable-batch-api and --batch-storage-dir"
 _PROFILES = "--enable-admin and --profiler-config"
 # Path -> options of `jaxengine serve` with which it is served.
 SWITCHED_OFF: dict[str, str] = {
@@ -55,6 +53,7 @@ SWITCHED_OFF: dict[str, str] = {
     **dict.fromkeys(("/is_paused", "/is_sleeping", "/pause", "/resume", "/sleep", "/wake_up"), _ADMIN),
     **dict.fromkeys(("/update_weights", "/weight_info"), _ADMIN),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
+    **dict.fromkeys(("/v1/batches", "/v1/files"), _BATCHES),
     **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILES),
     "/tokenizer_info": "--enable-tokenizer-info-endpoint",
 }

@@ -8,14 +8,15 @@ the names with "_", and every dashboard would be empty.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.engine.metrics import HELP
+from jaxengine.engine.server_stats import HttpCounts, process_facts
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
@@ -35,13 +36,31 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     text = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
     @routes.get("/metrics", response_class=Response, responses={200: text})
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        await report(engine, request.app.state.traffic)
         snapshot = await engine.utility("metrics")
         registry = CollectorRegistry()
         registry.register(_Snapshot(snapshot, labels))
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE})
 
     return routes
+
+
+class Traffic(Protocol):
+    """Requests of an API process, as jaxengine.server.http.app counts them."""
+
+    http: HttpCounts
+    process: str
+
+
+async def report(engine: EngineClient, traffic: Traffic) -> None:
+    """Add the requests that this process has counted to the engine's metrics. Raises EngineDeadError."""
+    rows = traffic.http.take()
+    try:
+        await engine.utility("report", traffic.process, rows, process_facts())
+    except BaseException:
+        traffic.http.add(rows)
+        raise
 
 
 class _Snapshot:

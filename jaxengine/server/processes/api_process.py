@@ -16,10 +16,13 @@ from typing import Any
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
+from jaxengine.api.engine_client import EngineClient, EngineDeadError
+from jaxengine.server.batch.service import BatchService
 from jaxengine.server.descriptors import raise_descriptor_limit
 from jaxengine.server.grpc.server import start_grpc
 from jaxengine.server.http.app import TrafficState, create_app
 from jaxengine.server.link.remote_engine import RemoteEngine
+from jaxengine.server.observe.prometheus import report
 from jaxengine.server.observe.spans import traced
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.owned_ids import owned
@@ -31,6 +34,8 @@ from jaxengine.server.stored.link import RemoteStore
 
 # Time after the last output of every stream to deliver it to the client.
 _LAST_WORDS_SECONDS = 2.0
+# Between two reports of this process's requests to the engine, whose metrics have them.
+_REPORT_SECONDS = 2.0
 
 
 # Paths that pages, probes and collectors poll every few seconds.
@@ -64,9 +69,9 @@ async def serve(child: Child) -> None:
     raise_descriptor_limit()
     engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
     # One wrapper for HTTP and gRPC: an operator may abort over one what runs over the other.
-    client = owned(traced(engine, config))
+    client = owned(traced(engine, config), config)
     store = await RemoteStore.connect(child.job["store_path"]) if config.api_server_count > 1 else None
-    app = create_app(client, config, store)
+    app = create_app(client, config, store, child.job["name"])
     http = _HttpServer(http_options(app, config))
     logging.getLogger("uvicorn.access").addFilter(is_news)
     listener = socket.socket(fileno=child.job["listen_fd"])
@@ -80,15 +85,21 @@ async def serve(child: Child) -> None:
     return_large_blocks()
     limit_memory(config.api_memory_limit_bytes)
     child.tell("ready")
+    batches = asyncio.create_task(BatchService(app, client, config).run()) if config.enable_batch_api else None
     beat = asyncio.create_task(_say_alive(child, app.state.traffic, config.api_hang_timeout))
+    reports = asyncio.create_task(_report(client, app.state.traffic))
     waiting = asyncio.create_task(drain.wait())
     await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
+    if batches is not None:  # they go on after the next start
+        batches.cancel()
+        await asyncio.wait([batches])
     await engine.drain(config.shutdown_timeout)
     if grpc is not None:
         await grpc.stop(_LAST_WORDS_SECONDS)
     http.should_exit = True
     await serving
     beat.cancel()
+    reports.cancel()
     if store is not None:
         store.close()
     engine.close()
@@ -102,6 +113,15 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
     while True:
         child.tell("served" if traffic.has_served else "alive")
         await asyncio.sleep(seconds)
+
+
+async def _report(engine: EngineClient, traffic: TrafficState) -> None:
+    """Tell the engine of this process's requests, every few seconds in which there were some, until cancelled."""
+    while True:
+        await asyncio.sleep(_REPORT_SECONDS)
+        if traffic.http.has_counts:
+            with contextlib.suppress(EngineDeadError):  # they are counted later
+                await report(engine, traffic)
 
 
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jaxengine.logs import log_to_stderr
+from jaxengine.logs import log_as_json, log_to_stderr
 
 _PR_SET_PDEATHSIG = 1
 # A process's loop reports to the supervisor at least this often, and so many times within its hang timeout.
@@ -56,6 +56,8 @@ class Child:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _ignore)
         log_to_stderr(self.job["name"])
+        if self.job["server"]["log_format"] == "json":
+            log_as_json(self.job["name"])
         self._lock = threading.Lock()
         self._early: list[dict[str, Any]] = []
         self._handle = self._early.append

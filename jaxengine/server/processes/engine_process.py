@@ -353,6 +353,7 @@ def main(child: Child) -> None:
     except (ConfigError, ModelConfigError, ModelFileError, ClusterError, OSError) as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
         child.leave(2)
+    core.metrics.server.num_restarts = child.job["num_restarts"]
     server = EngineServer(core, child.job["engine_address"], ServerConfig(**child.job["server"]), child.tell)
     child.follow(server.order)
     # Present objects are permanent; scanning them in each collection would stop the engine for some 80 ms.

@@ -114,6 +114,7 @@ class Supervisor:
         self._engine = engine
         self._children: list[_Child] = []
         self._deaths: dict[tuple[str, int], list[float]] = {}
+        self._num_restarts = 0
         self._unready_deaths: dict[tuple[str, int], int] = {}
         # (module, index) of a process -> time of its restart.
         self._starts: dict[tuple[str, int], float] = {}
@@ -206,6 +207,7 @@ class Supervisor:
             "store_path": str(self._run_dir / "responses"),
             "run_dir": str(self._run_dir),
             "index": index,
+            "num_restarts": self._num_restarts,
             "name": f"api {index}" if module == "api_process" else module.removesuffix("_process"),
             "status_fd": write,
             "listen_fd": self._listener.fileno(),
@@ -266,6 +268,7 @@ class Supervisor:
                 self._status = 1
                 return
             logger.error("%s %s; it is started again", who, how)
+            self._num_restarts += 1
             self._start(*which)
             return
         for each in self._children:

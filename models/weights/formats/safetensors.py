@@ -11,8 +11,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -59,15 +60,53 @@ class TensorInfo:
     num_bytes: int
 
 
+class ByteFile(Protocol):
+    """Open file whose bytes are read at any offset.
+
+    Attributes:
+      by_row: whether reading a piece of each of many rows costs little; otherwise whole rows are read once, and kept
+        until another tensor is read.
+      size: in bytes.
+    """
+
+    by_row: bool
+    size: int
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read bytes from `offset` on into `view`; return how many, 0 at the end. Raises OSError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalFile:
+    """ByteFile on this machine. Raises what `open_regular` raises."""
+
+    by_row = True
+
+    def __init__(self, path: Path):
+        self._fd, self.size = open_regular(path)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        return os.preadv(self._fd, [view], offset)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
 class SafetensorsCheckpoint:
     """WeightSource over a checkpoint folder or one .safetensors file; headers are read at once, tensors on demand.
 
-    Only the bytes of the requested rows and columns of a tensor are read. Raises ModelFileError for a checkpoint that
-    is missing, invalid or of pickle files, and for a tensor that it does not have.
+    Only the bytes of the requested rows and columns of a tensor are read, or of its rows (ByteFile.by_row).
+    open_remote: opens a weight file of the folder by its name, where they are elsewhere. Raises ModelFileError for a
+    checkpoint that is missing, invalid or of pickle files, and for a tensor that it does not have.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], open_remote: Callable[[str], ByteFile] | None = None):
         self.path = os.fspath(path)
+        self._open_remote = open_remote
         self._files: list[_SafetensorsFile] = []
         self._where: dict[str, _SafetensorsFile] = {}
         try:
@@ -107,6 +146,11 @@ class SafetensorsCheckpoint:
             raise ModelFileError(path, "pickle files can run code and are never read: convert to safetensors")
         if not path.is_dir():
             self._add(path)
+        elif self._open_remote is not None:
+            if (path / INDEX_FILE).exists():
+                self._open_index(path)
+            else:
+                self._add_named(path, SINGLE_FILE)
         elif (path / SINGLE_FILE).exists() or (path / SINGLE_FILE).is_symlink():
             self._add(inside(path, SINGLE_FILE))
         elif (path / INDEX_FILE).exists():
@@ -116,8 +160,12 @@ class SafetensorsCheckpoint:
         else:
             raise ModelFileError(path, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickle weights are never read")
 
-    def _add(self, path: Path) -> _SafetensorsFile:
-        file = _SafetensorsFile(path)
+    def _add_named(self, folder: Path, name: str) -> _SafetensorsFile:
+        path = inside(folder, name)
+        return self._add(path, None if self._open_remote is None else partial(self._open_remote, name))
+
+    def _add(self, path: Path, open_file: Callable[[], ByteFile] | None = None) -> _SafetensorsFile:
+        file = _SafetensorsFile(path, open_file or partial(LocalFile, path))
         self._files.append(file)
         self._where |= dict.fromkeys(file.tensors, file)
         return file
@@ -128,7 +176,7 @@ class SafetensorsCheckpoint:
         weight_map = _parse_unique(index_path, raw).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelFileError(index_path, "must map tensor names to file names", "weight_map")
-        files = {name: self._add(inside(folder, name)) for name in dict.fromkeys(weight_map.values())}
+        files = {name: self._add_named(folder, name) for name in dict.fromkeys(weight_map.values())}
         self._where = _placed(index_path, weight_map, files)
 
 
@@ -165,13 +213,15 @@ def _placed(
 class _SafetensorsFile:
     """One open file whose header has been checked: every byte after it belongs to exactly one tensor."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, open_file: Callable[[], ByteFile]):
         self.path = path
         self.bytes_read = 0
-        self._fd = -1
+        self._file: ByteFile | None = None
+        # The whole rows that were read last: (tensor, first row, row after the last), and their values.
+        self._rows: tuple[tuple[str, int, int], np.ndarray] | None = None
         try:
-            self._fd, size = open_regular(path)
-            self.tensors = self._read_header(size)
+            self._file = open_file()
+            self.tensors = self._read_header(self._file.size)
         except OSError as error:
             raise ModelFileError(path, f"cannot be read: {error.strerror}") from error
         except BaseException:
@@ -179,9 +229,9 @@ class _SafetensorsFile:
             raise
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._rows = None
+        if self._file is not None:
+            self._file.close()
 
     def read(self, name: str, rows: slice, columns: slice) -> np.ndarray:
         info = self.tensors[name]
@@ -194,16 +244,30 @@ class _SafetensorsFile:
         start = info.start + (spans[0][0] * row_bytes if spans else 0)
         if len(spans) < 2 or spans[1] == (0, info.shape[1]):
             self._fill(array.reshape(-1).view(np.uint8).data, start)
+        elif not self._opened.by_row:
+            array[...] = self._whole_rows(name, *spans[0])[:, slice(*spans[1])]
         else:
             start += spans[1][0] * (row_bytes // info.shape[1])
             for number, row in enumerate(array.reshape(len(array), -1).view(np.uint8)):
                 self._fill(row.data, start + number * row_bytes)
         return array
 
+    @property
+    def _opened(self) -> ByteFile:
+        assert self._file is not None
+        return self._file
+
+    def _whole_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """Return whole rows of a tensor, which the next call for them finds, as for the columns of another device."""
+        if self._rows is None or self._rows[0] != (name, first, last):
+            self._rows = None
+            self._rows = (name, first, last), self.read(name, slice(first, last), WHOLE)
+        return self._rows[1]
+
     def _fill(self, view: memoryview, offset: int) -> None:
         while len(view):
             try:
-                count = os.preadv(self._fd, [view], offset)
+                count = self._opened.read_into(view, offset)
             except OSError as error:  # a disk or a network file system that fails
                 raise ModelFileError(self.path, f"cannot be read: {error.strerror}", f"byte {offset}") from error
             if count == 0:

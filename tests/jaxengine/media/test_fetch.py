@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import socket
 import ssl
 import subprocess
+import threading
 
 import pytest
 
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.errors import ConfigError
 from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media import fetch as module
 from jaxengine.media.errors import MediaError
@@ -312,3 +316,50 @@ def test_tls_needs_a_certificate_that_is_trusted(tmp_path, monkeypatch):
 
 def test_a_data_url_of_a_picture_is_that_picture():
     assert fetch(data_url(PNG), CLOSED) == PNG
+
+
+@contextlib.contextmanager
+def proxy_server(answer: bytes):
+    """A proxy's port, and the heads of requests to it. It connects where the answer is 200."""
+    heads: list[bytes] = []
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    head += client.recv(4096)
+                heads.append(head)
+                client.sendall(answer)
+                if b" 200 " not in answer:
+                    client.close()
+                    continue
+                host, _, port = head.split()[1].decode().rpartition(":")
+                with client, socket.create_connection((host, int(port))) as target:
+                    target.sendall(client.recv(65536))
+                    while piece := target.recv(65536):
+                        client.sendall(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1], heads
+
+
+def test_a_proxy_connects_to_the_address_that_was_checked(server):
+    named = {"allowed_media_domains": ("127.0.0.1",), "media_fetch_timeout": 5.0}
+    with proxy_server(b"HTTP/1.1 200 Connection established\r\nVia: x\r\n\r\n") as (port, heads):
+        options = MediaOptions(media_proxy=f"http://127.0.0.1:{port}/", **named)
+        assert fetch(f"{server.url}/png", options) == PNG
+        target = server.url.removeprefix("http://").encode()
+        assert heads == [b"CONNECT %b HTTP/1.1\r\nHost: %b\r\n\r\n" % (target, target)]
+        with pytest.raises(MediaError, match="private address"):
+            fetch("http://localhost/png", MediaOptions(media_proxy=options.media_proxy, allowed_media_domains=("*",)))
+        assert len(heads) == 1
+    for answer, problem in ((b"HTTP/1.1 403 No\r\n\r\n", "refuses to connect"), (b"no", "no answer of HTTP")):
+        with proxy_server(answer) as (port, _), pytest.raises(MediaError, match=problem):
+            fetch(f"{server.url}/png", MediaOptions(media_proxy=f"http://127.0.0.1:{port}", **named))
+    for wrong in ("http://key:secret@proxy:80", "https://proxy:80", "http://proxy", "http://proxy:99999", 7):
+        with pytest.raises(ConfigError, match="media_proxy is .*; allowed: http://HOST:PORT") as error:
+            EngineConfig(media_proxy=wrong)
+        assert "secret" not in str(error.value)

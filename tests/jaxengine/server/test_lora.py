@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 
 from jaxengine import AsyncLLM, LoRARequest
 from jaxengine.config.errors import ConfigError
 from jaxengine.scheduler.errors import RequestError, UnknownAdapterError
+from jaxengine.server import adapter_sources
 from jaxengine.server.grpc import admin_pb2
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.admin_pb2_grpc import AdminStub
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.messages import error_of
-from jaxengine.server.lora import read_modules, refuse_models_name
+from jaxengine.server.lora import read_modules, refuse_models_name, unload
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import _failure
 from tests.fixtures.adapters import write_adapter
@@ -82,6 +85,52 @@ async def test_over_http(engine, admin, tmp_path):
         assert await text("base") == before
 
 
+async def test_a_models_name_finds_an_adapter(engine, admin, tmp_path, monkeypatch):
+    """In the folders and among the owners that are allowed, by a name that leads nowhere else."""
+    root, asked = admin["lora_root"], []
+    write_adapter(tmp_path / "root" / "team" / "wide", SHAPES, seed=4, r=16, target_modules=["o_proj"])
+
+    def download(param, name, patterns):
+        asked.append(name)
+        if name != "org/sql":
+            raise ConfigError(param, name, "a model of the hub")
+        return tmp_path / "outside"
+
+    monkeypatch.setattr(adapter_sources, "download", download)
+    options = {"served_model_name": ("base",), "lora_dirs": (root,), "lora_hub_owners": ("org",)}
+    async with http_client(create_app(engine, ServerConfig(**options))) as client:
+
+        async def ask(model):
+            return await client.post("/v1/completions", json={**BODY, "model": model})
+
+        answers = await asyncio.gather(*(ask(model) for model in ("base", "b", "b", "org/sql")))
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+        assert texts[1] == texts[2] and len(set(texts)) == 3
+        for name in (
+            "link",
+            "../outside",
+            "b/../a",
+            ".",
+            "team",
+            "other/sql",
+            "org/none",
+            "org/none",
+            "b/",
+            "/b",
+            "b\0",
+        ):
+            assert (await ask(name)).status_code == 404, name
+        assert asked == ["org/sql", "org/none"]
+        wide = await ask("team/wide")
+        assert wide.status_code == 400 and "rank" in wide.json()["error"]["message"] and root not in wide.text
+        assert {row["id"] for row in (await client.get("/v1/models")).json()["data"]} == {"base", "b", "org/sql"}
+    for name in ("b", "org/sql"):
+        await unload(engine, name)
+    for name, value in (("lora_dirs", str(tmp_path / "none")), ("lora_hub_owners", "../x")):
+        with pytest.raises(ConfigError, match=f"{name} is"):
+            adapter_sources.AdapterSources(ServerConfig(**{name: (value,)}))
+
+
 async def test_over_grpc(engine, admin):
     key = {"metadata": (("authorization", "Bearer operator"),)}
     async with connected(engine, **admin) as (channel, stub):
@@ -108,8 +157,7 @@ async def test_an_adapter_unloaded_while_its_request_is_read_is_no_such_model(en
     async def loaded_before(engine):
         return [{"name": "gone", "path": "/gone", "number": 1, "rank": 8}]
 
-    for module in ("http.models", "grpc.inference"):
-        monkeypatch.setattr(f"jaxengine.server.{module}.loaded_adapters", loaded_before)
+    monkeypatch.setattr("jaxengine.server.lora.loaded_adapters", loaded_before)
     for body in (BODY, BODY | {"stream": True}):
         async with http_client(create_app(engine, ServerConfig(**admin))) as client:
             answer = await client.post("/v1/completions", json=body | {"model": "gone"})

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxengine.checkpoint.remote import local_adapter
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.config import AdapterConfig
@@ -124,9 +125,9 @@ class AdapterStore:
         return self._upload is not None
 
     def read(self, path: str) -> AdapterWeights:
-        """Read an adapter's folder and check it against this model. Raises ModelFileError."""
+        """Read an adapter's folder, here or at a URL, and check it against this model. Raises ModelFileError."""
         try:
-            folder = Path(path).expanduser()
+            folder = Path(local_adapter(path)).expanduser()
         except RuntimeError as error:  # a user who is not there
             raise ModelFileError(path, f"cannot be resolved: {error}") from None
         return read_adapter(folder, self._targets, self._max_rank, self._dtype)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxengine.checkpoint.model_source import ModelSource, find_model, open_model
+from jaxengine.checkpoint.model_source import ModelSource, find_model, open_model, open_weights
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.lengths import given_length
 from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, NAME, STORED, check_draft_model, check_head
@@ -23,7 +23,6 @@ from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.registry import build_eagle3, build_model, build_next_token, model_for_hf, read_eagle3
-from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
@@ -110,7 +109,7 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
         raise ConfigError.because(NAME, problem, "name a folder of an EAGLE-3 head, with config.json and *.safetensors")
     head = read_eagle3(path, model)
     head = head.up_to(given_length(config.max_model_len) or model.max_position_embeddings)
-    return ModelSource(path, head, None if config.load_format == "dummy" else SafetensorsCheckpoint(path), {})
+    return ModelSource(path, head, None if config.load_format == "dummy" else open_weights(path, config), {})
 
 
 def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout) -> OpenedDraft | None:

@@ -26,9 +26,9 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import Error, answers
 from jaxengine.server.http.audio import formats
 from jaxengine.server.http.audio.answers import TranscriptDelta, TranscriptDone, Transcription, VerboseTranscription
-from jaxengine.server.http.audio.form import FILE, read_form
 from jaxengine.server.http.audio.formats import Said
 from jaxengine.server.http.audio.protocol import TranscriptionRequest, read_request
+from jaxengine.server.http.form import FILE, read_form
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
@@ -221,17 +221,22 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     async def respond(request: Request, task: str) -> Response:
         sound_processor(engine.inputs.media)  # refused before a file is read
-        body, data = read_request(await read_form(request), request)
+        data = bytearray()
+
+        async def keep(piece: bytes) -> None:
+            data.extend(piece)
+
+        body = read_request(await read_form(request, keep), request)
         await choose_model(engine, body.model, names)
         name = body.register("trsc" if task == TRANSCRIBE else "trsl", request)
         transcript = _Transcript(engine, body, task, name, body.options(request, config))
 
         async def whole() -> Response:
-            await transcript.begin(data)
+            await transcript.begin(bytes(data))
             return await transcript.whole()
 
         async def events() -> AsyncGenerator[bytes, None]:
-            await transcript.begin(data)
+            await transcript.begin(bytes(data))
             async for each in transcript.events():
                 yield each
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.server.http.audio.form import FILE, Form
+from jaxengine.server.http.form import FILE, Form
 from jaxengine.server.http.protocol import HINTS, NUMBERS, NamedRequest
 
 SEGMENT, WORD = "segment", "word"
@@ -77,24 +77,22 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         return SamplingParams(**{**usual, **given, "output_kind": kind, "detokenize": False, **changes})
 
 
-def read_request(form: Form, request: Request) -> tuple[TranscriptionRequest, bytes]:
-    """Return a form's fields and its file. Names of unknown fields are noted in the request's state.
+def read_request(form: Form, request: Request) -> TranscriptionRequest:
+    """Return a form's fields. Names of unknown fields are noted in the request's state.
 
     Raises RequestError for a field that is missing, there twice, or not valid.
     """
-    if form.file is None:
+    if form.filename is None:
         raise RequestError("file is missing: the sound to transcribe", param=FILE)
     known = TranscriptionRequest.known_fields()
     values: dict[str, Any] = {}
     for name, given in form.fields.items():
-        if name != "timestamp_granularities" and len(given) > 1:
-            raise RequestError(f"{show_value(name)} is given {len(given)} times; allowed is once", param=name[:64])
-        values[name] = given if name == "timestamp_granularities" else given[0]
+        values[name] = given if name == "timestamp_granularities" else form.once(name)
     unknown = [name for name in values if name not in known]
     request.state.unknown_fields = [name for name in unknown if name not in HINTS]
     request.state.ignored_fields = [name for name in unknown if name in HINTS]
     try:
-        return TranscriptionRequest(**{name: value for name, value in values.items() if name in known}), form.file
+        return TranscriptionRequest(**{name: value for name, value in values.items() if name in known})
     except ValidationError as error:
         problem = error.errors()[0]
         raised = problem.get("ctx", {}).get("error")

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxengine.commands.cli import main
 from jaxengine.config.errors import ConfigError
 from jaxengine.server.batch.lines import read_lines
 from jaxengine.server.batch.results import Results
-from jaxengine.server.batch.run import run_lines
+from jaxengine.server.batch.run import call, run_lines
 from tests.tables import each_row
 
 CHAT = "/v1/chat/completions"
@@ -106,7 +107,7 @@ def run_some(app: FakeApp, lines: Any, results: Results, limit: int = 99) -> Non
             raise OSError("the disk is full")
 
     left = [line for line in lines if line.custom_id not in results.known]
-    asyncio.run(run_lines(app, left, results, 2, healthy, done))
+    asyncio.run(run_lines(partial(call, app), left, results, 2, healthy, done))
 
 
 def test_results_are_in_order_and_say_what_failed(tmp_path):
@@ -203,7 +204,7 @@ def test_an_engine_that_fails_is_no_result(tmp_path):
 
     lines = batch(tmp_path)
     with Results(str(tmp_path / "out.jsonl"), "a batch", INPUT) as results, pytest.raises(EngineDeadError):
-        asyncio.run(run_lines(FakeApp(), lines, results, 2, dead, lambda *_: None))
+        asyncio.run(run_lines(partial(call, FakeApp()), lines, results, 2, dead, lambda *_: None))
     assert not results.known
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.requests.media.transcripts import Segment
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.app import create_app
-from jaxengine.server.http.audio.form import parse_form
 from jaxengine.server.http.audio.formats import Said, srt, vtt
 from jaxengine.server.http.errors import ApiError
+from jaxengine.server.http.form import parse_form
 from jaxengine.server.options import ServerConfig
 from tests.fixtures import whisper_checkpoints as whisper
 from tests.jaxengine.engine.test_sounds import OPTIONS, goldens
@@ -172,17 +173,37 @@ def test_a_model_without_sounds_refuses_the_routes(chat_engine):
         ask(app)
 
 
+def parsed(body, size=1 << 20):
+    """Parses a form that arrives in pieces of `size` bytes; the form and its file."""
+    file = bytearray()
+
+    async def parse():
+        async def pieces():
+            for at in range(0, len(body), size):
+                yield body[at : at + size]
+
+        async def keep(piece):
+            file.extend(piece)
+
+        return await parse_form(pieces(), b"x", keep)
+
+    return asyncio.run(parse()), bytes(file)
+
+
 def test_forms():
     head = b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n'
-    form = parse_form(
-        head % b"a[]" + b"1\r\n" + head % b"a[]" + b"2\r\n" + head % b"file" + b"\r\n--\r\n--x--\r\n", b"x"
-    )
-    assert form.fields == {"a": ["1", "2"]} and form.file == b"\r\n--"
+    body = head % b"a[]" + b"1\r\n" + head % b"a[]" + b"2\r\n" + head % b"file" + b"\r\n--\r\n--x--\r\n"
+    for size in (1, 2, 3, 7, 99):
+        form, file = parsed(b"preamble\r\n" + body, size)
+        assert form.fields == {"a": ["1", "2"]} and form.filename == "" and file == b"\r\n--"
     for body in (b"", b"--x", b"--x\r\n\r\n\r\n--x--", head % b"a", head % b"" + b"1\r\n--x--", b"y" * 99):
         with pytest.raises(ApiError):
-            parse_form(body, b"x")
+            parsed(body)
     with pytest.raises(ApiError, match="more than"):
-        parse_form((head % b"a" + b"1\r\n") * 99 + b"--x--", b"x")
+        parsed((head % b"a" + b"1\r\n") * 99 + b"--x--")
+    for part, problem in ((b"y" * 5000, "no header"), (head % b"a" + b"1" * (1 << 17), "more than 65536 bytes")):
+        with pytest.raises((ApiError, RequestError), match=problem):
+            parsed(b"--x" * (part[0] == b"y"[0]) + part, 4096)
 
 
 def test_subtitles():

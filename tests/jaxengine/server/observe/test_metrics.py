@@ -45,6 +45,9 @@ MAY_BE_ZERO = {
     "jaxengine:compilations_since_ready_total",
     "jaxengine:executables_compiled_total",
     "jaxengine:executables_loaded_total",
+    "jaxengine:engine_restarts_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:request_num_preemptions_sum",
 }
 MODEL = 'a "quoted"\\model\n{x="y"}'
 
@@ -207,7 +210,7 @@ def test_every_query_of_the_board_is_answered(served):
     queries += [variable["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
     assert len(queries) > 20
     for query in queries:
-        asked = re.findall(r"\b(?:vllm|jaxengine):\w+", query)
+        asked = re.findall(r"\b(?:vllm:|jaxengine:|http_|process_)\w+", query)
         assert asked and names.issuperset(asked), query
         assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
@@ -254,6 +257,39 @@ def test_the_engines_process_answers_for_all(server):
         after = samples(client.get("/metrics").text)
     for name, grown in (("generation_tokens_total", 7), ("prompt_tokens_total", 2), ("request_params_n_count", 1)):
         assert total(after, f"vllm:{name}") - total(before, f"vllm:{name}") == grown, name
+    assert total(after, "jaxengine:engine_restarts_total") == 0
+    processes = {json.loads(labels)["process"] for name, labels in after if name == "process_resident_memory_bytes"}
+    assert processes == {"engine", "api 0"}
+
+
+async def test_requests_are_counted_by_route_and_status(app, chat_engine):
+    """Not by paths and methods that clients invent. What the engine could not be told is told later."""
+
+    def counts(found):
+        return {
+            tuple(json.loads(labels)[name] for name in ("method", "handler", "status")): value
+            for (name, labels), value in found.items()
+            if name == "http_requests_total"
+        }
+
+    before = counts(samples((await scrape(app)).text))
+    async with http_client(app) as client:
+        for method, path in (("GET", "/v1/models"), ("GET", "/nowhere/1"), ("GET", "/nowhere/2"), ("BREW", "/load")):
+            await client.request(method, path)
+        await client.post("/v1/completions", json={"prompt": [504], "max_tokens": 0})
+    broken = app.state.traffic.http.take()
+    app.state.traffic.http.add(broken)
+    text = (await scrape(app)).text
+    after = counts(samples(text))
+    grown = {key: value - before.get(key, 0) for key, value in after.items() if value != before.get(key, 0)}
+    assert grown.pop(("GET", "/metrics", "200")) == 1
+    assert grown == {
+        ("GET", "/v1/models", "200"): 1,
+        ("GET", "none", "404"): 2,
+        ("other", "/load", "405"): 1,
+        ("POST", "/v1/completions", "400"): 1,
+    }
+    assert "http_request_duration_seconds_bucket{" in text and 'le="+Inf"' in text
 
 
 def test_a_histogram_counts_one_by_one_and_all_at_once_alike():

@@ -1,0 +1,218 @@
+"""Models in object stores and on web servers: s3://, gs://, https:// and others, through fsspec's file systems.
+
+Configuration and tokenizer files are downloaded. Weights are not: the loader reads the bytes that it needs, in ranges
+that several threads fetch at a time. What a store sends is not trusted, as a model's files never are. Credentials are
+those that its package finds, such as AWS_ACCESS_KEY_ID; a URL with some is refused, as names of models are shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxengine.checkpoint.hub_model import OTHER_FILES
+from jaxengine.config.engine_config import ConfigError
+from jaxengine.models.config.hf import CONFIG_FILE
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.weights.formats.safetensors import INDEX_FILE
+
+# Scheme -> the package that its file system needs besides fsspec, and what installs it.
+SCHEMES = {
+    "s3": ("s3fs", "jaxengine[s3]"),
+    "gs": ("gcsfs", "jaxengine[gcs]"),
+    "https": ("aiohttp", "aiohttp"),
+    "http": ("aiohttp", "aiohttp"),
+    "memory": ("fsspec", "fsspec"),
+    "file": ("fsspec", "fsspec"),
+}
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+ADAPTER_CONFIG, ADAPTER_FILES = "adapter_config.json", ("adapter_config.json", "adapter_model.safetensors")
+# Web servers list no folders: what is asked for there.
+_NAMES = (
+    *ADAPTER_FILES,
+    *(CONFIG_FILE, "generation_config.json", INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "vocab.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.txt"),
+    *("tokenizer.model", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+# Limits of the downloaded files: one's size in bytes, and their number.
+_MOST_BYTES, _MOST_FILES = 2 << 30, 64
+# Ranges that are fetched at a time, and their size in bytes; attempts for each, and seconds before the second one.
+_NUM_THREADS, _RANGE_BYTES = 16, 8 << 20
+_ATTEMPTS, _WAIT_SECONDS = 4, 0.5
+
+T = TypeVar("T")
+
+
+def is_url(name: str | None) -> bool:
+    """Whether a model's name is a URL."""
+    return name is not None and _URL.fullmatch(name) is not None
+
+
+class RemoteFolder:
+    """Folder of a model at a URL.
+
+    param: the option that names it. Raises ConfigError for a URL of another scheme, with credentials or a query, or
+    whose package is not installed. Nothing is read yet.
+    """
+
+    def __init__(self, url: str, param: str = "model"):
+        found = _URL.fullmatch(url)
+        scheme, rest = (found[1].lower(), found[2]) if found else ("", url)
+        if scheme not in SCHEMES:
+            raise ConfigError(param, f"{scheme}://...", f"{', '.join(f'{each}://' for each in SCHEMES)}, or a folder")
+        if "@" in rest.partition("/")[0] or re.search(r"[?#\s\x00-\x1f]", rest):
+            problem = f"{param} is a URL of {scheme} with credentials, a query or a fragment"
+            advice = "give the address of the folder alone; credentials are read from the environment of the store"
+            raise ConfigError.because(param, problem, advice)
+        if not rest.strip("/"):
+            raise ConfigError(param, url, f"the address of a folder, as {scheme}://BUCKET/FOLDER")
+        package, install = SCHEMES[scheme]
+        if importlib.util.find_spec("fsspec") is None or importlib.util.find_spec(package) is None:
+            problem = f"{param} {url!r} needs the package {package}, which is not installed"
+            raise ConfigError.because(param, problem, f"pip install '{install}'")
+        import fsspec
+
+        self.url, self._param, self._lists = url.rstrip("/"), param, scheme not in ("http", "https")
+        self._fs: Any = self._read("", lambda: fsspec.filesystem(scheme))
+        self._root = str(self._fs._strip_protocol(self.url)).rstrip("/")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weights")
+
+    def download(
+        self, cache: str | None = None, patterns: Sequence[str] = OTHER_FILES, needed: str = CONFIG_FILE
+    ) -> Path:
+        """Download the files that match `patterns`, configuration and tokenizer without others; return their folder.
+
+        It is in the folder `cache`, None for that of hub downloads, and named by its content. Raises ConfigError if the
+        URL cannot be read, or has no file `needed`.
+        """
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        names = self._names(patterns)
+        if needed not in names:
+            problem = f"{self._param} {self.url!r} has no {needed}"
+            raise ConfigError.because(self._param, problem, f"name a folder with {needed} and *.safetensors")
+        found = {name: self._whole(name) for name in names}
+        digest = hashlib.sha256()
+        for name, content in found.items():
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        folder = Path(cache or HF_HUB_CACHE).expanduser()
+        target = folder / f"remote-{digest.hexdigest()[:32]}"
+        if target.is_dir():
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix="remote-", dir=folder))
+        for name, content in found.items():
+            (made / name).write_bytes(content)
+        try:
+            os.replace(made, target)
+        except OSError:  # another process has just made it
+            if not target.is_dir():
+                raise
+        return target
+
+    def open(self, name: str) -> RemoteFile:
+        """Open a file of the folder. Raises ModelFileError if there is none."""
+        path = f"{self._root}/{name}"
+        try:
+            size = self._fs.size(path)
+        except Exception as error:  # each file system has errors of its own
+            raise ModelFileError(f"{self.url}/{name}", f"cannot be read: {_brief(error)}") from None
+        if not isinstance(size, int):
+            raise ModelFileError(f"{self.url}/{name}", "the server does not tell its size")
+        return RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
+
+    def _names(self, patterns: Sequence[str]) -> list[str]:
+        """Return the names of the files that match `patterns`, in their order."""
+        if not self._lists:
+            asked = [name for name in _NAMES if any(fnmatch(name, one) for one in patterns)]
+            return sorted(name for name in asked if self._exists(name))
+        listed = self._read("", lambda: self._fs.ls(self._root, detail=False))
+        names = {str(path).rstrip("/").rpartition("/")[2] for path in listed}
+        return sorted(name for name in names if any(fnmatch(name, one) for one in patterns))[:_MOST_FILES]
+
+    def _exists(self, name: str) -> bool:
+        return self._read(name, lambda: self._fs.exists(f"{self._root}/{name}"))
+
+    def _whole(self, name: str) -> bytes:
+        """Return the content of a file. Raises ConfigError, and ModelFileError for one that is too large."""
+        content = self._read(name, lambda: self._fs.cat_file(f"{self._root}/{name}", start=0, end=_MOST_BYTES + 1))
+        if len(content) > _MOST_BYTES:
+            raise ModelFileError(f"{self.url}/{name}", f"must be at most {_MOST_BYTES} bytes")
+        return content
+
+    def _read(self, name: str, function: Callable[[], T]) -> T:
+        """Return what `function` returns, with its errors as ConfigError. name: of the file that it reads."""
+        try:
+            return function()
+        except Exception as error:  # each file system has errors of its own
+            place = f"{name} of " if name else ""
+            problem = f"{place}{self._param} {self.url!r} cannot be read ({_brief(error)})"
+            raise ConfigError.because(
+                self._param, problem, "check the address, and the credentials of the store"
+            ) from None
+
+
+def local_adapter(path: str) -> str:
+    """Return the path of an adapter's folder on this machine, downloaded if `path` is a URL. Raises ModelFileError."""
+    if not is_url(path):
+        return path
+    try:
+        return str(RemoteFolder(path, "lora_path").download(None, ADAPTER_FILES, ADAPTER_CONFIG))
+    except ConfigError as error:
+        raise ModelFileError("adapter", str(error)) from None
+
+
+class RemoteFile:
+    """File in an object store: jaxengine.models.weights.formats.safetensors.ByteFile.
+
+    Attributes:
+      size: in bytes.
+    """
+
+    by_row = False
+
+    def __init__(self, fs: Any, path: str, url: str, size: int, threads: ThreadPoolExecutor):
+        self._fs, self._path, self._url, self._threads = fs, path, url, threads
+        self.size = size
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read bytes from `offset` on into `view`, as far as the file goes; return how many. Raises OSError."""
+        end = min(offset + len(view), self.size)
+
+        def fetch(start: int) -> None:
+            stop = min(start + _RANGE_BYTES, end)
+            view[start - offset : stop - offset] = self._fetch(start, stop)
+
+        list(self._threads.map(fetch, range(offset, end, _RANGE_BYTES)))
+        return max(end - offset, 0)
+
+    def close(self) -> None:
+        """Close the file, of which nothing is open between two reads."""
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_WAIT_SECONDS * 2 ** (attempt - 1))
+            try:
+                data = self._fs.cat_file(self._path, start=start, end=stop)
+                problem = f"{len(data)} bytes came instead of {stop - start}"
+                if len(data) == stop - start:
+                    return data
+            except Exception as error:  # each file system has errors of its own
+                problem = _brief(error)
+        raise OSError(0, f"{problem}, {_ATTEMPTS} times")
+
+
+def _brief(error: Exception) -> str:
+    """Return the kind of an error, and what the system calls it: texts of stores may repeat requests and keys."""
+    said = getattr(error, "strerror", None)
+    return f"{type(error).__name__}: {said}" if isinstance(said, str) and said else type(error).__name__

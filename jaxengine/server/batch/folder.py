@@ -1,0 +1,99 @@
+"""Records of several owners in a folder: a JSON file for each, FOLDER/owners/OWNER/ID.json.
+
+One is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+# Ids begin with the time of their creation, so that they are in its order.
+ID = re.compile(r"(?:file-[0-9a-f]{32}(?:-output|-errors)?|batch_[0-9a-f]{32})")
+
+
+class RecordFolder:
+    """Records, each a JSON object with its `id`, by owner. All methods block, and raise OSError."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def make(self) -> None:
+        """Create the folder, for this user alone, unless it is there, and check that it can be written."""
+        (self._folder / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.locked():
+            pass
+
+    def owners(self) -> list[Path]:
+        """Return the folders of all owners, which their names are."""
+        return list((self._folder / "owners").iterdir())
+
+    def folder_of(self, owner: str) -> Path:
+        return self._folder / "owners" / owner
+
+    def ids(self, owner: str, kind: str) -> list[str]:
+        """Return the ids of an owner's records whose id begins with `kind`, the newest first."""
+        folder = self.folder_of(owner)
+        names = os.listdir(folder) if folder.is_dir() else []
+        stems = (name.removesuffix(".json") for name in names if name.startswith(kind) and name.endswith(".json"))
+        return sorted((stem for stem in stems if ID.fullmatch(stem)), reverse=True)
+
+    def read(self, owner: str, record_id: str, kind: str) -> Record | None:
+        """Return a record; None if its owner has none of this id, which begins with `kind`, or if it is damaged."""
+        if not (ID.fullmatch(record_id) and record_id.startswith(kind)):
+            return None
+        path = self.folder_of(owner) / f"{record_id}.json"
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError:  # the disk's fault, as records are written whole
+            logger.error("%s is damaged and left out", path)
+            return None
+
+    def write(self, owner: str, record: Record) -> None:
+        write_whole(self.folder_of(owner) / f"{record['id']}.json", [json.dumps(record).encode()])
+
+    def remove(self, owner: str, record_id: str) -> None:
+        """Remove a record, and what belongs to it."""
+        for end in ("json", "data", "results.partial"):
+            (self.folder_of(owner) / f"{record_id}.{end}").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Context manager that keeps other threads and processes from changing records."""
+        with open(self._folder / "lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes; 0 for one that is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
+def write_whole(path: Path, lines: Iterable[bytes]) -> int:
+    """Write a file that appears complete or not at all, and return its size in bytes."""
+    whole = path.with_name(f"{path.name}.whole")
+    try:
+        with open(whole, "wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        os.replace(whole, path)
+    finally:
+        whole.unlink(missing_ok=True)
+    return size

@@ -1,0 +1,306 @@
+"""Store of the batch API: files and batches of every client in a folder, which outlive the server.
+
+Besides records (jaxengine.server.batch.folder), an owner's folder has ID.data, a file's content, and
+ID.results.partial, the results so far of a batch. FOLDER/live has an entry for each batch that has not ended. Several
+processes may use a folder; one at a time runs its batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.server.batch.folder import ID, Record, RecordFolder, size_of, write_whole
+from jaxengine.server.options import ServerConfig
+
+_LIVE = ("validating", "in_progress", "finalizing", "cancelling")
+# Uploads and entries without a record are what a killed process left, once they are so many seconds old.
+_STALE_SECONDS = 3600.0
+_RETRY_SECONDS = 60.0
+
+
+class TooLargeError(RequestError):
+    """Raised for a file with more bytes than one may have."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of what is kept, in bytes and numbers of one client's, and for how many seconds."""
+
+    file_bytes: int
+    client_bytes: int
+    client_files: int
+    client_batches: int
+    retention: float
+
+
+class BatchStore:
+    """Files and batches in a folder.
+
+    Methods block for as long as the disk takes; they may be called from any thread and process. Owners are digests of
+    keys in hexadecimal. An id that another owner has, or nobody, is not found. All raise OSError.
+    """
+
+    def __init__(self, folder: str, bounds: Bounds):
+        """Creates the folder if it is missing. Raises ConfigError if it cannot be used."""
+        self.bounds = bounds
+        self._records = RecordFolder(Path(folder))
+        self._live = Path(folder) / "live"
+        try:
+            self._records.make()
+            self._live.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            problem = f"batch_storage_dir {folder!r} cannot be used ({error.strerror})"
+            raise ConfigError.because("batch_storage_dir", problem, "name a folder that can be written") from None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Self:
+        """Return the store that the options of a server name, which have batch_storage_dir."""
+        assert config.batch_storage_dir is not None
+        bounds = Bounds(
+            config.max_batch_file_bytes,
+            config.max_batch_bytes_per_client,
+            config.max_batch_files_per_client,
+            config.max_batches_per_client,
+            config.batch_retention_hours * 3600,
+        )
+        return cls(config.batch_storage_dir, bounds)
+
+    def upload(self, owner: str) -> Upload:
+        """Return a new file that is being received. Raises OverloadedError for an owner who may have no further one."""
+        folder = self._records.folder_of(owner)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._check_quota(folder, 0)
+        return Upload(self, folder)
+
+    def file(self, owner: str, file_id: str) -> Record | None:
+        """Return the record of a file that has not expired."""
+        record = self._records.read(owner, file_id, "file-")
+        return record if record is None or record["expires_at"] > time.time() else None
+
+    def files(self, owner: str) -> Iterator[Record]:
+        """Yield the records of an owner's files, the newest first."""
+        found = (self.file(owner, each) for each in self._records.ids(owner, "file-"))
+        return (record for record in found if record is not None)
+
+    def content(self, owner: str, file_id: str) -> Path:
+        """Return the path of a file's content. file_id: of a record that was found."""
+        return self._records.folder_of(owner) / f"{file_id}.data"
+
+    def delete_file(self, owner: str, file_id: str) -> bool:
+        """Remove a file; return whether it was there. Raises RequestError for the input of a batch that runs."""
+        with self._records.locked():
+            if self.file(owner, file_id) is None:
+                return False
+            if reader := self._reader(owner, file_id):
+                raise RequestError(f"the file is the input of {reader}, which has not ended", param="file_id")
+            self._records.remove(owner, file_id)
+        return True
+
+    def create(self, owner: str, fields: Record) -> Record:
+        """Store a new batch with the `fields` of its record; return that.
+
+        Raises OverloadedError if as many of the owner's as may be stored have not ended; otherwise an ended one that is
+        too many is removed.
+        """
+        batch_id = f"batch_{_new_id()}"
+        record = {"id": batch_id, **fields}
+        with self._records.locked():
+            known = [self.batch(owner, each) for each in self._records.ids(owner, "batch_")]
+            ended = [each["id"] for each in known if each is not None and each["status"] not in _LIVE]
+            if len(known) >= self.bounds.client_batches:
+                if not ended:
+                    problem = f"{len(known)} batches of yours have not ended (max_batches_per_client)"
+                    raise OverloadedError(problem, retry_after=_RETRY_SECONDS)
+                self._records.remove(owner, ended[-1])
+            # The entry first: a record without one would wait for ever.
+            (self._live / batch_id).write_text(owner)
+            self._records.write(owner, record)
+        return record
+
+    def batch(self, owner: str, batch_id: str) -> Record | None:
+        return self._records.read(owner, batch_id, "batch_")
+
+    def batches(self, owner: str) -> Iterator[Record]:
+        """Yield the records of an owner's batches, the newest first."""
+        found = (self.batch(owner, each) for each in self._records.ids(owner, "batch_"))
+        return (record for record in found if record is not None)
+
+    def change(self, owner: str, batch_id: str, edit: Callable[[Record], Any]) -> Record | None:
+        """Let `edit` change the record of a batch, and store it; return it, None if there is no such batch."""
+        with self._records.locked():
+            record = self.batch(owner, batch_id)
+            if record is not None:
+                before = json.dumps(record)
+                edit(record)
+                if json.dumps(record) != before:
+                    self._records.write(owner, record)
+        return record
+
+    def live(self) -> list[tuple[str, str]]:
+        """Return (owner, id) of the batches that have not ended, in the order of their creation."""
+        found: list[tuple[str, str]] = []
+        for batch_id in sorted(name for name in os.listdir(self._live) if ID.fullmatch(name)):
+            entry = self._live / batch_id
+            try:
+                owner, age = entry.read_text(), time.time() - entry.stat().st_mtime
+            except FileNotFoundError:  # it has ended meanwhile
+                continue
+            record = self.batch(owner, batch_id)
+            if record is not None and record["status"] in _LIVE:
+                found.append((owner, batch_id))
+            elif record is not None or age > _STALE_SECONDS:
+                entry.unlink(missing_ok=True)
+        return found
+
+    def results_path(self, owner: str, batch_id: str) -> str:
+        """Return the path of a batch's results for `Results`."""
+        return str(self._records.folder_of(owner) / f"{batch_id}.results")
+
+    def finish(self, owner: str, batch_id: str, output: Iterable[bytes], errors: Iterable[bytes], end: Record) -> None:
+        """Store a batch's output and error file, each only if it has lines, and its last state, the fields `end`.
+
+        It may be called again for a batch whose process was killed meanwhile.
+        """
+        number = batch_id.removeprefix("batch_")
+        record = self.batch(owner, batch_id) or {}
+        lifetime = (record.get("output_expires_after") or {}).get("seconds", self.bounds.retention)
+        for name, lines in (("output", output), ("errors", errors)):
+            file_id = f"file-{number}-{name}"
+            content = self.content(owner, file_id)
+            size = write_whole(content, lines)
+            if not size:
+                content.unlink()
+                continue
+            made = _file_record(file_id, size, f"{batch_id}_{name}.jsonl", "batch_output", lifetime)
+            with self._records.locked():
+                self._records.write(owner, made)
+            end = {**end, f"{name.removesuffix('s')}_file_id": file_id}
+        self.change(owner, batch_id, lambda record: record.update(end))
+        (self._live / batch_id).unlink(missing_ok=True)
+        Path(f"{self.results_path(owner, batch_id)}.partial").unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what has been kept for long enough: expired files, ended batches, and what killed processes left."""
+        now = time.time()
+        for folder in self._records.owners():
+            owner = folder.name
+            with self._records.locked():
+                for file_id in self._records.ids(owner, "file-"):
+                    record = self._records.read(owner, file_id, "file-")
+                    if (record is None or record["expires_at"] <= now) and not self._reader(owner, file_id):
+                        self._records.remove(owner, file_id)
+                for record in list(self.batches(owner)):
+                    if record["status"] not in _LIVE and record["created_at"] + self.bounds.retention <= now:
+                        self._records.remove(owner, record["id"])
+                for left in [*folder.glob("upload-*"), *folder.glob("*.whole")]:
+                    if now - left.stat().st_mtime > _STALE_SECONDS:
+                        left.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def only_runner(self) -> Iterator[None]:
+        """Context manager for the one process that runs the batches. Raises BlockingIOError if another one does."""
+        with open(self._live / "lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+
+    def keep(self, folder: Path, path: str, size: int, filename: str, purpose: str, lifetime: float | None) -> Record:
+        """Store a received file; return its record. Arguments as of `Upload.keep`; path: its content, which moves.
+
+        Raises OverloadedError if its owner has no room for it.
+        """
+        lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
+        record = _file_record(f"file-{_new_id()}", size, filename, purpose, lifetime)
+        with self._records.locked():
+            self._check_quota(folder, size)
+            os.replace(path, folder / f"{record['id']}.data")
+            self._records.write(folder.name, record)
+        return record
+
+    def _check_quota(self, folder: Path, size: int) -> None:
+        """Raise OverloadedError if the owner of a folder may not store a further file of `size` bytes."""
+        names = [name for name in os.listdir(folder) if not name.endswith(".json")]
+        num_files, kept = sum(name.endswith(".data") for name in names), sum(size_of(folder / name) for name in names)
+        if num_files >= self.bounds.client_files:
+            problem = f"{num_files} files of yours are kept (max_batch_files_per_client); delete some"
+            raise OverloadedError(problem, retry_after=_RETRY_SECONDS)
+        if kept + size > self.bounds.client_bytes:
+            problem = f"your files and results have {kept} bytes; allowed are {self.bounds.client_bytes}"
+            raise OverloadedError(f"{problem} (max_batch_bytes_per_client); delete some", retry_after=_RETRY_SECONDS)
+
+    def _reader(self, owner: str, file_id: str) -> str | None:
+        """Return the id of a batch that has not ended and whose input a file is; None without one."""
+        return next((name for at, name in self.live() if at == owner and self._input(owner, name) == file_id), None)
+
+    def _input(self, owner: str, batch_id: str) -> str | None:
+        return (self.batch(owner, batch_id) or {}).get("input_file_id")
+
+
+class Upload:
+    """File that is being received: `write` its content, then `keep` it; `discard` in the end."""
+
+    def __init__(self, store: BatchStore, folder: Path):
+        self._store, self._folder = store, folder
+        descriptor, self._path = tempfile.mkstemp(prefix="upload-", dir=folder)
+        self._file = os.fdopen(descriptor, "wb")
+        self._size = 0
+
+    def write(self, piece: bytes) -> None:
+        """Append to the content. Raises TooLargeError."""
+        self._size += len(piece)
+        if self._size > self._store.bounds.file_bytes:
+            problem = f"file has more than {self._store.bounds.file_bytes} bytes, which are allowed"
+            raise TooLargeError(f"{problem} (max_batch_file_bytes)", param="file")
+        self._file.write(piece)
+
+    def keep(self, filename: str, purpose: str, lifetime: float | None) -> Record:
+        """Store the file for `lifetime` seconds, None or more than the store's for as long as that keeps files; return
+        its record. Raises OverloadedError if its owner has no room for it.
+        """
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._store.keep(self._folder, self._path, self._size, filename, purpose, lifetime)
+
+    def discard(self) -> None:
+        """Remove what was received, unless it was kept."""
+        with contextlib.suppress(OSError):  # of the disk that was full already
+            self._file.close()
+        Path(self._path).unlink(missing_ok=True)
+
+
+def check_lifetime(seconds: int | None, name: str) -> int | None:
+    """Return `seconds`, after which a file expires, or None. Raises RequestError for others than OpenAI allows.
+
+    name: of the field.
+    """
+    if seconds is not None and not 3600 <= seconds <= 2592000:
+        raise RequestError(f"{name} is {show_value(seconds)}; allowed are 3600 to 2592000", param=name)
+    return seconds
+
+
+def _new_id() -> str:
+    return f"{time.time_ns():016x}{secrets.token_hex(8)}"
+
+
+def _file_record(file_id: str, size: int, filename: str, purpose: str, lifetime: float) -> Record:
+    now = int(time.time())
+    about = {"filename": filename, "purpose": purpose, "status": "processed", "status_details": None}
+    return {
+        "id": file_id,
+        "object": "file",
+        "bytes": size,
+        "created_at": now,
+        "expires_at": int(now + lifetime),
+        **about,
+    }

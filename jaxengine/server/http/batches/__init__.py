@@ -1,0 +1,1 @@
+"""Endpoints /v1/files and /v1/batches."""

@@ -1,0 +1,185 @@
+"""/v1/files: the input and the results of batches, in OpenAI's forms. A file goes to the disk as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.server.batch.store import BatchStore, Record, TooLargeError, Upload, check_lifetime
+from jaxengine.server.http.answers import Answer, answers
+from jaxengine.server.http.batches.lists import Listed, page, there
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.http.form import FILE, Form, read_form
+from jaxengine.server.options import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+BATCH = "batch"
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = ("purpose", ANCHOR, SECONDS)
+_MAX_NAME = 255
+# Uploads that one process takes at a time, those of one client, and bytes that one collects before they are written.
+_MAX_UPLOADS, _MAX_OWN_UPLOADS, _BLOCK_BYTES = 32, 8, 1 << 20
+_FORM = {
+    "type": "object",
+    "required": [FILE, "purpose"],
+    "properties": {
+        FILE: {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": [BATCH]},
+        ANCHOR: {"type": "string", "enum": ["created_at"]},
+        SECONDS: {"type": "integer"},
+    },
+}
+_BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+
+
+class FileObject(Answer):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(Listed):
+    data: list[FileObject]
+
+
+class FileDeleted(Answer):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["batches"])
+    if not config.enable_batch_api:
+        return routes
+    store = BatchStore.of(config)
+    uploads: Counter[str] = Counter()
+
+    @routes.post("/v1/files", openapi_extra=_BODY)
+    @answers(FileObject)
+    async def create_file(request: Request) -> Record:
+        """Stores a file of requests for a batch: one JSON object a line."""
+        owner = request.state.owner
+        if uploads.total() >= _MAX_UPLOADS or uploads[owner] >= _MAX_OWN_UPLOADS:
+            problem = f"{uploads.total()} files are being received, {uploads[owner]} of them of yours"
+            raise OverloadedError(f"{problem}; allowed are {_MAX_UPLOADS} and {_MAX_OWN_UPLOADS}")
+        uploads[owner] += 1
+        try:
+            return await _receive(store, request)
+        except TooLargeError as error:
+            raise ApiError(413, str(error), param=error.param, headers={"Connection": "close"}) from None
+        except OSError as error:
+            raise _no_room(error) from None
+        finally:
+            uploads[owner] -= 1
+
+    _add_reads(routes, store)
+
+    @routes.delete("/v1/files/{file_id}")
+    @answers(FileDeleted)
+    async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
+        """Removes a file, unless it is the input of a batch that has not ended."""
+        deleted = await asyncio.to_thread(store.delete_file, request.state.owner, file_id)
+        there(deleted or None, "file", file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    return routes
+
+
+def _add_reads(routes: APIRouter, store: BatchStore) -> None:
+    """Add the routes that list and return files."""
+
+    @routes.get("/v1/files")
+    @answers(FileList)
+    async def list_files(
+        request: Request,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=10000)] = 1000,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        """Lists the client's files, the newest first unless `order` is "asc"."""
+
+        def listed() -> dict[str, Any]:
+            found = [each for each in store.files(request.state.owner) if purpose in (None, each["purpose"])]
+            return page(iter(found if order == "desc" else found[::-1]), after, limit)
+
+        return await asyncio.to_thread(listed)
+
+    @routes.get("/v1/files/{file_id}")
+    @answers(FileObject)
+    async def retrieve_file(request: Request, file_id: str) -> Record:
+        return there(await asyncio.to_thread(store.file, request.state.owner, file_id), "file", file_id)
+
+    @routes.get("/v1/files/{file_id}/content", response_class=Response)
+    async def retrieve_content(request: Request, file_id: str) -> Response:
+        """Returns the content of a file."""
+        owner = request.state.owner
+        there(await asyncio.to_thread(store.file, owner, file_id), "file", file_id)
+        return FileResponse(store.content(owner, file_id), media_type="application/octet-stream")
+
+
+async def _receive(store: BatchStore, request: Request) -> Record:
+    """Store the file of a form; return its record.
+
+    Raises RequestError for a form that is not as it should be, ApiError for one that is damaged, OSError.
+    """
+    upload: Upload = await asyncio.to_thread(store.upload, request.state.owner)
+    block = bytearray()
+
+    async def write(piece: bytes) -> None:
+        block.extend(piece)
+        if len(block) >= _BLOCK_BYTES:
+            await asyncio.to_thread(upload.write, bytes(block))
+            block.clear()
+
+    try:
+        form = await read_form(request, write)
+        name, lifetime = _check(form, request)
+        await asyncio.to_thread(upload.write, bytes(block))
+        return await asyncio.to_thread(upload.keep, name, BATCH, lifetime)
+    finally:
+        await asyncio.to_thread(upload.discard)
+
+
+def _check(form: Form, request: Request) -> tuple[str, int | None]:
+    """Return the file's name and the seconds after which it expires, None for the server's. Raises RequestError."""
+    if form.filename is None:
+        raise RequestError("file is missing: the requests, one JSON object a line", param=FILE)
+    name = form.filename or "file"
+    if len(name) > _MAX_NAME or not name.isprintable():
+        problem = f"file has the name {show_value(name)}; allowed are {_MAX_NAME} printable characters"
+        raise RequestError(problem, param=FILE)
+    purpose, anchor, seconds = (form.once(field) for field in _FIELDS)
+    if purpose != BATCH:
+        raise RequestError(f"purpose is {show_value(purpose)}; allowed is {BATCH!r}", param="purpose")
+    if anchor not in (None, "created_at") or (anchor is None) != (seconds is None):
+        problem = f"{ANCHOR} is {show_value(anchor)}; allowed is 'created_at', together with {SECONDS}"
+        raise RequestError(problem, param="expires_after")
+    if seconds is not None and not (seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
+        raise RequestError(f"{SECONDS} is {show_value(seconds)}; it must be a number", param="expires_after")
+    request.state.unknown_fields = [field for field in form.fields if field not in _FIELDS]
+    return name, None if seconds is None else check_lifetime(int(seconds), SECONDS)
+
+
+def _no_room(error: OSError) -> ApiError:
+    """Return the error for a file that the disk does not take: 507 for a full one."""
+    logger.error("a file of the batch API cannot be stored: %s", error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "the server's disk is full", headers={"Retry-After": "60"})
+    return ApiError(500, "the file cannot be stored")

@@ -1,0 +1,45 @@
+"""Pages of a list, as OpenAI's routes return them, and records that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Literal, TypeVar
+
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.server.http.answers import Answer
+from jaxengine.server.http.errors import ApiError
+
+T = TypeVar("T")
+
+
+class Listed(Answer):
+    """Fields of a list besides its `data`."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def page(records: Iterator[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+    """Return `limit` records as a list, from the first on or, where `after` is the id of one, those that follow it.
+
+    Raises RequestError for an id that is not there.
+    """
+    if after is not None and not any(record["id"] == after for record in records):
+        raise RequestError(f"after is {show_value(after)}, which is not in the list", param="after")
+    data = list(islice(records, limit))
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, **ends, "has_more": next(records, None) is not None}
+
+
+def there(found: T | None, kind: str, given: str) -> T:
+    """Return `found`; raise ApiError (404) for None: there is no such record, or it is another client's.
+
+    kind: "file" or "batch". given: the id that the caller gave.
+    """
+    if found is None:
+        shown = f"there is no {kind} {show_value(given)}"
+        raise ApiError(404, shown, param=f"{kind}_id", kept=shown)
+    return found
