@@ -25,8 +25,9 @@ RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = {
     "attention": ("kernels.attention", "paged attention beside what the device can do and beside other attentions"),
     "expert_tiles": ("kernels.expert_tiles", "rows that the kernels of experts multiply for each row of a token"),
-    "gpu_check": ("kernels.gpu_check", "all that a machine with a CUDA device can say, within a budget of seconds"),
     "gpu_launches": ("kernels.gpu_launches", "launches of attention on cards without a kernel for it (jax's compiler)"),
+    "gpu_check": ("kernels.device_check", "all that a machine with a CUDA device can say, within a budget of seconds"),
+    "tpu_check": ("kernels.tpu_check", "the same of a machine with TPUs, in ten minutes"),
     "tpu_copies": ("kernels.tpu_copies", "instructions of TPU attention for copying a block of pages (libtpu)"),
     "tpu_cycles": ("kernels.tpu_cycles", "cycles of TPU attention beside jax's own kernel and a roofline (libtpu)"),
     "tpu_kv_cycles": ("kernels.tpu_kv_cycles", "cycles of TPU attention over a cache of one byte a number (libtpu)"),
@@ -45,6 +46,7 @@ BENCHMARKS = {
     "padding": ("engine.padding", "padding of bucket grids against the time to compile them"),
     "picture_caches": ("engine.picture_caches", "bytes and memory of each cache of processed pictures"),
     "pictures": ("engine.pictures", "pictures through a server: compilations, hostile files, caches, waits"),
+    "predictions": ("engine.predictions", "what `jaxengine plan` and the roofline say, beside what an engine takes"),
     "recompute": ("engine.recompute", "tokens computed again when the KV pool is too small"),
     "simulator": ("engine.simulator", "`jaxengine simulate` beside the engine, and the shapes that it chooses"),
     "sleep_cycles": (

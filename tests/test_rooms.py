@@ -285,9 +285,11 @@ ROOMS = {
         "jaxengine.runner"
     ),
     "jaxengine.plan": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages "
-        "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.programs "
-        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions:build jaxengine.runner jaxengine.check"
+        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models:registry "
+        "jaxengine.models.weights jaxengine.scheduler jaxengine.scheduler.pages jaxengine:base "
+        "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.executables "
+        "jaxengine.runner.programs jaxengine.runner.extensions.pictures jaxengine.runner.extensions:build "
+        "jaxengine.runner jaxengine.check"
     ),
     "jaxengine.api": (
         "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "

@@ -19,7 +19,10 @@ from benchmarks.kernels.attention import machine
 from benchmarks.recorder import Recorder
 
 LLAMA_8B = (4096, 14336, 32, 32, 8, 128256, 131072)
+LLAMA_1B = (2048, 8192, 16, 32, 8, 128256, 131072)
 TINY = (64, 96, 2, 4, 2, 256, 131072)
+# Bytes of the large model's weights, and the share of the devices' memory that weights may take.
+_BYTES_OF_8B, _MOST_WEIGHTS = 16.06e9, 0.7
 OPTIONS = {
     "num_seqs": Option((), "sequences at once, the most telling first", kind=int),
     **shared(budget_s=1e9, tiny=False),
@@ -37,9 +40,17 @@ def run(args: Namespace, recorder: Recorder) -> None:
     llm: Any = None
 
     def start() -> dict[str, Any]:
+        import jax
+
+        from jaxengine.runner.memory import device_memory
+
         nonlocal llm
         began = time.perf_counter()
-        llm = make_llm(TINY if args.tiny else LLAMA_8B, num_seqs, input_len + output_len + 2 * num_steps)
+        llm = make_llm(
+            TINY if args.tiny else fitting(device_memory(jax.devices()[0])),
+            num_seqs,
+            input_len + output_len + 2 * num_steps,
+        )
         runner = llm.core.runner
         return {
             "seconds": round(time.perf_counter() - began, 1),
@@ -58,6 +69,11 @@ def run(args: Namespace, recorder: Recorder) -> None:
             recorder.measure(name, lambda n=count: measure(llm, n, input_len, output_len, num_steps))
 
 
+def fitting(memory: int) -> tuple[int, ...]:
+    """Return the sizes of the larger model whose weights fit devices of so many bytes in all."""
+    return LLAMA_8B if _MOST_WEIGHTS * memory > _BYTES_OF_8B else LLAMA_1B
+
+
 def make_llm(config: tuple[int, ...], num_seqs: list[int], max_model_len: int) -> Any:
     """Return an engine with random weights and one decode program for each number of sequences to measure.
 
@@ -74,9 +90,9 @@ def make_llm(config: tuple[int, ...], num_seqs: list[int], max_model_len: int) -
             skip_tokenizer_init=True,
             max_model_len=max_model_len,
             max_num_seqs=most,
-            max_num_batched_tokens=max(8192 if config is LLAMA_8B else 64, most),
+            max_num_batched_tokens=max(64 if config is TINY else 8192, most),
             enable_prefix_caching=False,
-            compile_cache_dir=None if config is LLAMA_8B else "",
+            compile_cache_dir="" if config is TINY else None,
             **engine_options(tuple(sorted(num_seqs))),
         )
 

@@ -25,6 +25,7 @@ from jaxengine.models.quantization.table import weight_table
 from jaxengine.requests.inputs import input_processor, make_processor
 from jaxengine.requests.outputs import AnyOutput
 from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.runner.memory_bar import parts_of, text_bar
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import ALONE
 from jaxengine.scheduler.errors import RequestError
@@ -80,7 +81,8 @@ class EngineCore:
         if not config.disable_log_stats:
             if table := weight_table(self.runner.weight_rows):
                 logger.info("weights:\n%s", table)
-            logger.info("memory of a device:\n%s", self.runner.plan.table())
+            plan = self.runner.plan
+            logger.info("memory of a device:\n%s\n%s", text_bar(parts_of(plan), plan.total), plan.table())
         self.engine = Engine(self.runner, self.inputs)
         self._rejected: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)

@@ -37,14 +37,13 @@ class Job:
 
     Attributes:
       cycles: also profile the blocks of TPU kernels.
-      model, options, platform, short, bundle, only: see jaxengine.check.compile.CompileRequest.
+      model, options, platform, short, only: see jaxengine.check.compile.CompileRequest.
     """
 
     model: str
     options: dict[str, Any]
     platform: str | None
     short: bool
-    bundle: str | None
     cycles: bool
     only: str = ""
 
@@ -86,7 +85,7 @@ def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str,
     """
     rows, known = _run(target, job, progress)
     if target.backend == "tpu" and job.cycles and known and not target.no_profile:
-        blocks, _ = _run(target, dataclasses.replace(job, bundle=None), progress, known=known, profile=True)
+        blocks, _ = _run(target, job, progress, known=known, profile=True)
         rows += per_block(blocks)
     return rows
 
@@ -163,6 +162,11 @@ def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
     elif target.backend == "cuda":
         ours |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
     return {**os.environ, **ours}
+
+
+def prepare_libtpu() -> None:
+    """Have libtpu, which must not be loaded yet, compile in this process without its devices."""
+    os.environ.update(_TPU)
 
 
 def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:

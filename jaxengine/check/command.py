@@ -76,7 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=output_file, metavar="FILE", help="record the results as a baseline")
     parser.add_argument("--against", metavar="FILE", help="fail on figures more than 5%% worse than a baseline")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
-    parser.add_argument("--bundle", metavar="DIR", help="write the executables there")
     add_engine_options(parser, ENGINE_OPTIONS)
     parser.set_defaults(run=run)
 
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError for wrong arguments and options, before anything is compiled.
     """
-    from jaxengine.check import baseline, bundle, judge, report
+    from jaxengine.check import baseline, judge, report
     from jaxengine.check.children import Job, check_smallest
     from jaxengine.check.shapes import model_config
     from jaxengine.results import write_json
@@ -105,8 +104,7 @@ def run(args: argparse.Namespace) -> int:
     places = [split_targets(target, options) for target in targets]
     settings = {"model": args.model, "options": options, "kernels": args.kernels}
     before = baseline.load(args.against, settings) if args.against else None
-    folder = bundle.make_folder(args.bundle) if args.bundle else None
-    job = Job(args.model, options, args.kernels, args.buckets == "short", folder, not args.no_cycles, args.only)
+    job = Job(args.model, options, args.kernels, args.buckets == "short", not args.no_cycles, args.only)
 
     rows: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
@@ -131,8 +129,6 @@ def run(args: argparse.Namespace) -> int:
     if wrong and args.against and (difference := baseline.other_compilers(args.against)):
         print(difference)
     result = {"settings": settings, "rows": rows, "seconds": seconds, "instead": instead}
-    if folder is not None:
-        bundle.write_manifest(folder, settings, rows)
     if args.save:
         baseline.save(args.save, settings, rows)
     write_json(args.json, result)

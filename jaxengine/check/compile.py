@@ -56,7 +56,6 @@ class CompileRequest:
       skip: programs that an earlier process compiled or died of.
       log: file that receives the compiler's output.
       dumps: folder that receives the compiler's dumps.
-      bundle: folder for the executables.
       only: compile the programs whose name contains it; makes no memory plan if the number of pages is given.
       needs_only: compile what tells the needs of each stage, reply with these, and end.
       profile: compile blocks of kernels, of which libtpu writes a profile, instead of programs.
@@ -72,7 +71,6 @@ class CompileRequest:
     skip: list[str]
     log: str
     dumps: str
-    bundle: str | None
     only: str = ""
     needs_only: bool = False
     profile: bool = False
@@ -311,8 +309,6 @@ class Compiler:
             payload = inspect.serialized(compiled)
             row["serialized_bytes"] = len(payload)
             row["held_bytes"] = held_bytes(row["code_bytes"], len(payload), self.target.backend)
-            if self.request.bundle is not None:
-                row["file"] = self._store(program, payload)
         except Exception as error:  # a compiler error is a finding; its classes are jaxlib's
             row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         row["failures"] = judge.failures(row, self.target, planned, is_largest=program.is_largest)
@@ -344,13 +340,6 @@ class Compiler:
 
     def _dumps(self) -> Path | None:
         return Path(self.request.dumps) if self.target.backend == "tpu" else None
-
-    def _store(self, program: CheckedProgram, payload: bytes) -> str:
-        assert self.request.bundle is not None
-        words = "".join(letter if letter.isalnum() else "-" for letter in program.name).replace("--", "-")
-        name = f"{self.target.name}-{words}.xla"
-        (Path(self.request.bundle) / name).write_bytes(payload)
-        return name
 
 
 def main() -> int:

@@ -15,17 +15,16 @@ import math
 import os
 import selectors
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.config.key_file import HOW_TO_MAKE, read_key
 
 # Operation -> its fields and their types.
 OPERATIONS: Mapping[str, Mapping[str, type]] = {
@@ -57,7 +56,6 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "float32", "uint8")}
 MAX_MESSAGE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 1 << 20  # options may hold a chat template and a whole config.json
-_MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096
 _GREETING = b"jaxengine cluster 1\n"
 _NONCE_BYTES = _CODE_BYTES = 32
 _HANDSHAKE_SECONDS = 10.0
@@ -135,24 +133,12 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
     return arrays
 
 
-def read_key(file: str | None) -> bytes:
-    """Reads the key from a file that only its user may access. Raises ConfigError for None and for any other file."""
-    name, wanted = "cluster_key_file", f"{_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} random bytes"
-    make = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 600 key`, the same on every host"
+def read_cluster_key(file: str | None) -> bytes:
+    """Return the key that all processes of an engine share. Raises ConfigError for None, and as `read_key` does."""
     if file is None:
-        raise ConfigError.because(name, "nnodes above 1 needs cluster_key_file, a secret of all processes", make)
-    try:
-        with Path(file).expanduser().open("rb") as opened:
-            status = os.fstat(opened.fileno())
-            key = opened.read(_MAX_KEY_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError.because(name, f"{name} {file!r} cannot be read ({error.strerror})", make) from None
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        problem = f"{name} {file!r} is not yours alone"
-        raise ConfigError.because(name, problem, f"own it and shut others out: chmod 600 {file}")
-    if not _MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
-        raise ConfigError.because(name, f"{name} {file!r} holds {len(key)} bytes, not {wanted}", make)
-    return key
+        problem = "nnodes above 1 needs cluster_key_file, a secret of all processes"
+        raise ConfigError.because("cluster_key_file", problem, f"{HOW_TO_MAKE}, the same on every host")
+    return read_key("cluster_key_file", file)
 
 
 class Channel:

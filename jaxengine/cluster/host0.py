@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxengine.cluster.channel import Channel, ClusterError, Message, accept_channel, close_connection, read_key
+from jaxengine.cluster.channel import Channel, ClusterError, Message, accept_channel, close_connection, read_cluster_key
 from jaxengine.cluster.orders import OpenOrders
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.runner.peers import _T, Peers
@@ -74,7 +74,7 @@ class Cluster(Peers):
           ClusterError: workers are missing after config.cluster_timeout seconds; names them.
         """
         self._config = config
-        self._key = read_key(config.cluster_key_file)
+        self._key = read_cluster_key(config.cluster_key_file)
         if jax.distributed.is_initialized():
             allowed = "1 where jax.distributed was initialised before: one engine over several processes in each"
             raise ConfigError("nnodes", config.nnodes, allowed)

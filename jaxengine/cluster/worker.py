@@ -21,7 +21,14 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxengine.cluster.channel import Channel, ClusterError, Message, close_connection, connect_channel, read_key
+from jaxengine.cluster.channel import (
+    Channel,
+    ClusterError,
+    Message,
+    close_connection,
+    connect_channel,
+    read_cluster_key,
+)
 from jaxengine.cluster.host0 import BLAME_SECONDS, LOG_SECONDS, free_listener, join_jax, pump, versions
 from jaxengine.cluster.order_taker import OrderTaker
 from jaxengine.config.command_line import given_options
@@ -53,7 +60,7 @@ class Host0(Peers):
             raise ConfigError("node_rank", node_rank, allowed)
         self._config = config
         self._node_rank = node_rank
-        self._key = read_key(config.cluster_key_file)
+        self._key = read_cluster_key(config.cluster_key_file)
         self._messages: queue.Queue[Message] = queue.Queue(_MAX_WAITING)
         self._outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._channel = self._join()

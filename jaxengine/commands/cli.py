@@ -37,6 +37,7 @@ from jaxengine.config.flexible_parser import FlexibleArgumentParser
 from jaxengine.logs import log_to_stderr
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.plan import build
 from jaxengine.plan import command as plan
 from jaxengine.replay import command as replay
 from jaxengine.requests.sampling_params import SamplingParams
@@ -97,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "run-batch", "Answer a file of requests, OpenAI's batch form.", batch.add_arguments)
     command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
+    command(commands, "build", "Compile every step for chips that are not present, into a bundle.", build.add_arguments)
     command(commands, "plan", "Tell what fits on chips that are not present, and how much.", plan.add_arguments)
     command(commands, "simulate", "Run a trace through the scheduler, with costs for a device.", simulate.add_arguments)
     about = "Measure what steps cost here, for simulate."

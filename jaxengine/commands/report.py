@@ -22,7 +22,7 @@ from jaxengine.config.engine_flags import add_engine_options, add_model
 
 DEFAULT_FILE = "jaxengine-report.zip"
 # Options whose values are nobody else's business.
-_SECRET = ("hf_token", "cluster_key_file")
+_SECRET = ("hf_token", "cluster_key_file", "bundle_key_file")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxengine.config.bundle import check_bundle
 from jaxengine.config.encoder import check_encoder
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.fit import check_fit
@@ -87,6 +88,7 @@ def check_options(config: Any) -> None:
     check_recording(config)
     check_offload(config, config.nnodes)
     check_idle_sleep(config.sleep_idle_seconds, config.nnodes)
+    check_bundle(config)
     check_fit(config.fit, config.nnodes)
     if (share := config.gpu_memory_utilization) is not None and not 0 < share <= 1:
         raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.config.bundle import BundleOptions
 from jaxengine.config.capture import read_capture, read_capture_layers, settle_capture
 from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.checks import check_options
@@ -85,6 +86,7 @@ _READERS = {
 
 @dataclass(frozen=True)
 class EngineConfig(
+    BundleOptions,
     EncoderOptions,
     FitOptions,
     KVOffloadOptions,

@@ -41,7 +41,7 @@ GROUPS: dict[str, str] = {
         tensor_parallel_size replicate_kv_heads data_parallel_size enable_expert_parallel all2all_backend
         pipeline_parallel_size pipeline_layers nnodes master_addr master_port cluster_key_file cluster_timeout
     """,
-    "CompilationConfig": "compilation_config compile_cache_dir",
+    "CompilationConfig": "compilation_config compile_cache_dir bundle bundle_key_file",
     "ProfilerConfig": "profiler_config",
     "SpeculativeConfig": "speculative_config",
     "StructuredOutputsConfig": "structured_outputs_config",

@@ -23,7 +23,8 @@ PROOFS = ("quick", "full", "off")
 # computes.
 _LEFT_OUT = """
     tokenizer tokenizer_revision skip_tokenizer_init download_dir hf_token plugins logits_processors chat_template
-    generation_config override_generation_config compile_cache_dir kernel_proof kv_cache_scales
+    generation_config override_generation_config compile_cache_dir bundle bundle_key_file kernel_proof
+    kv_cache_scales
     gpu_memory_utilization
     kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching enable_chunked_prefill
     long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
+from jaxengine.runner.memory_bar import parts_of, svg
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler import Scheduler
 
@@ -98,7 +99,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
     """Return sizes in bytes: the planned parts for the device with the least room, `budget`, `device` (its total), and
     `in_use`, which a device of the first pipeline stage holds now.
 
-    `counts`: "device", or "process" on a CPU, where `in_use` is the process's memory.
+    `counts`: "device", or "process" on a CPU, where `in_use` is the process's memory. `svg`: a picture of the plan.
     """
     plan = engine.runner.plan
     return {
@@ -107,6 +108,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
         "device": plan.total,
         "in_use": engine.runner.memory_in_use(),
         "counts": "process" if engine.runner.on_cpu else "device",
+        "svg": svg("planned memory of a device", parts_of(plan), plan.total),
     }
 
 

@@ -48,11 +48,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError for wrong arguments and options, and as an engine for a model that cannot be read.
     """
-    from jaxengine.plan import picture, report
+    from jaxengine.plan import report
     from jaxengine.plan.compiled import compiler_of
     from jaxengine.plan.model import open_planned
-    from jaxengine.plan.plan import LEFT, PARALLEL, platform_for
+    from jaxengine.plan.plan import PARALLEL, platform_for
     from jaxengine.plan.splits import rank_splits
+    from jaxengine.runner.memory_bar import svg
 
     sets = [read_chips(text) for text in args.chips or ["cpu"]]
     options = given_options(args, EngineConfig)
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 print(report.text(model, chips, ranked, length, args.price_per_hour))
             if args.svg is not None and (plan := ranked[0].plan) is not None:
                 title = f"{config.model or 'the embedded model'} on {chips} {plan.split.flags}".rstrip()
-                drawn = picture.svg(title, plan.parts(), LEFT, plan.total)
+                drawn = svg(title, plan.parts(), plan.total)
                 Path(_name(args.svg, chips, len(sets))).write_text(drawn, encoding="utf-8")
         finally:
             model.close()

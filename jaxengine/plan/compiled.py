@@ -78,7 +78,7 @@ class Elsewhere:
             log, dumps = Path(folder) / "log", Path(folder) / "dumps"
             dumps.mkdir()
             request = {"target": self._target.name, "model": self._model, "options": options, "platform": None}
-            request |= {"short": True, "skip": [], "bundle": None, "needs_only": True}
+            request |= {"short": True, "skip": [], "needs_only": True}
             request |= {"log": str(log), "dumps": str(dumps)}
             found = None
             for message in replies(request, environment(self._target, dumps, False), log):

@@ -13,6 +13,10 @@ from jaxengine.checkpoint.model_source import ModelSource, as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.lengths import given_length
 from jaxengine.config.platforms import Platform
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.load import check_headers
 from jaxengine.runner.extensions.settle import item_sizes
 from jaxengine.runner.open import settle_model
 
@@ -51,7 +55,8 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
 
     Of a hub id only the configuration and the tokenizer are downloaded, a GGUF file of the hub is downloaded whole.
 
-    Raises ConfigError, ModelConfigError or ModelFileError as an engine.
+    Raises ConfigError, ModelConfigError or ModelFileError as an engine, and ModelFileError for weights that an engine
+    would find wrong or missing, as far as the headers of the files tell.
     """
     name = config.model
     if name is not None and name.lower() in SHAPES and not Path(name).exists():
@@ -66,9 +71,25 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
         config = replace(config, load_format="dummy")
         note = "shapes follow from config.json; there are no weights here"
     source, config = settle_model(config, platform)
+    try:
+        _check_weights(source, platform.dtype if config.dtype == "auto" else config.dtype)
+    except BaseException:
+        source.close()
+        raise
     if not note:
         file_bytes = sum(file.stat().st_size for file in _weight_files(source.path))
     return PlannedModel(source, config, platform, item_sizes(source, config), file_bytes, note)
+
+
+def _check_weights(source: ModelSource, dtype: str) -> None:
+    """Raise ModelFileError for weights that are not the model's. A folder in device layout is not looked into."""
+    if source.weights is None or isinstance(source.weights, Path):
+        return
+    try:
+        model = build_model(source.config, Build(dtype))
+    except (ModelConfigError, ValueError):  # told when it is split
+        return
+    check_headers(model, source.weights, kinds=source.path.suffix != ".gguf")
 
 
 def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedModel:

@@ -19,6 +19,7 @@ from jaxengine.plan.model import PlannedModel
 from jaxengine.runner.card import client_share
 from jaxengine.runner.devices import SplitStage, split_stages
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, TooLong, budget_of, device_memory, longest_fit, plan_stages
+from jaxengine.runner.memory_bar import LEFT
 from jaxengine.runner.stage_arrays import SLOTS_AND_SAMPLING, StageArrays, abstract_mesh
 from jaxengine.scheduler.pages.groups import most_pages_of
 from jaxengine.sharding.layout import MeshLayout
@@ -26,7 +27,7 @@ from jaxengine.sharding.layout import MeshLayout
 # The options of a split.
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 # What of a plan is no array.
-PROGRAMS, TEMPORARIES, PROCESS, LEFT = "programs", "temporaries", "process", "left of the budget"
+PROGRAMS, TEMPORARIES, PROCESS = "programs", "temporaries", "process"
 
 
 @dataclass(frozen=True)

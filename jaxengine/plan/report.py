@@ -10,6 +10,7 @@ from jaxengine.plan.model import PlannedModel
 from jaxengine.plan.plan import LEFT, PROGRAMS, TEMPORARIES, SplitPlan
 from jaxengine.plan.speed import Speed, cost_of
 from jaxengine.plan.splits import Ranked
+from jaxengine.runner.memory_bar import text_bar
 from jaxengine.sharding.layout import MeshLayout
 
 MOST_ROWS = 12
@@ -62,6 +63,7 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
     parts, total = plan.parts(), plan.total
     stage = f", stage {plan.tightest + 1} of {len(plan.stages)}, which holds the most" if len(plan.stages) > 1 else ""
     yield f"  memory of a device{stage}:"
+    yield text_bar(parts, total)
     guessed = {PROGRAMS: "estimate", TEMPORARIES: "estimate"} if plan.estimated else {}
     for purpose, size in parts.items():
         yield f"    {purpose:<20}{size / _MIB:>12,.1f} MiB{'   ' + guessed[purpose] if purpose in guessed else ''}"

@@ -25,6 +25,8 @@ from jaxengine.models.weights.adapters.pools import abstract_leaves, with_pools
 from jaxengine.models.weights.dummy import dummy_params
 from jaxengine.models.weights.formats.orbax import load_checkpoint
 from jaxengine.models.weights.load import load_params
+from jaxengine.runner.bundles import executables_of
+from jaxengine.runner.executables.cache import Place
 from jaxengine.runner.extensions.build import step_programs
 from jaxengine.runner.memory import MemoryPlan, plan_stages
 from jaxengine.runner.model_runner import Progress
@@ -142,7 +144,7 @@ def open_stages(
     if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
         raise ConfigError("mesh", dict(mesh.shape), f"{wanted} for a model of {source.config.num_kv_heads} kv heads")
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
-    stages = split_stages(source, config, platform, layout, meshes)
+    stages, place = split_stages(source, config, platform, layout, meshes), executables_of(config)
     total = sum(size for stage in stages for model in stage.models for size in _sizes(model))
     runners, done = [], 0
     for stage in stages:
@@ -155,9 +157,9 @@ def open_stages(
 
             draft, part = stage.draft, _part_of(progress, done, total)
             weights = load_weights(draft.source, draft.programs.model, programs.mesh, config, part)
-            own = [Drafter(draft.programs, weights, config.compile_cache_dir)]
+            own = [Drafter(draft.programs, weights, place)]
             draft.source.close()
-        runners.append(StageRunner(programs, params, config.compile_cache_dir, own))
+        runners.append(StageRunner(programs, params, place, own))
     source.close()
     return runners
 
@@ -178,16 +180,16 @@ def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform,
     return plan_stages(config, [stage.sizes for stage in runners], needs, windows=windows, shared=shared)
 
 
-def shape_runner(stage: SplitStage, cache_dir: str | None) -> StageRunner:
-    """A StageRunner with shapes in the place of weights, which compiles and cannot run."""
+def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
+    """A StageRunner with shapes in the place of weights, which compiles and cannot run. place: of its programs."""
     mesh, own = stage.programs.mesh, []
     if stage.draft is not None:
         from jaxengine.runner.extensions.drafts.drafter import Drafter
 
         leaves = [leaf for _, leaf in abstract_leaves(stage.draft.programs.model, mesh)]
-        own = [Drafter(stage.draft.programs, leaves, cache_dir)]
+        own = [Drafter(stage.draft.programs, leaves, place)]
     leaves = [leaf for _, leaf in abstract_leaves(stage.programs.model, mesh)]
-    return StageRunner(stage.programs, leaves, cache_dir, own)
+    return StageRunner(stage.programs, leaves, place, own)
 
 
 def split_stages(

@@ -22,6 +22,7 @@ import jax
 from jaxengine.models.cache import platform_of, product_platform_of
 from jaxengine.models.kernel_proof import Call, Verdict, judge, judged_calls, recorded_calls, too_slow
 from jaxengine.models.kernel_rows import without_rows
+from jaxengine.runner.ends import ends_heard
 from jaxengine.runner.executables.cache import compile_program
 from jaxengine.runner.executables.verdicts import Verdicts
 from jaxengine.runner.stage_runner import StageRunner
@@ -130,13 +131,12 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
         if (text := _text(call, proof)) in known or call[:3] in failed:
             continue
         verdicts.begin(text)
-        begin = time.monotonic()
-        try:
-            verdict = _judged(call, proof)
-        except KeyboardInterrupt:
-            if time.monotonic() - begin < _LONG:  # somebody in a hurry, of whom the kernel knows nothing
-                verdicts.forget(text)
-            raise
+        with ends_heard(partial(_in_a_hurry, text, verdicts, begin := time.monotonic())):
+            try:
+                verdict = _judged(call, proof)
+            except (KeyboardInterrupt, SystemExit):
+                _in_a_hurry(text, verdicts, begin)
+                raise
         verdicts.end(text, verdict._asdict())
         proven += 1
         if verdict.error:
@@ -146,6 +146,15 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
     proof.progress(len(calls), len(calls), "done")
     if proven:
         logger.info("%d calls of kernels were proven in %.0f s", proven, time.monotonic() - start)
+
+
+def _in_a_hurry(text: str, verdicts: Verdicts, begin: float) -> None:
+    """Forget a proof that somebody ends, unless it has taken so long that the kernel may be why.
+
+    begin: when it began, by time.monotonic.
+    """
+    if time.monotonic() - begin < _LONG:
+        verdicts.forget(text)
 
 
 def _judged(call: Call, proof: _Proof) -> Verdict:
@@ -168,6 +177,7 @@ def _judged(call: Call, proof: _Proof) -> Verdict:
             return judge(call, thorough=proof.thorough, timed=proof.timed, compile_lowered=compile_lowered)
     finally:
         timer.cancel()
+        timer.join()  # what it writes is written before the verdict, which ends it
 
 
 def _failed(texts: Sequence[str], verdicts: Verdicts) -> dict[tuple[str, str], tuple[str, str]]:

@@ -39,12 +39,11 @@ from jaxengine.runner.programs.state_changes import (
 )
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
+from jaxengine.runner.warm_up import Progress, warm_up
 from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import StepInput, delta_chunks
 from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS
-
-Progress = Callable[[int, int, str], None]
 
 # Fewer long rows are cheaper one by one: a message of many is padded.
 MIN_LONG_ROWS = 3
@@ -98,7 +97,7 @@ class ModelRunner:
         facts = [(stage.programs.description, sorted(stage.executables.unused)) for stage in stages]
         programs = hashlib.sha256(repr(facts).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
-        self._warm_up(progress or (lambda done, total, what: None))
+        warm_up(stages, self.plan.num_pages, progress or (lambda done, total, what: None), late=config.enforce_eager)
         return_free_memory()
         if not config.enforce_eager:
             self.plan = self._plan_as_compiled(before)
@@ -315,28 +314,3 @@ class ModelRunner:
             own = {"weights": weights, "programs": programs, "workspace": workspace}
             plans.append(replace(self.plan, **own, extensions=stage.programs.memory, process=process))
         return max(plans, key=lambda plan: plan.planned)
-
-    def _warm_up(self, progress: Progress) -> None:
-        """Compile or load every executable that serving can need, the costly ones first so that failures show early;
-        with enforce_eager none: each is then made at its first use. Also sets the size of each stage's pool.
-
-        progress: (programs done, of how many, name of the next).
-        """
-        late = self.config.enforce_eager
-        buckets = [] if late else sorted(self.buckets, reverse=True)
-        epilogues = [] if late else self.last.programs.epilogue_sizes()
-        own = [] if late else [(stage, *names) for stage in self.stages for names in stage.own_programs()]
-        total = len(buckets) * len(self.stages) + len(epilogues) + len(own)
-        for stage in self.stages:
-            stage.plan_pool(self.plan.num_pages)
-        for index, bucket in enumerate(buckets):
-            for number, stage in enumerate(self.stages):
-                progress(index * len(self.stages) + number, total, str(bucket))
-                stage.compile_forward(bucket)
-        for index, (stage, extension, name) in enumerate(own):
-            progress(len(buckets) * len(self.stages) + index, total, name)
-            stage.program(extension, name)
-        for index, (name, size) in enumerate(epilogues):
-            progress(total - len(epilogues) + index, total, f"{name} {size}")
-            self.last.compile_epilogue(name, size)
-        progress(total, total, "ready")

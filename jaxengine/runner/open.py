@@ -22,6 +22,7 @@ from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of, product_platform_of
 from jaxengine.models.kernel_rows import has_kernels, without_rows
+from jaxengine.runner.bundles import with_bundle
 from jaxengine.runner.card import claim_card
 from jaxengine.runner.devices import choose_devices, open_stages, plan_shapes
 from jaxengine.runner.extensions.settle import item_sizes, settled
@@ -73,6 +74,8 @@ def open_resolved(
     source, resolved = resolve_model(config, platform)
     if config.max_model_len == AUTO_LENGTH:
         source, resolved = _with_longest(config, OpenedModel(source, resolved, platform, devices, None))
+    if config.bundle is not None:
+        resolved = with_bundle(source, resolved, devices)
     return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.weights.views.kv_scales import KVScales
-from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.cache import ExecutableCache, Place
 from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
 from jaxengine.runner.extension import StageExtension
 from jaxengine.runner.memory import StageNeeds, StageSizes, device_limit, device_memory, memory_in_use, workspace_bytes
@@ -47,11 +47,11 @@ class StageRunner:
     """
 
     def __init__(
-        self, programs: StepPrograms, params: Any, cache_dir: str | None, extensions: Sequence[StageExtension] = ()
+        self, programs: StepPrograms, params: Any, cache_dir: Place, extensions: Sequence[StageExtension] = ()
     ):
         """Take the weights and compile or load the state changes.
 
-        params: the model's weights, an nnx.State or its leaves. cache_dir: directory of the ExecutableCache, whose
+        params: the model's weights, an nnx.State or its leaves. cache_dir: place of the ExecutableCache, whose
         ConfigError is raised. extensions: those with weights of their own.
         """
         self.programs = programs

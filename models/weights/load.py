@@ -120,6 +120,27 @@ def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool =
     return source, _check_names(whole, source, partial)
 
 
+def check_headers(model_abstract: CausalLM, source: WeightSource, *, kinds: bool) -> None:
+    """Check what headers tell of a checkpoint: names, shapes and, with `kinds`, kinds of numbers of tensors that are
+    used as they are. Nothing of a weight is read.
+
+    kinds: False for a source that converts what it stores. Raises ModelFileError as `load_params` would; its `others`
+    are all further faults of names and shapes, or of kinds.
+    """
+    check_source(model_abstract, source)
+    if not kinds:
+        return
+    stored, faults = RenamedSource(source, model_abstract.checkpoint_names), {}
+    present = set(stored.names())
+    for param in declared_params(_whole(model_abstract)):
+        for name in sorted(present & _tensors_of(param)):
+            if fault := _kind_fault(param.dtype, stored.read(name, slice(0, 0)).dtype):
+                faults.setdefault(name, fault)
+    if faults:
+        (name, text), *others = faults.items()
+        raise ModelFileError(source.path, text, name, others=others)
+
+
 def load_group(
     model_abstract: CausalLM, params: Sequence[DeclaredParam], source: WeightSource, mesh: Mesh | None
 ) -> dict[tuple[Any, ...], jax.Array]:
@@ -249,13 +270,19 @@ class _Loader:
         array, path, expected = self.source.read(name, *index), self.source.path, _lengths(index)
         if array.shape != expected:
             raise ModelFileError(path, f"was announced with shape {expected}, but has {array.shape}", name)
-        floating = jnp.issubdtype(dtype, jnp.floating)
-        if array.dtype != dtype and not (floating and jnp.issubdtype(array.dtype, jnp.floating)):
-            wanted = "floating-point numbers" if floating else str(jnp.dtype(dtype))
-            raise ModelFileError(path, f"a weight must hold {wanted}, got {array.dtype}", name)
+        if fault := _kind_fault(dtype, array.dtype):
+            raise ModelFileError(path, fault, name)
         if self.tied_copy and name == EMBEDDING and not np.array_equal(array, self.source.read(HEAD, *index)):
             raise ModelFileError(path, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
         return array if (np.diff(rows) == 1).all() else array[rows - first]
+
+
+def _kind_fault(dtype: Any, stored: Any) -> str:
+    """Return why numbers of a stored dtype cannot be a weight's, "" if they can."""
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    if stored == dtype or (floating and jnp.issubdtype(stored, jnp.floating)):
+        return ""
+    return f"a weight must hold {'floating-point numbers' if floating else str(jnp.dtype(dtype))}, got {stored}"
 
 
 def _lengths(spans: tuple[slice, ...]) -> tuple[int, ...]:

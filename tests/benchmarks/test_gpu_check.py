@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine import engine_gpu, predictions
 from benchmarks.harness import parser_of
 from benchmarks.kernels import conformance
 from benchmarks.kernels.attention_cases import AttentionCase, decode_cases, prefill_cases, step_cases
-from benchmarks.kernels.gpu_check import SECTIONS, Section, requirement, rows, run, settle
+from benchmarks.kernels.device_check import SECTIONS, Section, requirement, rows, run, settle
 from benchmarks.recorder import BEGUN, Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_ends(case):
 
 def check(folder: Path, sections: dict[str, Section], monkeypatch, *more: str) -> tuple[int, dict]:
     """The exit status and the file of a check of these sections."""
-    monkeypatch.setattr("benchmarks.kernels.gpu_check.SECTIONS", sections)
+    monkeypatch.setattr("benchmarks.kernels.device_check.SECTIONS", sections)
     recorder = Recorder("gpu_check")
     status = 0
     try:
@@ -102,7 +103,7 @@ def test_packages_are_named_with_the_versions_of_the_project():
 
 
 def test_every_section_asks_for_the_packages_that_it_imports():
-    assert list(SECTIONS) == ["engine", "conformance", "attention", "torch"], "the most telling first"
+    assert list(SECTIONS) == ["engine", "predictions", "conformance", "attention", "torch"], "the most telling first"
     assert not {"msgspec", "llguidance", "pytest_asyncio"} & {
         *SECTIONS["conformance"].needs,
         *SECTIONS["attention"].needs,
@@ -171,12 +172,37 @@ def test_a_kernel_that_hangs_is_named_and_the_others_are_tested(tmp_path, kernel
     assert once() == (status, found), "a second call takes what was tested as it was"
 
 
-def gpu_check(folder: Path, section: str, *more: str, status: int = 0) -> dict:
-    command = [str(ROOT / "scripts" / "gpu_check"), "--platform", "cpu", "--tiny", "--only", section, *more]
+def gpu_check(folder: Path, section: str, *more: str, status: int = 0, check: str = "gpu_check") -> dict:
+    command = [str(ROOT / "scripts" / check), "--platform", "cpu", "--tiny", "--only", section, *more]
     environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(folder)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads((folder / "gpu_check.json").read_text())[section]
+    found = json.loads((folder / f"{check}.json").read_text())[section]
+    return {**found, "shown": done.stdout}
+
+
+@pytest.mark.thorough("an engine, compiled twice")
+def test_tpu_check_compares_line_by_line(tmp_path):
+    """A dry run: on the CPU, arrays are as planned to the byte, and a second run goes on with what the first found."""
+    found = gpu_check(tmp_path, "predictions", check="tpu_check")
+    assert found["status"] == "complete"
+    rows = found["rows"]
+    for name in ("weights", "KV pages", "slots and sampling", "number of pages"):
+        assert rows[name]["predicted"] == rows[name]["measured"] > 0 and rows[name]["kept"]
+    assert rows["decode step"]["measured"] > 0 and rows["decode step"]["predicted"] is None  # no roofline of a CPU
+    assert rows["bytes of a decode step"]["ratio"] >= 1
+    lines = found["shown"].splitlines()
+    assert all(any(line.startswith(name) and "1 " in line for line in lines) for name in ("weights", "KV pages"))
+    again = gpu_check(tmp_path / "again", "predictions", "--resume", str(tmp_path), check="tpu_check")
+    assert again["rows"] == rows
+
+
+def test_the_model_is_one_that_fits_the_devices():
+    assert [predictions.num_devices(0, here) for here in (1, 3, 4, 8, 256)] == [1, 2, 4, 8, 8]
+    assert engine_gpu.fitting(16 << 30) == engine_gpu.LLAMA_1B and engine_gpu.fitting(32 << 30) == engine_gpu.LLAMA_8B
+    assert predictions.row("bytes", 2, 3, exact=True) == {
+        "unit": "bytes", "predicted": 2, "measured": 3, "ratio": 1.5, "kept": False,
+    }  # fmt: skip
 
 
 def test_attention_rows_compare_with_measured_limits(tmp_path, thorough):

@@ -29,9 +29,11 @@ def commands(text: str) -> list[list[str]]:
 def named() -> dict[str, list[list[str]]]:
     others = [path for path in (*TEXTS, *SOURCES) if path != Path(__file__)]
     found = {str(path.relative_to(ROOT)): commands(path.read_text()) for path in others}
-    script = (ROOT / "scripts" / "gpu_check").read_text()
-    lines = re.findall(r"^#   scripts/gpu_check((?: --?[\w-]+(?: [\w-]+)?)*)", script, re.M)
-    return found | {"scripts/gpu_check": [["gpu_check", *shlex.split(line)] for line in lines]}
+    for name in ("gpu_check", "tpu_check"):
+        script = (ROOT / "scripts" / name).read_text()
+        lines = re.findall(rf"^#   scripts/{name}((?: --?[\w-]+(?: [\w-]+)?)*)", script, re.M)
+        found[f"scripts/{name}"] = [[name, *shlex.split(line)] for line in lines]
+    return found
 
 
 def test_every_command_that_a_text_names_is_one():

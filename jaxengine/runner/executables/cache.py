@@ -7,6 +7,7 @@ jaxengine.runner.executables.executable_files decides which files may be loaded.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -15,14 +16,17 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jaxlib.version
+from jax.sharding import Mesh, NamedSharding
 
+from jaxengine.config.errors import ConfigError
 from jaxengine.config.user_code import UnknownCodeError, changed_code, code_digest
 from jaxengine.models.cache import kernel_modules, platform_of
 from jaxengine.models.kernel_rows import without_rows
+from jaxengine.runner.executables.bundle import Bundle, NewBundle
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
 from jaxengine.runner.executables.layer_chain import Executable, NotStorableError, compile_parts, load, serialize
 from jaxengine.runner.executables.program_sources import (
@@ -33,6 +37,9 @@ from jaxengine.runner.executables.program_sources import (
 )
 
 logger = logging.getLogger(__name__)
+
+# Where compiled programs are kept: a folder as ExecutableFiles takes it, or a bundle.
+Place = str | None | Bundle | NewBundle
 
 # Scatters and gathers of a few rows, which XLA:TPU would hand to the SparseCore and wait for.
 _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
@@ -84,13 +91,16 @@ class ExecutableCache:
       unused: rows of kernels, (operation, kind), that programs are compiled without. Part of the key.
     """
 
-    def __init__(self, directory: str | None, devices: Sequence[Any], *, family: type | None = None):
+    def __init__(self, place: Place, devices: Sequence[Any], *, family: type | None = None):
         """Open the cache folder.
 
-        directory: as ExecutableFiles takes it, with its ConfigError. devices: those that the programs run on. family:
-        the model's class; None for programs without a model. If the source of the class is unknown, or code without a
-        known source has changed jaxengine's own, nothing is stored; a warning says so.
+        place: as ExecutableFiles takes it, with its ConfigError; or a bundle, from which every program is then loaded,
+        or to which it is added. devices: those that the programs run on. family: the model's class; None for programs
+        without a model. If the source of the class is unknown, or code without a known source has changed jaxengine's
+        own, nothing is stored; a warning says so. With a bundle that is a ConfigError.
         """
+        bundle = self._bundle = place if isinstance(place, Bundle | NewBundle) else None
+        directory = place.cache_dir if isinstance(place, Bundle | NewBundle) else place
         self.num_compiled = 0
         self.num_loaded = 0
         self.on_compile: Callable[[], None] = lambda: None
@@ -98,17 +108,24 @@ class ExecutableCache:
         self._devices = devices
         self._traces, self._said_why = object(), False
         self._family = None if family is None else _source_file(family)
+        unknown, self._changed = "", ""
         if family is not None and self._family is None:
-            logger.warning("compiled steps of %s are not kept: its source is not in a file", family.__name__)
-            directory = ""
-        self._changed = ""
+            unknown = f"compiled steps of {family.__name__} are not kept: its source is not in a file"
         try:
             self._changed = code_digest(changed_code())
         except UnknownCodeError as error:
-            logger.warning("compiled steps are not kept: of jaxengine's changed code, %s", error)
+            unknown = f"compiled steps are not kept: of jaxengine's changed code, {error}"
+        if unknown and bundle is not None:
+            raise ConfigError.because("bundle", unknown, "leave bundle out")
+        if unknown:
+            logger.warning("%s", unknown)
             directory = ""
         self._files = ExecutableFiles(directory)
+        self._kept = bundle or _KeptPrograms(self._files)
         self._know_sources()
+        if bundle is not None:
+            digest = f"{_environment(devices[0], self._family)[0]} {self._changed}"
+            bundle.check_sources("programs" if family is None else family.__name__, digest)
 
     def get(
         self,
@@ -144,6 +161,8 @@ class ExecutableCache:
         compiled = self.compile(function, arguments, donate=donate, places=places)
         self.num_compiled += 1
         self._store(name, file, compiled)
+        if isinstance(self._bundle, NewBundle) and places is not None:
+            return cast(Executable, lambda: results)  # what will be allocated where the bundle is read
         return compiled
 
     def compile(
@@ -154,7 +173,7 @@ class ExecutableCache:
         places: a pytree of the results' shardings; None where they follow from the arguments.
         """
         backend = self._devices[0].platform
-        with _ENGINE(self._traces), without_rows(self.unused):
+        with _ENGINE(self._traces), without_rows(self.unused), self._devices_told((arguments, places)):
             traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
             in_parts = None
             if backend == "cpu" and len(self._devices) == 1:
@@ -162,16 +181,26 @@ class ExecutableCache:
                 in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
             return in_parts or compile_program(traced.lower(), backend)
 
+    def _devices_told(self, shapes: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which a program for a bundle is traced: for devices that are not here, kernels ask the
+        mesh in use which ones they are. shapes: a pytree that has the program's mesh.
+        """
+        shardings = (getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(shapes))
+        if not isinstance(self._bundle, NewBundle) or self._devices[0].platform == "cpu":
+            return contextlib.nullcontext()
+        meshes = (each.mesh for each in shardings if isinstance(each, NamedSharding))
+        return jax.set_mesh(next(mesh for mesh in meshes if isinstance(mesh, Mesh)))
+
     @property
     def environment(self) -> tuple[str, ...]:
         """Facts that the machine code of every program depends on: sources, versions, devices, flags."""
-        return *_environment(self._devices[0], self._family), *_compiler_options(), self._changed
+        return *_environment(self._devices[0], self._family), *compiler_flags(), self._changed
 
     def stored_bytes(
         self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
     ) -> int:
         """Return the size in bytes of a program's file, 0 if it has none. Arguments as of `get`."""
-        return len(self._files.read(self._file_name(name, arguments, results, donate, description)) or b"")
+        return self._kept.program_bytes(self._file_name(name, arguments, results, donate, description))
 
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
         """Return a number that follows from compiling a program, from a file if it is stored there, else computed and
@@ -181,21 +210,25 @@ class ExecutableCache:
         from 0 to 2**64 - 1; if it raises, nothing is stored.
         """
         file = self._file_name(name, arguments, (), (), description)
-        if (stored := self._files.read(file)) is not None:
-            return int.from_bytes(stored, "little")
-        self.on_compile()
-        number = compute()
-        self._files.write(file, number.to_bytes(8, "little"))
+        if (number := self._kept.number(name, file)) is None:
+            self.on_compile()
+            number = compute()
+            self._kept.add_number(file, number)
         return number
 
     def _file_name(
         self, name: str, arguments: Sequence[Any], results: Any, donate: tuple[int, ...], description: str
     ) -> str:
-        shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves((arguments, results))]
-        devices = [device.id for device in self._devices]
-        environment = *self.environment, sorted(self.unused)
-        structure = str(jax.tree.structure((arguments, results)))
-        return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
+        leaves, structure = jax.tree.flatten((arguments, results))
+        if self._bundle is None:
+            devices: Any = [device.id for device in self._devices]
+            environment = *self.environment, sorted(self.unused)
+            forms = [str(leaf.format) for leaf in leaves]
+        else:  # the bundle's facts are its environment; devices that are not there have no layouts
+            devices, environment = len(self._devices), sorted(self.unused)
+            forms = [str(getattr(leaf.sharding, "spec", None)) for leaf in leaves]
+        shapes = [(leaf.shape, str(leaf.dtype), form) for leaf, form in zip(leaves, forms, strict=True)]
+        return file_name(repr((environment, devices, name, donate, shapes, str(structure), description)))
 
     def _know_sources(self) -> None:
         """Compute the digest of our sources, and store their parsed imports in the cache folder for the next process.
@@ -211,27 +244,57 @@ class ExecutableCache:
             self._files.write(file, known_sources())
 
     def _load(self, name: str, file: str, in_tree: Any, out_tree: Any) -> Executable | None:
-        payload = self._files.read(file)
+        if isinstance(self._bundle, Bundle) and self.unused:
+            failed = ", ".join(sorted(f"{op} ({kind})" for op, kind in self.unused))
+            raise self._bundle.refused(f"its programs use kernels that failed their proof here: {failed}")
+        payload = self._kept.program(name, file)
         if payload is None:
             return None
         devices = tuple(self._devices)
         try:
             return load(payload, in_tree, out_tree, devices)
         except Exception as error:  # whatever the runtime dislikes about the file, compiling again is the answer
+            if isinstance(self._bundle, Bundle):
+                raise self._bundle.refused(f"the runtime does not load its program {name!r}: {error}") from error
             logger.warning("the executable %s (%s) cannot be used and is compiled again: %s", name, file, error)
             return None
 
     def _store(self, name: str, file: str, compiled: Executable) -> None:
-        if not self._files.can_keep():
+        if self._bundle is None and not self._files.can_keep():
             return
         try:
             payload = serialize(compiled)
         except NotStorableError as error:
+            if self._bundle is not None:
+                raise ConfigError.because("bundle", f"{name} cannot be stored: {error}", "build none") from None
             if not self._said_why:
                 logger.warning("%s is not stored, and is compiled at every start: %s", name, error)
             self._said_why = True
             return
-        self._files.write(file, payload)
+        self._kept.add_program(name, file, payload)
+
+
+class _KeptPrograms:
+    """Programs in a folder of executables, with the methods of a bundle."""
+
+    def __init__(self, files: ExecutableFiles):
+        self._files = files
+
+    def program(self, name: str, key: str) -> bytes | None:
+        return self._files.read(key)
+
+    def program_bytes(self, key: str) -> int:
+        return len(self._files.read(key) or b"")
+
+    def add_program(self, name: str, key: str, content: bytes) -> None:
+        self._files.write(key, content)
+
+    def number(self, name: str, key: str) -> int | None:
+        stored = self._files.read(key)
+        return None if stored is None else int.from_bytes(stored, "little")
+
+    def add_number(self, key: str, number: int) -> None:
+        self._files.write(key, number.to_bytes(8, "little"))
 
 
 def _source_file(family: type) -> Path | None:
@@ -258,7 +321,7 @@ def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
     )
 
 
-def _compiler_options() -> tuple[str, ...]:
+def compiler_flags() -> tuple[str, ...]:
     """Return the user's compiler flags (XLA_FLAGS, LIBTPU_INIT_ARGS, jax's optimisation switch), which
     affect the code.
     """

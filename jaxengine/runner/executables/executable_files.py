@@ -40,6 +40,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
+class NotTrusted(Exception):
+    """Raised for a file or folder that other users may have written."""
+
+
 class ExecutableFiles:
     """Storage of a user's executables: the folder they are kept in, and optionally one that an image
     shipped them in.
@@ -71,7 +75,7 @@ class ExecutableFiles:
                 self._use(_default_folder())
         except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
             self._why_not = str(error)
-        except _NotTrusted as error:
+        except NotTrusted as error:
             if named is not None and not self._folders:
                 raise ConfigError("compile_cache_dir", named, f"a folder of your own, or of root's: {error}") from None
             self._why_not = str(error)
@@ -119,7 +123,7 @@ class ExecutableFiles:
         """Open a folder for reading, after making it if it is missing; for writing, too, if it is this user's own,
         whose old files are then deleted.
 
-        Raises OSError if it cannot be opened or made, _NotTrusted if others may have written to it.
+        Raises OSError if it cannot be opened or made, NotTrusted if others may have written to it.
         """
         folder = _open_folder(path.absolute())
         self._folders.append(folder)
@@ -128,13 +132,38 @@ class ExecutableFiles:
             folder.prune()
 
 
+class ShippedFiles:
+    """A folder of files that were made elsewhere. It is only read."""
+
+    def __init__(self, path: Path, *, by_owner: bool):
+        """Open the folder.
+
+        by_owner: files are accepted by who can have written them, as in a folder of executables: this user or root.
+        False: the caller verifies what they hold. Raises OSError if there is none, and NotTrusted.
+        """
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))  # the walk would make it
+        self._by_owner, user = by_owner, os.geteuid()
+        at, sealed = _walk(path.absolute(), user)
+        try:
+            status = os.fstat(at)
+            if by_owner and (status.st_mode & _OTHERS_WRITE or status.st_uid not in (user, ROOT)):
+                raise NotTrusted(f"{path} is {_described(status)}")
+            if by_owner and status.st_uid != user and not sealed:
+                raise NotTrusted(f"{path} is root's, but others than root may write to a folder above it")
+            descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=at)
+        finally:
+            os.close(at)
+        self._folder = _Folder(path, descriptor, status.st_uid, None)
+        weakref.finalize(self, os.close, descriptor)
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of a file. Raises OSError, or if it is longer than `most` bytes, and NotTrusted."""
+        return self._folder.content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, most, self._by_owner)
+
+
 def file_name(key: str) -> str:
     """Return the file name for a key: its SHA-256 in hex with the suffix of executables."""
     return f"{hashlib.sha256(key.encode()).hexdigest()}{_SUFFIX}"
-
-
-class _NotTrusted(Exception):
-    """Raised for a file or folder that other users may have written."""
 
 
 class _Folder(NamedTuple):
@@ -152,10 +181,10 @@ class _Folder(NamedTuple):
 
     def read(self, name: str) -> bytes | None:
         try:
-            content = self._content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            content = self.content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
-        except (OSError, _NotTrusted) as error:
+        except (OSError, NotTrusted) as error:
             logger.warning("%s is passed over: %s", self.path / name, error)
             return None
         digest, payload = content[:_DIGEST_BYTES], content[2 * _DIGEST_BYTES :]
@@ -189,12 +218,12 @@ class _Folder(NamedTuple):
         """
         for _ in range(3):
             try:
-                key = self._content(_KEY, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, forbidden=_OTHERS)
+                key = self.content(_KEY, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, forbidden=_OTHERS)
                 if len(key) == _DIGEST_BYTES:
                     return key
             except FileNotFoundError:
                 pass
-            except _NotTrusted:
+            except NotTrusted:
                 os.unlink(_KEY, dir_fd=self.descriptor)
             else:
                 os.unlink(_KEY, dir_fd=self.descriptor)
@@ -216,20 +245,31 @@ class _Folder(NamedTuple):
                     if os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime < now - age:
                         os.unlink(name, dir_fd=self.descriptor)
 
-    def _content(self, name: str, flags: int, forbidden: int = _OTHERS_WRITE) -> bytes:
-        """Return the bytes of a file in this folder; in the user's own folder, also mark it as used now.
+    def content(
+        self,
+        name: str,
+        flags: int,
+        most: int | None = None,
+        by_owner: bool = True,
+        forbidden: int = _OTHERS_WRITE,
+    ) -> bytes:
+        """Return the bytes of a file in this folder; with a key, also mark it as used now.
 
-        flags: for os.open. forbidden: permission bits that the file must not have. Raises OSError, and _NotTrusted if
-        it is no regular file of the owner's or has forbidden permissions.
+        flags: for os.open. most: bytes that it may have; None for any number. forbidden: permission bits that it must
+        not have. Raises OSError, and NotTrusted if it is no regular file or, with by_owner, not the owner's or has
+        forbidden permissions.
         """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != self.owner or status.st_mode & forbidden:
-                raise _NotTrusted(f"it is {_described(status)}, not a file of uid {self.owner} alone")
+            is_owners = not by_owner or (status.st_uid == self.owner and not status.st_mode & forbidden)
+            if not stat.S_ISREG(status.st_mode) or not is_owners:
+                raise NotTrusted(f"it is {_described(status)}, not a file of uid {self.owner} alone")
+            if most is not None and status.st_size > most:
+                raise OSError(f"it has {status.st_size:,} bytes, and {most:,} were expected")
             if self.key is not None:
                 with contextlib.suppress(OSError):
                     os.utime(file.fileno())
-            return file.read()
+            return file.read() if most is None else file.read(most)
 
     def _write_temporary(self, content: bytes, mode: int) -> str:
         name = f"{_TEMPORARY}-{secrets.token_hex(8)}"
@@ -258,16 +298,16 @@ def _open_folder(path: Path) -> _Folder:
     """Open a folder, after making it if it is missing: the user's own, with its key read or made, or root's, without a
     key.
 
-    Its descriptor stays open. Raises OSError, and _NotTrusted if others may have written to it.
+    Its descriptor stays open. Raises OSError, and NotTrusted if others may have written to it.
     """
     user = os.geteuid()
     at, sealed = _walk(path, user)
     try:
         status = os.fstat(at)
         if status.st_mode & _OTHERS_WRITE or status.st_uid not in (user, ROOT):
-            raise _NotTrusted(f"{path} is {_described(status)}")
+            raise NotTrusted(f"{path} is {_described(status)}")
         if status.st_uid != user and not sealed:
-            raise _NotTrusted(f"{path} is root's, but others than root may write to a folder above it")
+            raise NotTrusted(f"{path} is root's, but others than root may write to a folder above it")
         folder = _Folder(path, os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=at), status.st_uid, None)
     finally:
         os.close(at)
@@ -289,7 +329,7 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
     files. Folders above the user's own are not checked for writers, who could only put files there that are not the
     user's or lack the key.
 
-    Raises OSError, and _NotTrusted for another user's link.
+    Raises OSError, and NotTrusted for another user's link.
     """
     rest, links, sealed = list(reversed(path.parts[1:])), 0, True
     at = os.open("/", os.O_PATH | os.O_DIRECTORY)
@@ -303,7 +343,7 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
                 os.close(next_at)
                 links += 1
                 if status.st_uid not in (user, ROOT):
-                    raise _NotTrusted(f"{part!r} in {path} is a link of uid {status.st_uid}'s")
+                    raise NotTrusted(f"{part!r} in {path} is a link of uid {status.st_uid}'s")
                 if links > _MAX_LINKS:
                     raise OSError(f"{path} has too many links")
                 rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Verdicts:
         self._files = ExecutableFiles(directory)
         self._about = list(environment[1:7])  # the rest is long, or says what flags were set
         self._name = f"{_PREFIX}{hashlib.sha256(repr(environment).encode()).hexdigest()[:32]}{_SUFFIX}"
+        self._lock = threading.Lock()
         self._here: dict[str, Any] | None = None  # what this process knows, if nothing can be kept
 
     def known(self) -> dict[str, dict[str, Any]]:
@@ -41,18 +43,19 @@ class Verdicts:
         return self._read()["verdicts"]
 
     def calls_of(self, engine: str) -> list[str] | None:
-        """Return the calls that an engine of this digest makes, if all of them have been judged and no proof of theirs
-        was cut off; else None.
-        """
+        """Return the calls that an engine of this digest makes, if all of them have been judged; else None."""
         found = self._read()
-        calls, running = found["engines"].get(engine), self.unfinished()
-        if calls is None or any(call not in found["verdicts"] or call in running for call in calls):
-            return None
-        return calls
+        calls = found["engines"].get(engine)
+        return None if calls is None or any(call not in found["verdicts"] for call in calls) else calls
 
     def unfinished(self) -> list[str]:
-        """Return the call of each note by a process that has ended since; a call occurs as often as it has notes."""
-        return [call for process, call in self._read()["running"].items() if process == _own() or not _lives(process)]
+        """Return the call of each note by a process that has ended since; a call occurs as often as it has notes.
+
+        A call with a verdict is finished, whatever notes were left of it.
+        """
+        found = self._read()
+        notes = [(process, call) for process, call in found["running"].items() if call not in found["verdicts"]]
+        return [call for process, call in notes if process == _own() or not _lives(process)]
 
     def begin(self, call: str) -> None:
         """Write down that this process begins the proof of a call."""
@@ -64,8 +67,12 @@ class Verdicts:
 
     def end(self, call: str, verdict: Mapping[str, Any]) -> None:
         """Write down a verdict; nothing of the call is unfinished then."""
-        self._change(lambda found: found["verdicts"].update({call: dict(verdict)}))
-        self.forget(call)
+
+        def change(found: dict[str, Any]) -> None:
+            found["verdicts"][call] = dict(verdict)
+            found["running"] = {process: each for process, each in found["running"].items() if each != call}
+
+        self._change(change)
 
     def forget(self, call: str) -> None:
         """Delete the notes that the proof of a call has begun."""
@@ -80,11 +87,12 @@ class Verdicts:
         self._change(lambda found: found["engines"].update({engine: list(calls)}))
 
     def _change(self, change: Any) -> None:
-        found = self._read()
-        change(found)
-        self._here = found
-        content = {"environment": self._about, **found}
-        self._files.write(self._name, json.dumps(content, indent=1).encode())
+        with self._lock:
+            found = self._read()
+            change(found)
+            self._here = found
+            content = {"environment": self._about, **found}
+            self._files.write(self._name, json.dumps(content, indent=1).encode())
 
     def _read(self) -> dict[str, Any]:
         return _parsed(self._files.read(self._name)) or self._here or {part: {} for part in _PARTS}

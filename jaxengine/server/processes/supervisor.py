@@ -40,6 +40,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _MAX_UNREADY_DEATHS = 8
 # Time beyond shutdown_timeout after which remaining processes are killed.
 _END_SECONDS = 10.0
+# Time for an engine's process, which ends by other means, to take notice of SIGTERM.
+_HEARS_SECONDS = 0.2
 # Time for a silent process to log its state before it is killed.
 _EXPLAIN_SECONDS = 2.0
 # Interval of the checks for silent processes.
@@ -153,6 +155,10 @@ class Supervisor:
                 while self._status is None:
                     self._wait(awake)
             finally:
+                if engines := [child for child in self._children if child.is_engine and child.process.poll() is None]:
+                    for child in engines:  # so that nobody takes the kernel that it may be proving for the reason
+                        child.process.terminate()
+                    time.sleep(_HEARS_SECONDS)
                 for child in self._children:
                     child.process.kill()
                 for child in self._children:

@@ -72,7 +72,6 @@ def compiler(model, tmp_path):
             skip=[],
             log=str(tmp_path / "log"),
             dumps=str(tmp_path / "dumps"),
-            bundle=None,
         )
         return compile.Compiler(request, lambda message: None)
 
@@ -105,19 +104,15 @@ def test_steps_with_drafts_and_adapters(compiler):
 
 def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     """Everything compiles and nothing is copied."""
-    base, bundle = str(tmp_path / "base.json"), tmp_path / "bundle"
+    base = str(tmp_path / "base.json")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     common = ["check", "--model", model, "--buckets", "short", *flags]
-    assert main([*common, "--save", base, "--bundle", str(bundle)]) == 0
+    assert main([*common, "--save", base]) == 0
     shown = capsys.readouterr()
     assert "mixed T=16 S=1" in shown.out and "FAIL" not in shown.out
     assert "cpu  1/" in shown.err
-    manifest = json.loads((bundle / "manifest.json").read_text())
-    for entry in manifest["executables"]:
-        assert (bundle / entry["file"]).stat().st_size == entry["serialized_bytes"]
     rows = json.loads(Path(base).read_text())["rows"]
     assert {row["program"] for row in rows if row["step"]} == {"decode S=1", "mixed T=16 S=1", "sample 1", "score 16"}
-    assert len(manifest["executables"]) == len(rows)
 
     # The same command against that baseline, a figure of it having got worse; nothing needs to be compiled again.
     monkeypatch.setattr(children, "check_target", lambda target, job, progress: rows)
@@ -255,7 +250,7 @@ def test_blocks_are_profiled_where_that_can_be(monkeypatch, name, runs):
         return [], {"num_pages": 1}
 
     monkeypatch.setattr(children, "_run", run)
-    job = children.Job("llama-3.1-8b:2", {}, None, True, None, True)
+    job = children.Job("llama-3.1-8b:2", {}, None, True, True)
     children.check_target(TARGETS[name], job, lambda *told: None)
     assert done == runs
 
@@ -263,7 +258,7 @@ def test_blocks_are_profiled_where_that_can_be(monkeypatch, name, runs):
 def test_a_compiler_that_dies_costs_one_program(tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(children, "_PROGRAM", (str(tmp_path / "fake.py"),))
-    job = children.Job("m", {}, None, True, None, False)
+    job = children.Job("m", {}, None, True, False)
     rows = children.check_target(children.Target("cpu", "cpu", "", 0, 0.0, 0.0, 0), job, lambda *told: None)
     assert [(row["program"], bool(row["failures"])) for row in rows] == [("a", False), ("b", True), ("c", False)]
     assert "status 134" in rows[1]["failures"][0] and "Check failed" in rows[1]["failures"][0]

@@ -19,7 +19,7 @@ from jaxengine.cluster.channel import (
     connect_channel,
     decode,
     encode,
-    read_key,
+    read_cluster_key,
 )
 from jaxengine.config.engine_config import ConfigError
 
@@ -173,12 +173,12 @@ def test_a_key_file_is_its_owners_alone(tmp_path):
     file = tmp_path / "key"
     file.write_bytes(b"  " + KEY + b"\n")
     os.chmod(file, 0o600)
-    assert read_key(str(file)) == KEY
+    assert read_cluster_key(str(file)) == KEY
     os.chmod(file, 0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        read_key(str(file))
+        read_cluster_key(str(file))
     os.chmod(file, 0o600)
     file.write_bytes(b"short")
     for wrong, said in ((str(file), "holds 5 bytes"), (None, "nnodes"), (str(tmp_path / "no"), "No such file")):
         with pytest.raises(ConfigError, match=said):
-            read_key(wrong)
+            read_cluster_key(wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ from jaxengine.check.roofline import step_work
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.plan.chips import CHIPS, Chips, read_chips
 from jaxengine.plan.model import open_planned
@@ -217,3 +219,36 @@ def test_a_plan_that_does_not_fit_leaves_less_than_nothing():
     model = open_planned(EngineConfig(model="llama-3.1-8b"), PLATFORMS["gpu"])
     plan = plan_split(model, Chips(CHIPS["t4"], 1), Split())
     assert isinstance(plan.error, ConfigError) and plan.parts()[LEFT] < 0 and plan.longest == 0
+
+
+def test_what_weights_lack_is_named(tmp_path, capsys):
+    """As the loader would name it: missing tensors, other shapes, other kinds of numbers, offsets beyond the file."""
+    folder = shutil.copytree(TINY_CHECKPOINT, tmp_path / "model")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def write(changed: dict, data: bytes = content[8 + length :]) -> None:
+        text = json.dumps(changed).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+    own = header[name]
+    rows, columns = own["shape"]
+    kept = {key: each for key, each in header.items() if key != name}
+    for changed, data, said in (
+        ({}, b"", "a tensor that the model needs is missing"),
+        (header | {name: own | {"shape": [columns, rows]}}, None, f"shape must be \\({rows}, {columns}\\)"),
+        (header | {name: own | {"dtype": "I32"}}, None, "floating-point numbers, got int32"),
+        (header | {name: own | {"dtype": "F16"}}, None, name),
+        (header | {name: own | {"data_offsets": [0, 2**60]}}, None, name),
+        (kept | {"model.layers.1.mlp.up.weight": own}, None, f"missing \\(at {name}"),
+        (header, content[8 + length : -4], "model.safetensors"),
+    ):
+        write(changed, *([] if data is None else [data]))
+        with pytest.raises(ModelFileError, match=said):
+            open_planned(EngineConfig(model=str(folder), skip_tokenizer_init=True), PLATFORMS["cpu"])
+    assert main(["plan", str(folder)]) == 2 and "model.safetensors" in capsys.readouterr().err
+    write(header)
+    open_planned(EngineConfig(model=str(folder), skip_tokenizer_init=True), PLATFORMS["cpu"]).close()

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
+import jax
 import pytest
 
 from jaxengine import LLM, SamplingParams
@@ -14,6 +19,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.kernel_proof import Verdict
 from jaxengine.runner import kernel_proof
+from jaxengine.runner.ends import ends_heard
 from jaxengine.runner.executables import verdicts
 from jaxengine.runner.executables.verdicts import Verdicts
 from jaxengine.runner.open import proven
@@ -154,3 +160,84 @@ def test_a_proof_that_took_long_is_not_tried_again(tmp_path):
     assert found.unfinished() == ["a", "a"]
     found.forget("a")
     assert found.unfinished() == []
+
+
+def test_a_note_that_was_left_costs_later_starts_nothing(tmp_path):
+    """As a timer writes it whose proof has just ended."""
+    found = Verdicts(str(tmp_path), ["digest", "jax"])
+    found.engine("engine", ["a"])
+    found.begin("a")
+    found.end("a", Verdict()._asdict())
+    found.takes_long("a")
+    later = Verdicts(str(tmp_path), ["digest", "jax"])
+    assert later.unfinished() == [] and later.calls_of("engine") == ["a"]
+
+
+def test_a_warning_is_written_before_the_verdict(monkeypatch, tmp_path):
+    """The timer's thread is at work when the proof ends."""
+    began, waits = threading.Event(), threading.Event()
+
+    class Slow(Verdicts):
+        def takes_long(self, call):
+            began.set()
+            waits.wait(5)
+            super().takes_long(call)
+
+    def judge(call, **options):
+        assert began.wait(5)
+        threading.Timer(0.05, waits.set).start()
+        return Verdict()
+
+    monkeypatch.setattr(kernel_proof, "_LONG", 0.01)
+    monkeypatch.setattr(kernel_proof, "judge", judge)
+    found, call = Slow(str(tmp_path), ["digest", "jax"]), kernel_proof.Call("op", "cpu", "kind", (), {})
+    proof = kernel_proof._Proof(found, False, False, jax.devices()[0], lambda *_: None)
+    kernel_proof._judge_all([call], proof)
+    (file,) = verdicts.all_verdicts(str(tmp_path))
+    assert file["running"] == {} and list(file["verdicts"]) == [kernel_proof._text(call, proof)]
+
+
+ENDS = """
+import ctypes, os, signal, sys, threading, time
+from jaxengine.runner.ends import ends_heard
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+try:
+    with ends_heard(lambda: print("heard", flush=True)):
+        if sys.argv[1] == "python":
+            time.sleep(20)
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        while True:  # the second time for ever, in C code, in which no handler of Python's runs
+            libc.pthread_mutex_lock(mutex)
+finally:
+    print("cleaned", flush=True)
+"""
+
+
+def test_sigterm_ends_a_proof(monkeypatch, tmp_path, make_llm):
+    for where, said in (("python", ["cleaned", "heard"]), ("c", ["heard"])):
+        done = subprocess.run([sys.executable, "-c", ENDS, where], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, sorted(done.stdout.split())) == (128 + signal.SIGTERM, said), done.stderr
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        ended = threading.Event()
+        with ends_heard(ended.set):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended.wait(5)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    stages = make_llm()._core.engine.runner.stages
+    monkeypatch.setattr(stages[0].executables, "unused", frozenset())
+
+    def judge(call, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    plant(monkeypatch)
+    monkeypatch.setattr(kernel_proof, "judge", judge)
+    with pytest.raises(SystemExit):
+        kernel_proof.prove_kernels(stages, "full", str(tmp_path), lambda done, total, what: None)
+    (found,) = verdicts.all_verdicts(str(tmp_path))
+    assert not found["running"] and not found["verdicts"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxengine.drafts.proposer import Drafts
-from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.cache import ExecutableCache, Place
 from jaxengine.runner.executables.layer_chain import Executable
 from jaxengine.runner.extension import StageExtension
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms
@@ -33,17 +33,17 @@ class Drafter(StageExtension):
     name, prefix = NAME, "draft"
     reads_message = True
 
-    def __init__(self, programs: DraftPrograms, params: Any, cache_dir: str | None):
+    def __init__(self, programs: DraftPrograms, params: Any, place: Place):
         """Prepare the programs. params: weights of the draft model or head, an nnx.State or its leaves, on the target's
         mesh.
 
-        cache_dir: the directory of the ExecutableCache, whose ConfigError is raised.
+        place: of the ExecutableCache, whose ConfigError is raised.
         """
         self.programs = programs
         self.models = [programs.model]
         devices = list(programs.target.mesh.devices.flat)
         self._backend = devices[0].platform
-        self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
+        self.executables = ExecutableCache(place, devices, family=type(programs.model))
         self.params = jax.tree.leaves(params)
         self._programs: dict[tuple[str, Bucket], Program] = {}
         self._compiled: dict[tuple[str, Bucket], Executable] = {}

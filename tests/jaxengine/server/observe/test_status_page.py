@@ -14,6 +14,7 @@ import time
 from html.parser import HTMLParser
 
 import httpx
+import jax
 import numpy as np
 import pytest
 import uvicorn
@@ -21,6 +22,7 @@ from starlette.responses import HTMLResponse
 
 from jaxengine.commands.cli import main
 from jaxengine.engine.status import MAX_CELLS, MAX_REQUESTS, page_map
+from jaxengine.runner.memory_bar import LEFT, parts_of, text_bar
 from jaxengine.scheduler.config import SchedulerConfig
 from jaxengine.scheduler.request import FinishReason, Request
 from jaxengine.scheduler.scheduler import Scheduler
@@ -95,6 +97,14 @@ async def test_what_the_page_is_told(app, chat_engine):
     assert after["compilations_since_ready"] == 0 and after["steps"]["count"] > status["steps"]["count"] - 1
     plan = chat_engine.core.runner.plan
     assert after["memory"]["weights"] == plan.weights and after["memory"]["kv_pages"] == plan.kv_bytes
+    drawn = dict(re.findall(r'data-bytes="(-?\d+)"><title>([^:]+):', after["memory"]["svg"]))
+    sizes = {purpose: int(size) for size, purpose in drawn.items()}
+    stage = chat_engine.core.runner.stages[0]
+    assert sizes["weights"] == sum(leaf.nbytes for leaf in stage.params)
+    assert sizes["kv_pages"] == sum(leaf.nbytes for leaf in jax.tree.leaves(stage.pages))
+    assert sizes.pop(LEFT) == plan.budget - sum(sizes.values())
+    bar, meant = text_bar(parts_of(plan), plan.total).splitlines()
+    assert len(bar.strip(" []")) <= 72 + len(sizes) and all(purpose in meant for purpose in sizes)
     assert after["memory"]["in_use"] > plan.weights and after["memory"]["counts"] == "process"
     assert sum(each["steps"] for each in after["buckets"]) == after["steps"]["count"]
 
@@ -213,7 +223,9 @@ def test_a_browser_shows_the_page(address, tmp_path):
     page = browse(f"{address}/seed", tmp_path)
     assert page.by_id("state")[1]["class"] == "live"
     # Markup in a value is text.
-    assert page.by_id("model")[2] == MODEL and not any(tag == "img" for tag, _, _ in page.all)
+    (plan,) = [attributes for tag, attributes, _ in page.all if tag == "img"]
+    assert page.by_id("model")[2] == MODEL and plan["id"] == "plan"
+    assert plan["src"].startswith("data:image/svg+xml,%3Csvg") and "weights: " in plan["alt"]
     texts = ["".join(text) for _, _, text in page.all]
     tiles = {title: texts[index + 1] for index, title in enumerate(texts) if page.all[index][0] == "h2"}
     assert re.fullmatch(r"[\d,]+ tok/s", tiles["Output"]) and tiles["Output"] != "0 tok/s"
@@ -221,7 +233,7 @@ def test_a_browser_shows_the_page(address, tmp_path):
     assert tiles["Compilations"] == "0" and tiles["Running"].isdigit() and tiles["KV in use"].endswith(" %")
     labels = {each[1]["aria-label"] for each in page.all if each[1].get("role") == "img"}
     assert any(label.startswith("160 pages: free ") for label in labels)
-    assert any(label.startswith("weights ") and "KV pages" in label for label in labels)
+    assert any(label.startswith("in use ") for label in labels)
     assert any(re.fullmatch(r"[\d,]+ tokens, [\d,]+ padding", label) for label in labels)
     assert any(label.startswith("tokens a second over ") for label in labels)
     assert {"decode S=8", "mixed T=64 S=8", "device idle"} <= set(texts)

@@ -1,5 +1,5 @@
-"""The checks of `scripts/gpu_check`: the engine, conformance on the device, attention, torch's attentions; one JSON
-file.
+"""The checks of `scripts/gpu_check` and `scripts/tpu_check`: predictions beside what is measured, the engine,
+conformance on the device, attention, torch's attentions; one JSON file.
 
 Before any of them, the packages that each section needs are imported: a section that lacks some is named and left out.
 Each section runs in a process of its own; one whose results do not grow for a while hangs: it is ended, its row is
@@ -51,14 +51,23 @@ class Section:
 JAX = ("jax", "numpy", "ml_dtypes")
 ENGINE = ("flax", "PIL", "h11", "jinja2", "msgspec", "safetensors", "tokenizers", "tqdm", "yaml")
 ATTENTION = ("-m", "benchmarks", "attention")
-SECTIONS = {
+BOTH = {
     "engine": Section(
         4,
         300.0,
         (*JAX, *ENGINE, "jaxengine.api.llm", "benchmarks.engine.engine_gpu"),
         ("-m", "benchmarks", "engine_gpu"),
     ),
+    "predictions": Section(
+        3,
+        300.0,
+        (*JAX, *ENGINE, "jaxengine.api.llm", "benchmarks.engine.predictions"),
+        ("-m", "benchmarks", "predictions"),
+    ),
     "conformance": Section(3, 60.0, (*JAX, "flax", "pytest")),
+}
+SECTIONS = {
+    **BOTH,
     "attention": Section(2, 90.0, (*JAX, "benchmarks.kernels.attention"), ATTENTION),
     "torch": Section(1, 90.0, (*JAX, "torch"), (*ATTENTION, "--of", "flashinfer", "sdpa", "flex")),
 }
@@ -76,38 +85,52 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    run_check("gpu_check", SECTIONS, args, recorder)
+
+
+def run_check(check: str, sections: dict[str, Section], args: Namespace, recorder: Recorder) -> None:
+    """Run the sections of a check, named as its files are. args: values of OPTIONS."""
     variables = {"JAX_PLATFORMS": args.platform} if args.platform else {}
     deadline = time.monotonic() + args.budget_s
-    chosen = [name for name in SECTIONS if args.only in (None, name)]
-    lacks = {name: lacking(SECTIONS[name].needs, **variables) for name in chosen}
+    chosen = [name for name in sections if args.only in (None, name)]
+    lacks = {name: lacking(sections[name].needs, **variables) for name in chosen}
     if args.lacking:
         print("\n".join(sorted({requirement(each) for errors in lacks.values() for each in errors if wanted(each)})))
         return
     print(lacking_table(lacks), flush=True)
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    take_over(args.resume, folder)
+    take_over(check, args.resume, folder)
     statuses = []
     for at, name in enumerate(chosen):
         if lacks[name]:
             status, about = "left out", {"lacks": lacks[name]}
         else:
-            weights = [SECTIONS[each].weight for each in chosen[at:] if not lacks[each]]
+            weights = [sections[each].weight for each in chosen[at:] if not lacks[each]]
             seconds = (deadline - time.monotonic()) * weights[0] / sum(weights)
             print(f"\n=== {name}, {seconds:.0f} s", flush=True)
-            status, about = begin(name, folder, seconds, args.tiny, **variables), {}
-        merge(folder, name, status, **about)
+            file = folder / f"{check}_{name}.json"
+            status, about = begin(sections[name], name, file, seconds, args.tiny, **variables), {}
+        merge(folder, check, name, status, **about)
         recorder.add({"section": name, "status": status, "kept": status != "failed"})
         statuses.append(status)
-    print(f"\n{folder / 'gpu_check.json'}")
+    if "predictions" in chosen:
+        print(predictions_table(folder / f"{check}_predictions.json"))
+    print(f"\n{folder / f'{check}.json'}")
     if not recorder.failed and {"left out", "cut"} & {*statuses}:
         recorder.finish()
         raise SystemExit(3)
 
 
-def take_over(earlier: str | None, folder: Path) -> None:
+def predictions_table(path: Path) -> str:
+    """Return the table of what was predicted and measured, line by line; "" if nothing was."""
+    found = [{"name": name, **row} for name, row in rows(path).items() if "predicted" in row]
+    return table([{key: "-" if value is None else value for key, value in row.items()} for row in found])
+
+
+def take_over(check: str, earlier: str | None, folder: Path) -> None:
     """Copy the result files of an earlier run's folder (None for none) that are not in `folder`."""
-    for file in Path(earlier).glob("gpu_check*.json") if earlier else ():
+    for file in Path(earlier).glob(f"{check}*.json") if earlier else ():
         if not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
 
@@ -132,7 +155,7 @@ def lacking(needs: tuple[str, ...], **variables: str) -> dict[str, str]:
 
     variables: of the process's environment.
     """
-    line = command("benchmarks.kernels.gpu_check:import_errors", names=needs)
+    line = command("benchmarks.kernels.device_check:import_errors", names=needs)
     environment = {**os.environ, **variables}
     try:
         done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=IMPORT_S)
@@ -175,29 +198,28 @@ def lacking_table(lacks: dict[str, dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def begin(name: str, folder: Path, seconds: float, tiny: bool, **variables: str) -> str:
+def begin(section: Section, name: str, out: Path, seconds: float, tiny: bool, **variables: str) -> str:
     """Run a section; return "complete", "failed" or "cut".
 
-    folder: for the results. seconds: that it may take. tiny: small cases, for a test. variables: of the environment.
+    out: file for the results. seconds: that it may take. tiny: small cases, for a test. variables: of the environment.
     """
-    section, out = SECTIONS[name], folder / f"gpu_check_{name}.json"
 
     def each() -> None:
-        merge(folder, name, "running")
+        merge(out.parent, out.stem.removesuffix(f"_{name}"), name, "running")
 
     if not section.words:
         selection = conformance.TINY if tiny else conformance.DEVICE
         return conformance.run(out, seconds, section.stall_s, selection, each, **variables)
-    return benchmark(name, out, seconds, tiny, each, **variables)
+    return benchmark(section, name, out, seconds, tiny, each, **variables)
 
 
-def benchmark(name: str, out: Path, seconds: float, tiny: bool, each: Any, **variables: str) -> str:
+def benchmark(section: Section, name: str, out: Path, seconds: float, tiny: bool, each: Any, **variables: str) -> str:
     """Run a section that is a benchmark until it ends or its time is over; if it hangs or crashes in a row, start it
     again after that row. Returns "complete", "failed" or "cut".
 
     out: its result file. each: called after every update of the file.
     """
-    section, deadline = SECTIONS[name], time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     line = [sys.executable, *section.words, "--save", str(out), *["--tiny"] * tiny]
     settle(out, "cut", 0.0)  # what was ended from outside
     while True:
@@ -245,12 +267,12 @@ def rows(path: Path) -> dict[str, Any]:
     return {row["name"]: {key: value for key, value in row.items() if key != "name"} for row in found}
 
 
-def merge(folder: Path, section: str, status: str, **about: Any) -> None:
-    """Put a section's results so far, with a status, into the file of all sections, gpu_check.json.
+def merge(folder: Path, check: str, section: str, status: str, **about: Any) -> None:
+    """Put a section's results so far, with a status, into the check's file of all sections.
 
     about: further entries of the section.
     """
-    path, part = folder / "gpu_check.json", folder / f"gpu_check_{section}.json"
+    path, part = folder / f"{check}.json", folder / f"{check}_{section}.json"
     whole = json.loads(path.read_text()) if path.exists() else {}
     if part.exists():
         whole["machine"] = {**whole.get("machine", {}), **json.loads(part.read_text())["machine"]}

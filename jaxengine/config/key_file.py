@@ -1,0 +1,33 @@
+"""Files that hold a secret of the operator's."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from jaxengine.config.errors import ConfigError
+
+HOW_TO_MAKE = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 600 key`"
+_LEAST, _MOST = 16, 4096
+
+
+def read_key(option: str, file: str) -> bytes:
+    """Return the key, 16 to 4096 bytes, from a file that only its user may access. option: that names the file.
+
+    Raises ConfigError, which names the option, for any other file.
+    """
+    try:
+        with Path(file).expanduser().open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            key = opened.read(_MOST + 1).strip()
+    except OSError as error:
+        problem = f"{option} {file!r} cannot be read ({error.strerror})"
+        raise ConfigError.because(option, problem, HOW_TO_MAKE) from None
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        problem = f"{option} {file!r} is not yours alone"
+        raise ConfigError.because(option, problem, f"own it and shut others out: chmod 600 {file}")
+    if not _LEAST <= len(key) <= _MOST:
+        problem = f"{option} {file!r} holds {len(key)} bytes, not {_LEAST} to {_MOST} random bytes"
+        raise ConfigError.because(option, problem, HOW_TO_MAKE)
+    return key

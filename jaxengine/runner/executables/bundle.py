@@ -1,0 +1,293 @@
+"""Bundles: a folder of compiled programs with a manifest, made on one machine and read on others.
+
+The manifest says what the programs were compiled for (`facts`, `options`, `model`, `sources`), what they are called,
+and the SHA-256 of each file, after which the file is named. Loading a program unpickles and runs it. So the manifest is
+verified first, by a signature or by who can have written it, and then each file by its digest, before either is parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.key_file import read_key
+from jaxengine.runner.executables.executable_files import NotTrusted, ShippedFiles
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+# Ends of names of facts that need not be equal: a number that may be larger here, a list that may be longer.
+AT_LEAST, AMONG = " (or newer)", " (or more)"
+_MOST_BYTES = 64 << 20  # of a manifest
+_MOST_NAMED = 4  # differences in a message
+# Part -> kind of its values.
+_PARTS = {"facts": object, "options": object, "model": str, "sources": str, "programs": list, "numbers": int}
+
+
+class About(NamedTuple):
+    """What programs are compiled for.
+
+    Attributes:
+      facts: versions, devices and flags, as jaxengine.runner.bundles has them; options: of the engine; model: fields of
+        its ModelConfig; all as JSON values by name.
+    """
+
+    facts: Mapping[str, Any]
+    options: Mapping[str, Any]
+    model: Mapping[str, str]
+
+
+class Bundle:
+    """A bundle that is read.
+
+    Attributes:
+      path: of the folder. cache_dir: the option compile_cache_dir, for all that is not in the bundle.
+      about: what it was made for; num_pages: KV pages of a replica; jaxengine: version that made it.
+    """
+
+    def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
+        """Open a folder, and read and verify its manifest.
+
+        key_file: of the secret that it must be signed with; None if its owner decides (ShippedFiles). Raises
+        ConfigError for a folder that is no bundle, is damaged, of another format, or not to be trusted.
+        """
+        self.path, self.cache_dir = path, cache_dir
+        key = None if key_file is None else read_key("bundle_key_file", key_file)
+        try:
+            self._files = ShippedFiles(Path(path).expanduser(), by_owner=key is None)
+            content = self._files.read(MANIFEST, _MOST_BYTES)
+        except NotTrusted as error:
+            advice = "make it your own or root's, or sign it and give bundle_key_file"
+            raise ConfigError.because("bundle", f"the bundle {path!r} is not to be trusted: {error}", advice) from None
+        except OSError as error:
+            problem = f"the bundle {path!r} cannot be read: {error.strerror or error}"
+            raise ConfigError.because("bundle", problem, "name a folder that `jaxengine build` wrote") from None
+        found = self._verified(content, key)
+        self.about = About(found["facts"], found["options"], found["model"])
+        self.num_pages: int = found["num_pages"]
+        self.jaxengine: str = found["jaxengine"]
+        self._sources, self._programs, self._numbers = found["sources"], found["programs"], found["numbers"]
+
+    def check(self, here: About) -> None:
+        """Raise ConfigError, which names what differs, if the programs are not for what is `here`. Options come first;
+        the error is then that of an option.
+        """
+        theirs, ours = self.about.options, here.options
+        if only := sorted(theirs.keys() ^ ours.keys()):
+            raise self.refused(f"jaxengine {self.jaxengine}, which built it, has other options: {only[0]}")
+        for name, built in theirs.items():
+            if not _same(built, own := ours[name]):
+                problem = f"{name} is {own!r}, and the bundle {self.path!r} was built with {built!r}"
+                raise ConfigError.because(name, problem, "give the same, or build a bundle with yours")
+        for part, owner in (("model", "the model's "), ("facts", "")):
+            built, own = getattr(self.about, part), getattr(here, part)
+            names = [name for name in {**built, **own} if not _fits(name, built.get(name), own.get(name))]
+            if names:
+                told = [f"{owner}{name}: {_difference(name, built, own)}" for name in names]
+                rest = f", and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
+                raise self.refused("; ".join(told[:_MOST_NAMED]) + rest)
+
+    def check_sources(self, name: str, digest: str) -> None:
+        """Raise ConfigError if the programs were traced from other sources. name: of the model's class."""
+        if (built := self._sources.get(name)) != digest:
+            problem = f"jaxengine's sources of {name} are not those of jaxengine {self.jaxengine} that built it"
+            raise self.refused(f"it has no {name}" if built is None else problem)
+
+    def program(self, name: str, key: str) -> bytes:
+        """Return a program, verified. Raises ConfigError if it is missing or damaged."""
+        if (entry := self._programs.get(key)) is None:
+            raise self.refused(f"it has no program {name!r} of the shapes that this engine needs")
+        _, digest, size = entry
+        try:
+            content = self._files.read(f"{digest}.xla", size)
+        except (OSError, NotTrusted) as error:
+            raise self.refused(f"its program {name!r} cannot be read: {error}") from None
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise self.refused(f"its program {name!r} is damaged: {digest}.xla has another digest")
+        return content
+
+    def program_bytes(self, key: str) -> int:
+        """Return the size of a program in bytes, 0 if it has none."""
+        return self._programs[key][2] if key in self._programs else 0
+
+    def add_program(self, name: str, key: str, content: bytes) -> None:
+        raise AssertionError("a bundle that is read has every program, or `program` raises")
+
+    def number(self, name: str, key: str) -> int:
+        """Return a number that was found when a program was compiled. Raises ConfigError if it is missing."""
+        if (found := self._numbers.get(key)) is None:
+            raise self.refused(f"it lacks the number {name!r} of a program that this engine needs")
+        return found
+
+    def add_number(self, key: str, number: int) -> None:
+        raise AssertionError("a bundle that is read has every number, or `number` raises")
+
+    def refused(self, why: str) -> ConfigError:
+        """Return the error of an engine that cannot use it. why: what is the matter with it."""
+        advice = "build one for this engine (`jaxengine build`), or leave bundle out"
+        return ConfigError.because("bundle", f"the bundle {self.path!r} cannot be used: {why}", advice)
+
+    def _verified(self, content: bytes, key: bytes | None) -> dict[str, Any]:
+        """Return the fields of a manifest. Nothing of it is parsed but its form before its signature is checked."""
+        body, _, end = content.partition(b"\n")  # one line of JSON, and one with what vouches for it
+        try:
+            seal = json.loads(end)
+            digest, code = seal["sha256"], seal["hmac_sha256"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise self.refused(f"its {MANIFEST} is none, or damaged") from None
+        if digest != hashlib.sha256(body).hexdigest():
+            raise self.refused(f"its {MANIFEST} is damaged: sha256 is that of another content")
+        if key is not None and not (isinstance(code, str) and hmac.compare_digest(code.encode(), _code(key, body))):
+            raise self.refused(f"hmac_sha256 of its {MANIFEST} is not by the key in bundle_key_file")
+        try:
+            found = json.loads(body)
+            format = found["format"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise self.refused(f"its {MANIFEST} has no format") from None
+        if format != FORMAT:
+            raise self.refused(f"its format is {format!r}, and this jaxengine reads {FORMAT}")
+        for part, kind in _PARTS.items():
+            own = found.get(part)
+            if not isinstance(own, dict) or not all(isinstance(each, kind) for each in own.values()):
+                raise self.refused(f"{part} of its {MANIFEST} are of another form")
+        for name, wanted in (("num_pages", int), ("jaxengine", str)):
+            if type(found.get(name)) is not wanted or found[name] in (0, ""):
+                raise self.refused(f"{name} of its {MANIFEST} is of another form")
+        for entry in found["programs"].values():
+            if list(map(type, entry)) != [str, str, int] or not _is_digest(entry[1]) or not 0 < entry[2] < 2**40:
+                raise self.refused(f"programs of its {MANIFEST} are of another form")
+        return found
+
+
+class NewBundle:
+    """A bundle that is being written: programs are added as they are compiled; the manifest comes last."""
+
+    def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
+        """Make the folder. key_file: of the secret to sign with; None to leave it unsigned.
+
+        Raises ConfigError for a folder that has files, unless they are a bundle, which is then replaced.
+        """
+        self.path, self.cache_dir = Path(path).expanduser(), cache_dir
+        self._key = None if key_file is None else read_key("bundle_key_file", key_file)
+        self._sources: dict[str, str] = {}
+        self._programs: dict[str, list[Any]] = {}
+        self._numbers: dict[str, int] = {}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            there = list(self.path.iterdir())
+            if there and not (self.path / MANIFEST).is_file():
+                raise ConfigError("out", path, "a new folder, an empty one, or a bundle, which is replaced")
+            (self.path / MANIFEST).unlink(missing_ok=True)  # what is half replaced is no bundle
+            for file in there:
+                if file.suffix == ".xla" and _is_digest(file.stem):
+                    file.unlink()
+        except OSError as error:
+            raise ConfigError.because("out", f"{path!r} cannot be written: {error.strerror}", "name another") from None
+
+    @property
+    def num_programs(self) -> int:
+        """Programs added so far."""
+        return len(self._programs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of their files."""
+        return sum({digest: size for _, digest, size in self._programs.values()}.values())
+
+    def check_sources(self, name: str, digest: str) -> None:
+        """Add the digest of the sources that programs are traced from. name: of the model's class."""
+        self._sources[name] = digest
+
+    def program(self, name: str, key: str) -> None:
+        """Return None: every program is compiled."""
+
+    def program_bytes(self, key: str) -> int:
+        """Return the size of an added program in bytes, 0 if there is none."""
+        return self._programs[key][2] if key in self._programs else 0
+
+    def add_program(self, name: str, key: str, content: bytes) -> None:
+        """Write a program. name: for messages. Raises OSError."""
+        digest = hashlib.sha256(content).hexdigest()
+        self._programs[key] = [name, digest, len(content)]
+        self._write(f"{digest}.xla", content)
+
+    def number(self, name: str, key: str) -> int | None:
+        """Return a number that was added, or None."""
+        return self._numbers.get(key)
+
+    def add_number(self, key: str, number: int) -> None:
+        """Add a number that was found when a program was compiled."""
+        self._numbers[key] = number
+
+    def finish(self, about: About, num_pages: int, jaxengine: str) -> None:
+        """Write the manifest. num_pages: KV pages of a replica. jaxengine: its version. Raises OSError."""
+        parts = {"sources": self._sources, "programs": self._programs, "numbers": self._numbers}
+        found = {"format": FORMAT, "jaxengine": jaxengine, "num_pages": num_pages, **about._asdict(), **parts}
+        write_manifest(self.path, found, self._key)
+
+    def _write(self, name: str, content: bytes) -> None:
+        with _replacing(self.path, name) as file:
+            file.write(content)
+
+
+def write_manifest(folder: Path, found: Mapping[str, Any], key: bytes | None) -> None:
+    """Write a manifest's fields, with their digest and, given a key, their code. Raises OSError."""
+    body = json.dumps(found, sort_keys=True).encode()
+    code = None if key is None else _code(key, body).decode()
+    seal = json.dumps({"sha256": hashlib.sha256(body).hexdigest(), "hmac_sha256": code}).encode()
+    with _replacing(folder, MANIFEST) as file:
+        file.write(body + b"\n" + seal + b"\n")
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path, name: str) -> Iterator[Any]:
+    """Context manager of a file that others may read, which takes its name when it is complete."""
+    descriptor, temporary = tempfile.mkstemp(prefix="tmp-", dir=folder)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o644)
+            yield file
+        os.replace(temporary, folder / name)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _code(key: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, b"jaxengine bundle\0" + body, "sha256").hex().encode()
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)
+
+
+def _same(built: Any, own: Any) -> bool:
+    return json.dumps(built, sort_keys=True) == json.dumps(own, sort_keys=True)
+
+
+def _fits(name: str, built: Any, own: Any) -> bool:
+    """Whether a fact here is one that programs were built for: "at least" a number, "among" what is there, or equal."""
+    if name.endswith(AT_LEAST) and all(isinstance(each, int | float) for each in (built, own)):
+        return built <= own < math.inf
+    if name.endswith(AMONG) and all(isinstance(each, list) for each in (built, own)):
+        return not _lacking(built, own)
+    return _same(built, own)
+
+
+def _lacking(built: list[Any], own: list[Any]) -> list[Any]:
+    return [each for each in built if each not in own]
+
+
+def _difference(name: str, built: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    there, here = (repr(each[name]) if name in each else "not known" for each in (built, own))
+    if name.endswith(AMONG) and name in own:
+        there, here = "more", f"without {', '.join(map(str, _lacking(built.get(name, []), own[name])))}"
+    return f"here {here}, there {there}"

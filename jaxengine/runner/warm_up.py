@@ -1,0 +1,36 @@
+"""Compilation of every program that serving can need, before anything is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jaxengine.runner.stage_runner import StageRunner
+
+Progress = Callable[[int, int, str], None]
+
+
+def warm_up(stages: Sequence[StageRunner], num_pages: int, progress: Progress, *, late: bool = False) -> None:
+    """Compile or load every executable of the stages, the costly ones first so that failures show early. Also sets the
+    size of each stage's pool.
+
+    num_pages: of a replica. progress: (programs done, of how many, name of the next). late: compile nothing, as with
+    enforce_eager; each is then made at its first use.
+    """
+    first, last = stages[0].programs, stages[-1]
+    buckets = [] if late else sorted(first.packer.buckets, reverse=True)
+    epilogues = [] if late else last.programs.epilogue_sizes()
+    own = [] if late else [(stage, *names) for stage in stages for names in stage.own_programs()]
+    total = len(buckets) * len(stages) + len(epilogues) + len(own)
+    for stage in stages:
+        stage.plan_pool(num_pages)
+    for index, bucket in enumerate(buckets):
+        for number, stage in enumerate(stages):
+            progress(index * len(stages) + number, total, str(bucket))
+            stage.compile_forward(bucket)
+    for index, (stage, extension, name) in enumerate(own):
+        progress(len(buckets) * len(stages) + index, total, name)
+        stage.program(extension, name)
+    for index, (name, size) in enumerate(epilogues):
+        progress(total - len(epilogues) + index, total, f"{name} {size}")
+        last.compile_epilogue(name, size)
+    progress(total, total, "ready")
