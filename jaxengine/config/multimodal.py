@@ -15,7 +15,7 @@ from jaxengine.config.values import plain, read_size, whole_number
 
 IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
-# Of models that attend to sounds.
+# Sounds, in prompts or for models that attend to them.
 AUDIO = "audio"
 # Default limit of seconds of a sound; transcriptions of longer ones are better asked for in parts.
 MAX_AUDIO_SECONDS = 7200
@@ -53,7 +53,8 @@ class MediaOptions:
       max_image_pixels: limit of a picture, or frame of a video, in pixels.
       max_media_pixels: limit of all pictures and frames of a prompt, in pixels; each takes three bytes.
       media_fetch_timeout: seconds within which a file must arrive from another host.
-      max_audio_seconds: limit of a sound, in seconds; an hour takes 230 MB.
+      max_audio_seconds: limit of all sounds of a prompt, or of one that is transcribed, in seconds; an hour takes 230
+        MB.
     """
 
     limit_mm_per_prompt: Mapping[str, Any] | str | None = None

@@ -168,12 +168,10 @@ class MediaInputs:
         kept = None if cache is None else cache.get(digest)
         cached = None if cache is None else kept is not None
 
-        config = self._config
-
         def make() -> Processed:
             if isinstance(value, Embeds):
                 return self._embedded(value)
-            return self._filled_up(self.processor.process(modality, value, options, config.max_encoder_patches))
+            return self._filled_up(self.processor.process(modality, value, options, self._most_patches))
 
         made = make() if kept is None else kept
         if cache is not None and kept is None:
@@ -194,8 +192,18 @@ class MediaInputs:
         rows, no_columns = np.arange(count, dtype=np.int32), np.zeros((0, count), np.int32)
         return Processed(given.values, no_columns, rows, count, grid)
 
+    @property
+    def _most_patches(self) -> int:
+        """Return the limit of an item's patches: a sound is encoded window by window, so all that a prompt has room
+        for.
+        """
+        config = self._config
+        return (config.max_model_len - 1) * self._tower.merge if self._tower.hears else config.max_encoder_patches
+
     def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
         config = self._config
+        if self._tower.hears:  # by its processor
+            return
         if not is_embedded:
             check_room(modality, len(found.patches), config.max_encoder_patches)
         if found.num_rows > config.num_encoder_rows:
