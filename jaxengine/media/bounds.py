@@ -48,7 +48,8 @@ class SecondsBudget:
         with self._lock:
             self._taken += seconds
             if self._taken > self._most + _ROUNDING:
-                raise MediaError(f"makes the sounds of its prompt longer than {self._most} seconds (max_audio_seconds)")
+                problem = f"makes the sounds of its prompt longer than {self._most} seconds"
+                raise MediaError(f"{problem} (max_audio_seconds, or what max_model_len has room for)")
 
 
 class TimedFile(io.BytesIO):

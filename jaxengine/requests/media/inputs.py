@@ -8,16 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.config.multimodal import AUDIO, MediaOptions
 from jaxengine.media.embeds import Embeds
 from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.parts import check_parts
 from jaxengine.media.processor import MediaProcessor, Processed, check_room
+from jaxengine.media.processors.log_mel import HOP
+from jaxengine.media.samples import RATE
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.requests.media.cache import MediaCache, ProcessorCache
 from jaxengine.scheduler.errors import RequestError, show_value
@@ -91,7 +95,7 @@ class MediaInputs:
         self.processor = processor
         size = config.mm_processor_cache_bytes
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
-        self.reader = MediaReader(processor, config)
+        self.reader = MediaReader(processor, _heard(config, processor, tower))
         self._tower, self._row_size = tower, tower.num_parts * hidden_size if hidden_size else 0
         self._config = config
 
@@ -223,6 +227,17 @@ class MediaInputs:
             columns=np.pad(item.columns, ((0, 0), (0, missing)), constant_values=-1),
             rows=np.pad(item.rows, (0, missing // self._tower.merge), constant_values=-1),
         )
+
+
+def _heard(config: ResolvedConfig, processor: MediaProcessor, tower: TowerConfig) -> MediaOptions:
+    """Return the limits of media, with that of sounds as what a prompt has room for where it is below the option: what
+    is too long is then not decoded to its end.
+    """
+    if not tower.hears:
+        return config
+    windows = -(-(config.max_model_len - 1) // processor.largest(AUDIO).num_rows)
+    most = windows * tower.unit * HOP // RATE
+    return replace(config, max_audio_seconds=max(1, min(config.max_audio_seconds, most)))
 
 
 def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:
