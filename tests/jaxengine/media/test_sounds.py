@@ -122,3 +122,26 @@ def test_sounds_of_a_prompt_share_their_seconds():
         read_of_prompt(half, OPTIONS, budget)
     with pytest.raises(MediaError, match="makes the sounds of its prompt longer than 30 seconds"):
         read_of_prompt(half[:1000], OPTIONS, budget)
+
+
+def test_a_small_file_of_much_silence_is_not_decoded_to_its_end():
+    av = pytest.importorskip("av")
+    file, silence = io.BytesIO(), np.zeros((1, 48000), np.int16)
+    with av.open(file, "w", format="flac") as writer:
+        stream = writer.add_stream("flac", rate=48000, layout="mono")
+        for _ in range(60):
+            frame = av.AudioFrame.from_ndarray(silence, format="s16", layout="mono")
+            frame.sample_rate = 48000
+            writer.mux(stream.encode(frame))
+        writer.mux(stream.encode(None))
+    assert len(file.getvalue()) < 50_000
+    taken = []
+
+    class Budget(SecondsBudget):
+        def take(self, seconds: float) -> None:
+            taken.append(seconds)
+            super().take(seconds)
+
+    with pytest.raises(MediaError, match="longer than 2 seconds"):
+        read_of_prompt(file.getvalue(), OPTIONS, Budget(2))
+    assert 2 < sum(taken) < 3
