@@ -79,11 +79,16 @@ from jaxengine.models.families.olmoe import OlmoeForCausalLM
 from jaxengine.models.families.phi3 import Phi3ForCausalLM
 from jaxengine.models.families.phimoe import PhiMoEForCausalLM
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
+from jaxengine.models.families.qwen2_audio import (
+    Qwen2AudioForConditionalGeneration,
+    VoxtralForConditionalGeneration,
+)
 from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM
 from jaxengine.models.families.qwen2_vl import Qwen2_5_VLForConditionalGeneration, Qwen2VLForConditionalGeneration
 from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
 from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 from jaxengine.models.families.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration
+from jaxengine.models.families.qwen3_asr import Qwen3ASRForConditionalGeneration
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM
 from jaxengine.models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
@@ -133,6 +138,9 @@ MODELS: dict[str, type[CausalLM]] = {
     "Exaone4ForCausalLM": Exaone4ForCausalLM,
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
     "WhisperForConditionalGeneration": WhisperForConditionalGeneration,
+    "Qwen2AudioForConditionalGeneration": Qwen2AudioForConditionalGeneration,
+    "VoxtralForConditionalGeneration": VoxtralForConditionalGeneration,
+    "Qwen3ASRForConditionalGeneration": Qwen3ASRForConditionalGeneration,
     "NemotronForCausalLM": NemotronForCausalLM,
     "ApertusForCausalLM": ApertusForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 # The modality of what comes encoded.
 EMBEDS = "embeds"
+AUDIO = "audio"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -56,10 +58,31 @@ class MediaItem:
         """Return the position after its last one."""
         return int(self.positions[-1]) + 1
 
+    def in_windows(self, unit: int, merge: int) -> Iterator[MediaItem]:
+        """Yield the item in parts of `unit` patches, in order: itself if it has no more. merge: patches of a row."""
+        count = len(self.patches)
+        if self.modality != AUDIO or count <= unit:
+            yield self
+            return
+        begin = 0
+        for number, first in enumerate(range(0, count, unit)):
+            span, rows = slice(first, first + unit), self.rows[first // merge : (first + unit) // merge]
+            end = begin + int((rows >= 0).sum())
+            yield MediaItem(
+                modality=self.modality,
+                digest=hashlib.sha256(self.digest + number.to_bytes(4, "little")).digest(),
+                positions=self.positions[begin:end],
+                patches=self.patches[span],
+                columns=self.columns[:, span],
+                rows=np.where(rows < 0, -1, rows - begin).astype(np.int32),
+                cached=None if number else self.cached,
+            )
+            begin = end
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Media:
-    """All images and videos of a prompt.
+    """All images, videos and sounds of a prompt.
 
     Attributes:
       items: in the prompt's order, at least one.
@@ -76,6 +99,12 @@ class Media:
     def end(self) -> int:
         """Return the position after the last item; later tokens need nothing from here but rope_delta."""
         return self.items[-1].end
+
+    def in_windows(self, unit: int, merge: int) -> Media:
+        """Return the same with sounds in parts that are encoded by themselves, see MediaItem.in_windows: a step need
+        not encode all of a long one.
+        """
+        return replace(self, items=tuple(part for item in self.items for part in item.in_windows(unit, merge)))
 
     def marks(self, page_size: int) -> dict[int, bytes]:
         """Return, by page number, bytes that distinguish each page with embeddings from other pages with the same

@@ -61,6 +61,9 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "HunYuanDenseV1ForCausalLM": ("tencent/Hunyuan-0.5B-Instruct", "tencent/Hunyuan-7B-Instruct"),
     "Mistral3ForConditionalGeneration": ("mistralai/Mistral-Small-3.1-24B-Instruct-2503",),
     "WhisperForConditionalGeneration": ("openai/whisper-large-v3-turbo", "openai/whisper-tiny"),
+    "Qwen2AudioForConditionalGeneration": ("Qwen/Qwen2-Audio-7B-Instruct", "Qwen/Qwen2-Audio-7B"),
+    "VoxtralForConditionalGeneration": ("mistralai/Voxtral-Mini-3B-2507", "mistralai/Voxtral-Small-24B-2507"),
+    "Qwen3ASRForConditionalGeneration": ("Qwen/Qwen3-ASR-1.7B", "Qwen/Qwen3-ASR-0.6B"),
     "LlavaForConditionalGeneration": (
         "llava-hf/llava-1.5-7b-hf",
         "llava-hf/llava-interleave-qwen-0.5b-hf",

@@ -189,7 +189,7 @@ types](quantization.md#gguf-files) that weights are stored in; dequantised at lo
 `quantization="gguf"`), or from the output of `jaxengine convert`. Models run in float32 or bfloat16, also with
 [quantised weights](quantization.md) and [adapters](lora.md). Families with a vision tower take
 [images and videos](media.md), but for Gemma 3n and Kimi K2.5, which read text alone. Whisper transcribes
-[sounds](audio.md).
+[sounds](audio.md); Qwen2-Audio, Voxtral and Qwen3-ASR take them in their prompts.
 
 **Tokenizers** are read from `tokenizer.json`, from vocabularies of SentencePiece, tiktoken and BERT, and from GGUF
 files; see [Tokenizers](tokenizers.md).

@@ -225,10 +225,12 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
 
 
 def largest_pictures(model: ModelConfig) -> list[tuple[int, int]]:
-    """Return [(embeddings, patches)] assumed for the largest image, as a check has no processor; [] without a vision
-    tower.
+    """Return [(embeddings, patches)] assumed for the largest image, or of one window of a sound, as a check has no
+    processor; [] without a tower.
     """
     if model.tower is None:
         return []
+    if model.tower.hears:
+        return [(model.tower.unit // model.tower.merge, model.tower.unit)]
     patches = -(-_MOST_PATCHES // model.tower.unit) * model.tower.unit
     return [(patches // model.tower.merge, patches)]

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.multimodal import AUDIO, IMAGE
 
 if TYPE_CHECKING:
     from jaxengine.config.platforms import Platform
     from jaxengine.models.config.model_config import ModelConfig
+    from jaxengine.models.config.tower import TowerConfig
 
 # Caches of preprocessed pictures; names as in vLLM's guide to optimisation.
 OFF, PROCESSOR, KEY_REPLICATED, SHARED_MEMORY = KINDS = ("off", "processor", "key-replicated", "shared memory")
@@ -25,7 +27,8 @@ _PLACES = {
 CACHE_TYPES = ("lru", "shm")
 TP_MODES = ("weights", "data")
 _MAX = 2**20
-_BLIND = "let it read text only: limit_mm_per_prompt image=0"
+# Windows of sounds that a step encodes at most, where its tokens have room for as many.
+_WINDOWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ def settle_encoder(
 ) -> dict[str, Any]:
     """Return num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig, by name.
 
-    The result is empty without a vision tower. Raises ConfigError for options that the tower does not allow.
+    The result is empty without a tower. Raises ConfigError for options that the tower does not allow.
 
     chosen: the other fields of ResolvedConfig, by name. sizes: (embeddings, patches) of the largest item of each
       modality that requests may contain; at least one, unused without a vision tower.
@@ -119,12 +122,9 @@ def settle_encoder(
         from jaxengine.config.sounds import settle_sounds
 
         return settle_sounds(chosen, model, platform)
-    room = chosen["max_model_len"] - 1
-    most_rows = max(min(rows, room) for rows, _ in sizes)
-    most_patches = max(min(patches, room * tower.merge) for _, patches in sizes)
-    if (asked := chosen["max_num_batched_encoder_tokens"]) is not None:
-        most_rows, most_patches = min(most_rows, asked), asked * tower.merge
+    most_rows, most_patches = _most_encoded(chosen, tower, sizes)
     whole = tower.attends_both_ways or chosen["disable_chunked_mm_input"]
+    blind = f"let it read text only: limit_mm_per_prompt {AUDIO if tower.hears else IMAGE}=0"
     # Decodes come first: they must leave room for a picture that is not split.
     tokens = chosen["long_prefill_token_threshold"] or chosen["max_num_batched_tokens"]
     least = chosen["max_num_seqs"] + most_rows if whole else 2
@@ -135,12 +135,31 @@ def settle_encoder(
         ("long_prefill_token_threshold", whole and tokens < most_rows, f"give at least {most_rows}, or 0"),
     ):
         if wrong:
-            problem = f"{name} is {chosen[name]}, which this model does not support with pictures"
-            raise ConfigError.because(name, problem, f"{advice}, or {_BLIND}")
+            kind = "sounds" if tower.hears else "pictures"
+            problem = f"{name} is {chosen[name]}, which this model does not support with {kind}"
+            raise ConfigError.because(name, problem, f"{advice}, or {blind}")
     if tower.attends_both_ways and platform.name == "tpu":
         problem = f"{model.architecture} attends to pictures in both directions, which the TPU kernels do not"
-        raise ConfigError.because("limit_mm_per_prompt", problem, _BLIND)
+        raise ConfigError.because("limit_mm_per_prompt", problem, blind)
     rows = chosen["encoder_cache_size"] or max(2 * most_rows, chosen["max_num_batched_tokens"])
     patches = -(-most_patches // tower.unit) * tower.unit
     limits = {"num_encoder_rows": rows, "max_encoder_patches": patches}
     return {**limits, "whole_pictures": whole, "uses_mrope": model.sees_places}
+
+
+def _most_encoded(chosen: Mapping[str, Any], tower: TowerConfig, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the most (embeddings, patches) that a step encodes. Raises ConfigError for a limit below one window of a
+    sound. Arguments as of settle_encoder.
+    """
+    asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
+    if tower.hears:
+        window = max(rows for rows, _ in sizes)
+        for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):
+            if chosen[name] is not None and chosen[name] < window:
+                raise ConfigError(name, chosen[name], f"at least {window}, the embeddings of one window of a sound")
+        most = chosen["max_num_batched_tokens"] if asked is None else asked
+        count = max(1, min(most // window, _WINDOWS if asked is None else most))
+        return window, count * tower.unit
+    most_rows = max(min(rows, room) for rows, _ in sizes)
+    most_patches = max(min(patches, room * tower.merge) for _, patches in sizes)
+    return (most_rows, most_patches) if asked is None else (min(most_rows, asked), asked * tower.merge)

@@ -16,7 +16,7 @@ from jaxengine.config.values import plain, read_size, whole_number
 
 IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
-# Of models that attend to sounds.
+# Sounds, in prompts or for models that attend to them.
 AUDIO = "audio"
 # Default limit of seconds of a sound; transcriptions of longer ones are better asked for in parts.
 MAX_AUDIO_SECONDS = 7200
@@ -57,7 +57,8 @@ class MediaOptions:
       media_fetch_timeout: seconds within which a file must arrive from another host.
       media_proxy: an HTTP proxy through which hosts are reached, as http://HOST:PORT; "" for none. It is asked to
         CONNECT to an address: names are looked up here, and private addresses refused, as without one.
-      max_audio_seconds: limit of a sound, in seconds; an hour takes 230 MB.
+      max_audio_seconds: limit of all sounds of a prompt, or of one that is transcribed, in seconds; an hour takes 230
+        MB.
     """
 
     limit_mm_per_prompt: Mapping[str, Any] | str | None = None

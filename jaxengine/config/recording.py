@@ -99,7 +99,7 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
         (
-            f'{model.architecture} sees pictures (limit_mm_per_prompt={{"image": 0}} leaves them out)',
+            f"{model.architecture} takes images or sounds (language_model_only leaves them out)",
             model.tower is not None,
         ),
         (f"layers of {model.architecture} keep pages of different sizes", not model.has_equal_pages),

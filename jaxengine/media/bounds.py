@@ -1,4 +1,4 @@
-"""Limits of a prompt's media: pixels in total, and processor time per file."""
+"""Limits of a prompt's media: pixels and seconds in total, and processor time per file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ MAX_SECONDS = 10.0
 MAX_READS = 1_000_000
 # Limit of the bytes that a decoder reads, as a multiple of the file's: animations are gone through three times.
 MAX_PASSES = 8
+# Of seconds that are added up.
+_ROUNDING = 1e-3
 
 
 class PixelBudget:
@@ -31,6 +33,23 @@ class PixelBudget:
                 problem = f"has {pixels} pixels, which makes {self._taken + pixels} in one prompt"
                 raise MediaError(f"{problem}; allowed are {self._most} (max_media_pixels)")
             self._taken += pixels
+
+
+class SecondsBudget:
+    """Seconds that the sounds of one prompt may last in total. Thread-safe."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._taken = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, seconds: float) -> None:
+        """Takes `seconds` from the budget. Raises MediaError if it does not suffice."""
+        with self._lock:
+            self._taken += seconds
+            if self._taken > self._most + _ROUNDING:
+                problem = f"makes the sounds of its prompt longer than {self._most} seconds"
+                raise MediaError(f"{problem} (max_audio_seconds, or what max_model_len has room for)")
 
 
 class TimedFile(io.BytesIO):

@@ -177,7 +177,7 @@ def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
     return {
         "Host": named if port == _PORTS[scheme] else f"{named}:{port}",
         "User-Agent": f"jaxengine/{__version__}",
-        "Accept": "image/*, video/*",
+        "Accept": "image/*, video/*, audio/*",
         "Accept-Encoding": "identity",
         "Connection": "close",
     }

@@ -1,4 +1,4 @@
-"""Fetches, decodes and preprocesses the images and videos of a prompt on threads, off the event loop.
+"""Fetches, decodes and preprocesses the images, videos and sounds of a prompt on threads, off the event loop.
 
 Limits how many are processed at once per process, and how many may wait. Clients take turns (turns.py): none of them
 has more than half of the threads or of the places in line.
@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.config.multimodal import AUDIO, IMAGE, MODALITIES, VIDEO, MediaOptions
-from jaxengine.media.bounds import PixelBudget
+from jaxengine.media.bounds import PixelBudget, SecondsBudget
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import fetch, scheme_of
@@ -31,6 +31,7 @@ from jaxengine.turns import OWNER, FairThreads, share_of
 _MAX_WAITING = 256
 _ALL = (*MODALITIES, AUDIO)
 MultiModalData = dict[str, list[Any]]
+_Budget = tuple[PixelBudget, SecondsBudget]
 _T = TypeVar("_T")
 
 
@@ -92,13 +93,13 @@ class MediaLoader:
         own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
         if own and own + count > share:
             whose = "" if owner is None else " of this client"
-            raise OverloadedError(f"{own} pictures and videos{whose} wait to be read; try again later")
+            raise OverloadedError(f"{own} pictures, videos and sounds{whose} wait to be read; try again later")
         # Nobody takes more than a share from the others, however many parts one prompt has.
         others = sum(
             min(waiting, share_of(each, _MAX_WAITING)) for each, waiting in self._num_waiting.items() if each != owner
         )
         if others and others + own + min(count, share) > _MAX_WAITING:
-            raise OverloadedError(f"{others + own} pictures and videos wait to be read; try again later")
+            raise OverloadedError(f"{others + own} pictures, videos and sounds wait to be read; try again later")
 
     def _count_done(self, owner: str | None) -> None:
         self._num_waiting[owner] -= 1
@@ -106,7 +107,7 @@ class MediaLoader:
             del self._num_waiting[owner]
 
     def _submit(self, parts: Sequence[MediaPart]) -> list[Future[Any]]:
-        budget = PixelBudget(self._options.max_media_pixels)
+        budget = PixelBudget(self._options.max_media_pixels), SecondsBudget(self._options.max_audio_seconds)
         return [
             self._fetchers.submit(self._fetch, part, budget)
             if isinstance(part.source, str) and scheme_of(part.source) in ("http", "https")
@@ -114,23 +115,24 @@ class MediaLoader:
             for part in parts
         ]
 
-    def _fetch(self, part: MediaPart, budget: PixelBudget) -> Any:
+    def _fetch(self, part: MediaPart, budget: _Budget) -> Any:
         try:
             data = fetch(part.source, self._options)
         except MediaError as error:
             raise part.refusal(error) from None
         return self._decoders.submit(self._read, part, data, budget).result()
 
-    def _read(self, part: MediaPart, source: Any, budget: PixelBudget) -> Any:
+    def _read(self, part: MediaPart, source: Any, budget: _Budget) -> Any:
         try:
             if isinstance(source, str):
                 source = fetch(source, self._options)
             if isinstance(source, GivenEmbeds):
                 return read_embeds(source, self._options)
+            pixels, seconds = budget
             if part.modality == AUDIO:
-                return read_sound(source, self._options)
+                return read_sound(source, self._options, seconds)
             reader = read_image if part.modality == IMAGE else read_video
-            return reader(source, self._options, budget)
+            return reader(source, self._options, pixels)
         except MediaError as error:
             raise part.refusal(error) from None
 

@@ -1,7 +1,7 @@
-"""Pictures and videos in chat messages, in the forms of several APIs.
+"""Pictures, videos and sounds in chat messages, in the forms of several APIs.
 
-They are taken out of the messages and replaced by {"type": "image"} and {"type": "video"}, which chat templates expect.
-Nothing is fetched or decoded.
+They are taken out of the messages and replaced by {"type": "image"}, {"type": "video"} and {"type": "audio"}, which
+chat templates expect. Nothing is fetched or decoded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import check_source
 from jaxengine.scheduler.errors import RequestError, show_value
 
-# Roles whose messages may contain pictures: the model's own answers are text.
+# Roles whose messages may contain media: the model's own answers are text.
 ROLES = ("user", "system", "developer", "tool")
 _DETAILS = ("auto", "low", "high", "original")
 _TEXTS = ("text", "refusal")
+# Values of a sound's `format`; the file's first bytes say what it is.
+_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "mp4", "m4a", "aac", "webm")
 
 
 class MediaModel(Protocol):
@@ -37,11 +39,11 @@ class MediaModel(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MediaPart:
-    """Image or video as received.
+    """Image, video or sound as received.
 
     Attributes:
       modality: "image", "video" or "audio".
-      source: an address (data:, https:, file:), or a value for read_image or read_video.
+      source: an address (data:, https:, file:), or a value for read_image, read_video or read_sound.
       where: its path for errors, "messages[1].content[2].image_url".
       param: the field of the request that contains it.
     """
@@ -77,11 +79,13 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
       {"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...} or {"type": "url", "url": ...}},
       {"type": "image", "image": or "url": ...}, {"type": "image_pil", "image_pil": ...},
       {"type": "image_embeds", "image_embeds": base64 or {"image_embeds": base64, "image_grid_thw": [t, h, w]}},
-      {"type": "video_url", "video_url": {"url": ...} or the address}, {"type": "video", "video": or "url": ...}.
-    A value that is not an address can only come from Python, and is one for read_image or read_video.
+      {"type": "video_url", "video_url": {"url": ...} or the address}, {"type": "video", "video": or "url": ...},
+      {"type": "input_audio", "input_audio": {"data": base64, "format": a name of _FORMATS}},
+      {"type": "audio_url", "audio_url": {"url": ...} or the address}, {"type": "audio", "audio": or "url": ...}.
+    A value that is not an address can only come from Python, and is one for read_image, read_video or read_sound.
 
     Raises RequestError for a part that cannot be used, before anything is fetched, and for one of another type, such as
-    audio, unless a text-only model gets no media beside it.
+    a file, unless a text-only model gets no media beside it.
     """
     parts: list[MediaPart] = []
     if not isinstance(messages, (list, tuple)):
@@ -123,9 +127,9 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
         param = place.partition("[")[0].partition(".")[0]
         if message.get("role") not in ROLES:
             allowed = f"messages of {', '.join(ROLES)}"
-            raise RequestError(f"{place} is a picture or video; allowed are they in {allowed}", param=param)
+            raise RequestError(f"{place} is a picture, video or sound; allowed are they in {allowed}", param=param)
         if part.get("uuid") is not None:
-            text = f"{place}.uuid is given; pictures are identified by their content, not by names"
+            text = f"{place}.uuid is given; media are identified by their content, not by names"
             raise RequestError(text, param=param)
         modality, key, source = reader(part, place, param)
         parts.append(MediaPart(modality, source, f"{place}.{key}", param))
@@ -134,7 +138,7 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
 
 
 def _check_types(content: Sequence[Any], where: str) -> None:
-    """Raise RequestError for a part of a message's content of a type that no model here takes, such as audio.
+    """Raise RequestError for a part of a message's content of a type that no model here takes, such as a file.
 
     where: path of the content in the request, for the message.
     """
@@ -215,6 +219,26 @@ def _video(part: Mapping[str, Any], where: str, param: str) -> _Read:
     return VIDEO, *_object(part, ("video", "url"), where, param)
 
 
+def _audio_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    return AUDIO, "audio_url", _address(part, "audio_url", where, param)
+
+
+def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    given = part.get("input_audio")
+    data = given.get("data") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(data, str) or not data:
+        text = f'{where}.input_audio must be {{"data": base64, "format": ...}}, got {show_value(given)}'
+        raise RequestError(text, param=param)
+    if (name := given.get("format")) not in _FORMATS:
+        text = f"{where}.input_audio.format is {show_value(name)}; allowed: {', '.join(_FORMATS)}"
+        raise RequestError(text, param=param)
+    return AUDIO, "input_audio", f"data:;base64,{data}"
+
+
+def _audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    return AUDIO, *_object(part, ("audio", "url"), where, param)
+
+
 _READERS = {
     "image_url": _image_url,
     "input_image": _input_image,
@@ -223,6 +247,9 @@ _READERS = {
     "image_embeds": _image_embeds,
     "video_url": _video_url,
     "video": _video,
+    "audio_url": _audio_url,
+    "input_audio": _input_audio,
+    "audio": _audio,
 }
 
 

@@ -1,4 +1,4 @@
-"""The interface MediaProcessor: preprocessing of decoded images and videos for a model family's tower."""
+"""The interface MediaProcessor: preprocessing of decoded images, videos and sounds for a model family's tower."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MediaProcessor(Protocol):
     """Interface of the preprocessing of media for one checkpoint (jaxengine.media.registry).
 
     Attributes:
-      modalities: modalities that the model takes, of "image" and "video".
+      modalities: modalities that the model takes, of "image", "video" and "audio".
       settings: text of everything that affects the results of `process`; part of digests.
     """
 
@@ -76,7 +76,8 @@ class MediaProcessor(Protocol):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocesses an item for the tower.
 
-        value: uint8 [H, W, 3] for an image, jaxengine.media.videos.Video for a video. options: mm_processor_kwargs of
+        value: uint8 [H, W, 3] for an image, jaxengine.media.videos.Video for a video, jaxengine.media.samples.Sound
+          for a sound. options: mm_processor_kwargs of
           the engine, overridden by the request's. most: see check_room. Raises RequestError for an option that is
           unknown or out of range, and for an image that the family does not take or that has too many patches.
         """
@@ -91,7 +92,8 @@ class MediaProcessor(Protocol):
         ...
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest possible item, or if `size`, (height, width) in pixels, is not None, an item of this size.
+        """Return the largest possible item, of a sound one window, or if `size`, (height, width) in pixels, is not
+        None, an item of this size.
 
         For memory plans and limits: its pixel values are meaningless and may be missing, patches with F = 0.
         """

@@ -20,6 +20,7 @@ from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
 from jaxengine.media.processors.smolvlm import SmolVLMProcessor
+from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3ASRProcessor, VoxtralProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
 from jaxengine.models.config.model_config import ModelConfig
 
@@ -55,13 +56,16 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Qwen3_5ForConditionalGeneration": Qwen3VLProcessor,
     "Qwen3_5MoeForConditionalGeneration": Qwen3VLProcessor,
     "WhisperForConditionalGeneration": WhisperProcessor,
+    "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
+    "VoxtralForConditionalGeneration": VoxtralProcessor,
+    "Qwen3ASRForConditionalGeneration": Qwen3ASRProcessor,
 }
 
 
 def processor_for(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor | None:
-    """Return the processor of a checkpoint; None if the model has no vision tower or it is not used.
+    """Return the processor of a checkpoint; None if the model has no tower or it is not used.
 
     Args:
       folder: of the checkpoint, with its processors' settings.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.config.multimodal import MediaOptions
-from jaxengine.media.bounds import MAX_SECONDS
+from jaxengine.media.bounds import MAX_SECONDS, SecondsBudget
 from jaxengine.media.errors import MediaError
 from jaxengine.media.file_types import described, sound_type
 from jaxengine.media.images import check_bytes, read_file
@@ -31,11 +31,12 @@ _EXTENSIBLE = 0xFFFE
 FORMS = "the bytes or Path of a file, an array of samples at 16,000 a second, or a pair (array, rate)"
 
 
-def read_sound(value: Any, options: MediaOptions) -> Sound | Spectrogram:
+def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Sound | Spectrogram:
     """Return a sound at RATE samples a second; channels are averaged.
 
     value: see FORMS; also what this function returns, unchanged, and a Spectrogram. Arrays are [N] or [channels, N], of
-    floats from -1 to 1, int16 or int32. Raises MediaError, also for more than options.max_audio_seconds.
+    floats from -1 to 1, int16 or int32. budget: of the prompt; what is decoded is taken from it before it is kept.
+    Raises MediaError.
     """
     if isinstance(value, (Sound, Spectrogram)):
         return value
@@ -43,7 +44,7 @@ def read_sound(value: Any, options: MediaOptions) -> Sound | Spectrogram:
         value = read_file(value, options.max_media_bytes)
     if isinstance(value, (bytes, bytearray, memoryview)):
         check_bytes(len(value), options.max_media_bytes)
-        return _decode(bytes(value), options)
+        return _decode(bytes(value), budget)
     rate: Any = RATE
     if isinstance(value, (tuple, list)) and len(value) == 2 and not np.isscalar(value[0]):
         value, rate = value
@@ -51,21 +52,22 @@ def read_sound(value: Any, options: MediaOptions) -> Sound | Spectrogram:
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
         raise MediaError(f"is a {type(value).__name__}; allowed are {FORMS}")
-    return _at_rate(_mono(value), _checked_rate(rate), options)
+    return _at_rate(_mono(value), _checked_rate(rate), budget)
 
 
-def _decode(data: bytes, options: MediaOptions) -> Sound:
+def _decode(data: bytes, budget: SecondsBudget) -> Sound:
     name = sound_type(data)
     if name is None:
         raise MediaError(
             f"{described(data)}; allowed: WAV, and with PyAV {', '.join(n for n in _DEMUXERS if n != 'WAV')}"
         )
     if name == "WAV":
-        return _at_rate(*_read_wav(data, options), options)
-    return _checked(_read_av(data, name, options))
+        samples, rate = _read_wav(data, budget)
+        return _checked(resampled(samples, rate, RATE))
+    return _checked(_read_av(data, name, budget))
 
 
-def _read_wav(data: bytes, options: MediaOptions) -> tuple[np.ndarray, int]:
+def _read_wav(data: bytes, budget: SecondsBudget) -> tuple[np.ndarray, int]:
     """Return (samples f32[N], rate) of a WAV file. A data chunk that is cut short counts as far as it goes."""
     form: tuple[int, int, int, int] | None = None
     for kind, chunk in _chunks(data):
@@ -77,7 +79,7 @@ def _read_wav(data: bytes, options: MediaOptions) -> tuple[np.ndarray, int]:
             if form is None:
                 raise MediaError("is a WAV file without a header")
             code, channels, rate, bits = form
-            _check_length(len(chunk) // (channels * bits // 8), rate, options)
+            budget.take(len(chunk) // (channels * bits // 8) / rate)
             return _wav_samples(chunk, code, channels, bits), rate
     raise MediaError("is a WAV file without samples")
 
@@ -120,7 +122,7 @@ def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.n
     return _mono(values.reshape(-1, channels).T)
 
 
-def _read_av(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
+def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
     """Return samples f32[N] at RATE of another file, by PyAV. They are resampled as they come: a small file may hold
     many at a high rate.
     """
@@ -133,7 +135,7 @@ def _read_av(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
         # Only these bytes: no protocol to open other sources with.
         with av.open(io.BytesIO(data), format=_DEMUXERS[name], options={"protocol_whitelist": ""}) as container:
             stream = _av_stream(container, name)
-            parts = _av_parts(container, stream, options)
+            parts = _av_parts(container, stream, budget)
             return resampled_parts(parts, stream.codec_context.sample_rate, RATE)
     except MediaError:
         raise
@@ -154,9 +156,9 @@ def _av_stream(container: Any, name: str) -> Any:
     return stream
 
 
-def _av_parts(container: Any, stream: Any, options: MediaOptions) -> Iterator[np.ndarray]:
+def _av_parts(container: Any, stream: Any, budget: SecondsBudget) -> Iterator[np.ndarray]:
     """Yield the samples of a sound as they are decoded, f32[...]."""
-    rate, until, total = stream.codec_context.sample_rate, time.monotonic() + 6 * MAX_SECONDS, 0
+    rate, until = stream.codec_context.sample_rate, time.monotonic() + 6 * MAX_SECONDS
     for frame in container.decode(stream):
         if time.monotonic() > until:
             raise MediaError(f"takes more than {6 * MAX_SECONDS:.0f} seconds to decode")
@@ -165,8 +167,7 @@ def _av_parts(container: Any, stream: Any, options: MediaOptions) -> Iterator[np
         values = frame.to_ndarray()
         if not frame.format.is_planar:
             values = values.reshape(-1, frame.layout.nb_channels).T
-        total += values.shape[-1]
-        _check_length(total, rate, options)
+        budget.take(values.shape[-1] / rate)
         yield _mono(values)
 
 
@@ -194,13 +195,8 @@ def _checked_rate(rate: Any) -> int:
     return int(rate)
 
 
-def _check_length(count: int, rate: int, options: MediaOptions) -> None:
-    if count > options.max_audio_seconds * rate:
-        raise MediaError(f"is longer than {options.max_audio_seconds} seconds (max_audio_seconds)")
-
-
-def _at_rate(samples: np.ndarray, rate: int, options: MediaOptions) -> Sound:
-    _check_length(len(samples), rate, options)
+def _at_rate(samples: np.ndarray, rate: int, budget: SecondsBudget) -> Sound:
+    budget.take(len(samples) / rate)
     return _checked(resampled(samples, rate, RATE))
 
 

@@ -111,6 +111,6 @@ def _tower_rows(stage: StageArrays) -> tuple[float, int]:
     model, widest, layers = stage.programs.model, 0, set()
     for param in declared_params(model):
         if param.path[0] == TOWER and len(param.shape) > 1:
-            layers |= {param.path[2]} if param.path[1] == "layers" else set()
+            layers |= {param.path[param.path.index("layers") + 1]} if "layers" in param.path else set()
             widest = max(widest, sum(param.shape[-2:]))
     return 4.0 * widest * jnp.dtype(stage.programs.shape.config.dtype).itemsize, max(1, len(layers))

@@ -18,7 +18,7 @@ from jaxengine.tokens.cut_json import read_cut_json
 
 MAX_DEPTH = 32
 # Types of content parts other than text, named as in templates. They have no other keys.
-MEDIA_TYPES = ("image", "video")
+MEDIA_TYPES = ("image", "video", "audio")
 # Names of a model's reasoning in answers; templates use the first.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 

@@ -57,10 +57,10 @@ def render_chat(
       role_tokens: texts of the existing tokens, by names of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
         and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks unless the list has {"type":
-        "image"} or {"type": "video"}, for which the template may look; an answer with tool_calls, reasoning or a
-        refusal may have no content. Arguments in tool_calls are objects or texts; of truncated JSON the template gets
-        as much as is there. A message of the role developer is a system message for templates that do not know the
-        role. Several instructions that the template refuses or leaves out become one at the beginning.
+        "image"}, {"type": "video"} or {"type": "audio"}, for which the template may look; an answer with tool_calls,
+        reasoning or a refusal may have no content. Arguments in tool_calls are objects or texts; of truncated JSON the
+        template gets as much as is there. A message of the role developer is a system message for templates that do
+        not know the role. Several instructions that the template refuses or leaves out become one at the beginning.
         Other keys (name, ...) are passed to the template unchanged.
       add_generation_prompt: the text ends with the beginning of an answer.
       continue_final_message: the text ends with the last message's, which the model goes on with. Not both.
@@ -68,7 +68,7 @@ def render_chat(
       chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default, which is
         "tool_use" with tools, if there is one, else "default"; None for that.
       variables: additional variables of the template; names of OWN_NAMES are refused.
-      placeholder: for a model that takes images or videos, returns the text that stands for "image" or "video" in
+      placeholder: for a model that takes media, returns the text that stands for "image", "video" or "audio" in
         templates that take only text; None for a text-only model.
 
     Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being rendered.

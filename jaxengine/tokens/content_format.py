@@ -20,7 +20,7 @@ from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import MEDIA_TYPES, Message
 
 _CONTENT = "content"
-_IMAGE, _VIDEO = MEDIA_TYPES
+_IMAGE, _VIDEO, _AUDIO = MEDIA_TYPES
 _ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
 _MAX_TEMPLATE_CHARS = 1 << 20
 
@@ -44,9 +44,11 @@ def with_contents(
         # Some templates only take parts, and would omit a text.
         takes_texts = _ASKS_FOR_TEXT.search(template) is not None
         messages = [message if takes_texts else _as_parts(message) for message in messages]
-        if placeholder is None or _IMAGE not in template or _VIDEO in template:
+        unknown = {_VIDEO} if _IMAGE in template and _VIDEO not in template else set[str]()
+        unknown |= {_AUDIO} if _AUDIO not in template else set[str]()
+        if placeholder is None or not unknown:
             return messages
-        return [_with_texts(message, placeholder) for message in messages]
+        return [_with_texts(message, unknown, placeholder) for message in messages]
     return [_as_text(message, placeholder) for message in messages]
 
 
@@ -99,12 +101,16 @@ def _as_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _with_texts(message: Message, placeholder: Callable[[str], str]) -> Message:
-    """Replaces each video by text, for a template that only handles images, such as SmolVLM's."""
+def _with_texts(message: Message, unknown: set[str], placeholder: Callable[[str], str]) -> Message:
+    """Replaces media of types that a template does not know by text: videos for one that only handles images, such as
+    SmolVLM's, and sounds.
+    """
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    parts = [{"type": "text", "text": placeholder(_VIDEO)} if part["type"] == _VIDEO else part for part in content]
+    parts = [
+        {"type": "text", "text": placeholder(part["type"])} if part["type"] in unknown else part for part in content
+    ]
     return {**message, "content": parts}
 
 

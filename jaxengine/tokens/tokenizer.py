@@ -191,8 +191,9 @@ class Tokenizer:
         chat_template.render_chat.
 
         chat_template: Jinja source or a name of the model's templates; None for the model's default. placeholder:
-        returns the text for "image" or "video" in templates that take only text; None for a text-only model. Variables
-        of the template are given as keywords or, if their names are arguments here, as `chat_template_kwargs`.
+        returns the text for "image", "video" or "audio" in templates that take only text; None for a text-only model.
+        Variables of the template are given as keywords or, if their names are arguments here, as
+        `chat_template_kwargs`.
 
         Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being
         rendered.

@@ -1,4 +1,4 @@
-"""TowerConfig: properties of a model's vision tower that an engine needs. Free of arrays."""
+"""TowerConfig: properties of a model's tower, which encodes images or sounds, that an engine needs. Free of arrays."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class TowerConfig:
       num_parts: E / D, 1 + the number of layers that add a part of their own.
       crosses: whether layers attend to what the tower returns, one row for a sound, by cross-attention
         (jaxengine.models.layers.cross_attention); no token of the prompt stands for it.
+      hears: whether it encodes sounds, and not images. Patches are frames of their spectrograms, and a unit is a window
+        that is encoded by itself: a longer sound is several items to the scheduler (Media.in_windows).
     """
 
     num_features: int
@@ -40,6 +42,7 @@ class TowerConfig:
     attends_both_ways: bool = False
     in_windows_only: bool = False
     crosses: bool = False
+    hears: bool = False
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class WhisperLayer(nnx.Module):
             LayerNorm(size, _EPS, source=f"{LAYER}.{name}", build=build) for name in norms
         )
         self.attention = WhisperAttention(config, layer, build)
-        sizes = config.attention[layer].head_dim, tower.num_positions, config.num_layers
+        sizes = config.attention[layer].head_dim, tower.sizes.num_positions, config.num_layers
         # The section of sounds passes it the step's (jaxengine.models.layers.cross_attention).
         self.cross: Any = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", build=build)
         names = {"up": "fc1", "down": "fc2", "bias": True}

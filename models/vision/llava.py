@@ -82,11 +82,16 @@ def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
 
 
 class Projector(nnx.Module):
-    """Projector from the tower's states to embeddings: linear_2(activation(linear_1(x)))."""
+    """Projector from the tower's states to embeddings: linear_2(activation(linear_1(x))). inner: size between them; 0
+    for the embeddings'.
+    """
 
-    def __init__(self, in_size: int, hidden_size: int, activation: str, build: Build, *, bias: bool = True):
-        self.up = linear(in_size, f"{PROJECTOR}.linear_1", hidden_size, ("embed", "ffn"), build, bias=bias)
-        self.down = linear(hidden_size, f"{PROJECTOR}.linear_2", hidden_size, ("ffn", "embed"), build, bias=bias)
+    def __init__(
+        self, in_size: int, hidden_size: int, activation: str, build: Build, *, bias: bool = True, inner: int = 0
+    ):
+        inner = inner or hidden_size
+        self.up = linear(in_size, f"{PROJECTOR}.linear_1", inner, ("embed", "ffn"), build, bias=bias)
+        self.down = linear(inner, f"{PROJECTOR}.linear_2", hidden_size, ("ffn", "embed"), build, bias=bias)
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:

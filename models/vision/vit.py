@@ -198,8 +198,9 @@ class VitAttention(nnx.Module):
         return self.out(o.reshape(len(x), -1))
 
 
-def attend_units(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attend within each unit: softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape.
+def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | None = None) -> jax.Array:
+    """Attend within each unit: softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape. is_key: bool[U, S],
+    positions that are attended to; None for all.
 
     Scores exist for one unit at a time, and for a part of its queries if it has many.
     """
@@ -207,21 +208,25 @@ def attend_units(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     blocks = -(-num_positions // _QUERIES)
     rows = -(-num_positions // blocks)
 
-    def block(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    def block(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array | None) -> jax.Array:
         scores = jnp.einsum("snh,tnh->nst", queries, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+        if seen is not None:  # not -inf: padding may have no key at all
+            scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
         return jnp.einsum("nst,tnh->snh", weights, values, preferred_element_type=jnp.float32).astype(values.dtype)
 
-    def unit(qkv: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        queries, keys, values = qkv
+    def unit(own: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        queries, keys, values, seen = own
         if blocks == 1:
-            return block(queries, keys, values)
+            return block(queries, keys, values, seen)
         queries = jnp.pad(queries, ((0, blocks * rows - num_positions), (0, 0), (0, 0)))
         cut = queries.reshape(blocks, rows, *queries.shape[1:])
-        o = lax.map(lambda part: block(part, keys, values), cut)
+        o = lax.map(lambda part: block(part, keys, values, seen), cut)
         return o.reshape(blocks * rows, *o.shape[2:])[:num_positions]
 
-    return unit((q[0], k[0], v[0]))[None] if len(q) == 1 else lax.map(unit, (q, k, v))
+    if len(q) == 1:
+        return unit((q[0], k[0], v[0], None if is_key is None else is_key[0]))[None]
+    return lax.map(unit, (q, k, v, is_key))
 
 
 class VitMLP(nnx.Module):

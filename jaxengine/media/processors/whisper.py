@@ -1,37 +1,26 @@
-"""Processor of Whisper: log-mel spectrograms of 30 seconds, and the special tokens of its prompts. NumPy only.
-
-Spectrograms are those of transformers' WhisperFeatureExtractor up to rounding.
-"""
+"""Processor of Whisper: log-mel spectrograms of 30 seconds, and the special tokens of its prompts. NumPy only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxengine.media.processor import Expanded, Processed
-from jaxengine.media.processors.settings import WHOLE
+from jaxengine.media.processors.log_mel import HOP, log_mel, read_features
 from jaxengine.media.samples import RATE, Sound, Spectrogram
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.media import TranscriptRules
+from jaxengine.scheduler.media import AUDIO, TranscriptRules
 
 GENERATION = "generation_config.json"
 TRANSCRIBE, TRANSLATE = TASKS = ("transcribe", "translate")
-AUDIO = "audio"
 _NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
-_FEATURES = ("feature_extractor", "preprocessor_config.json")
-# Windows of 25 milliseconds, 10 apart, at the one rate of the model.
-_WINDOW, HOP = 400, 160
-# Frames whose spectra are computed at a time.
-_BLOCK = 3000
-_FLOOR, _RANGE = 1e-10, 8.0
 
 
 class WhisperProcessor:
@@ -53,7 +42,7 @@ class WhisperProcessor:
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         tower: Any = model_config.tower
         self.num_frames, self.num_bins = tower.unit, tower.num_features
-        self._check_features(folder)
+        read_features(folder, self.num_bins)
         raw = read_object(folder, GENERATION) or {}
         fields = ConfigFields({**_older(config_json), **raw})
         try:
@@ -66,16 +55,6 @@ class WhisperProcessor:
         # The older name is that of the first checkpoints.
         self.no_speech = next((found for name in _NO_SPEECH if (found := find(name)) is not None), None)
         self.settings = f"{type(self).__name__} {self.num_frames} {self.num_bins}"
-
-    def _check_features(self, folder: Path) -> None:
-        whole = read_object(folder, WHOLE) or {}
-        found = whole.get(_FEATURES[0]) or read_object(folder, _FEATURES[1]) or {}
-        wanted = {"feature_size": self.num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
-        fields = ConfigFields(found)
-        try:
-            fields.require(**wanted, dither=0.0)
-        except ModelConfigError as error:
-            raise ModelFileError(folder / _FEATURES[1], str(error)) from error
 
     def _read(self, fields: ConfigFields) -> None:
         self.start = fields.integer("decoder_start_token_id", minimum=0)
@@ -144,41 +123,8 @@ class WhisperProcessor:
         return Expanded(list(token_ids), [np.zeros(1, np.int32)], [(AUDIO, 0)])
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
-        """Return the log-mel spectrogram f32[N / HOP, num_bins] of samples f32[N], mirrored at both ends."""
-        half, count = _WINDOW // 2, len(samples) // HOP
-        padded = np.pad(samples, half, mode="reflect" if len(samples) > half else "symmetric")
-        windows = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:count]
-        shape = np.hanning(_WINDOW + 1)[:-1].astype(np.float32)
-        power = np.empty((count, self.num_bins), np.float32)
-        for first in range(0, count, _BLOCK):
-            spectrum = np.fft.rfft(windows[first : first + _BLOCK] * shape)
-            power[first : first + _BLOCK] = (np.abs(spectrum) ** 2) @ self._filters
-        logs = np.log10(np.maximum(power, _FLOOR))
-        logs = np.maximum(logs, logs.max() - _RANGE)
-        return ((logs + 4.0) / 4.0).astype(np.float32)
-
-    @cached_property
-    def _filters(self) -> np.ndarray:
-        """Triangles over frequencies, [201, num_bins], of equal area, evenly spaced in mels as Slaney has them."""
-        frequencies = np.linspace(0, RATE // 2, _WINDOW // 2 + 1)
-        edges = _hertz(np.linspace(0.0, _mel(RATE / 2), self.num_bins + 2))
-        widths = np.diff(edges)
-        slopes = edges[None, :] - frequencies[:, None]
-        down, up = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
-        return np.maximum(0, np.minimum(down, up)) * (2.0 / (edges[2:] - edges[:-2]))
-
-
-# Slaney's scale: 200/3 Hz each up to 1,000 Hz, and logarithmic above, 27 for a factor of 6.4.
-_LINEAR, _KNEE, _STEP = 200.0 / 3, 1000.0, np.log(6.4) / 27.0
-
-
-def _mel(hertz: float) -> float:
-    return hertz / _LINEAR if hertz < _KNEE else _KNEE / _LINEAR + float(np.log(hertz / _KNEE)) / _STEP
-
-
-def _hertz(mels: np.ndarray) -> np.ndarray:
-    above = _KNEE * np.exp(_STEP * (mels - _KNEE / _LINEAR))
-    return np.where(mels < _KNEE / _LINEAR, mels * _LINEAR, above)
+        """Return the log-mel spectrogram f32[N / HOP, num_bins] of samples f32[N]."""
+        return log_mel(samples, self.num_bins)
 
 
 def _older(config_json: Mapping[str, Any]) -> dict[str, Any]:

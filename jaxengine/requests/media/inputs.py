@@ -8,16 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.config.multimodal import AUDIO, MediaOptions
 from jaxengine.media.embeds import Embeds
 from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.parts import check_parts
 from jaxengine.media.processor import MediaProcessor, Processed, check_room
+from jaxengine.media.processors.log_mel import HOP
+from jaxengine.media.samples import RATE
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.requests.media.cache import MediaCache, ProcessorCache
 from jaxengine.scheduler.errors import RequestError, show_value
@@ -91,7 +95,7 @@ class MediaInputs:
         self.processor = processor
         size = config.mm_processor_cache_bytes
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
-        self.reader = MediaReader(processor, config)
+        self.reader = MediaReader(processor, _heard(config, processor, tower))
         self._tower, self._row_size = tower, tower.num_parts * hidden_size if hidden_size else 0
         self._config = config
 
@@ -168,12 +172,10 @@ class MediaInputs:
         kept = None if cache is None else cache.get(digest)
         cached = None if cache is None else kept is not None
 
-        config = self._config
-
         def make() -> Processed:
             if isinstance(value, Embeds):
                 return self._embedded(value)
-            return self._filled_up(self.processor.process(modality, value, options, config.max_encoder_patches))
+            return self._filled_up(self.processor.process(modality, value, options, self._most_patches))
 
         made = make() if kept is None else kept
         if cache is not None and kept is None:
@@ -194,8 +196,18 @@ class MediaInputs:
         rows, no_columns = np.arange(count, dtype=np.int32), np.zeros((0, count), np.int32)
         return Processed(given.values, no_columns, rows, count, grid)
 
+    @property
+    def _most_patches(self) -> int:
+        """Return the limit of an item's patches: a sound is encoded window by window, so all that a prompt has room
+        for.
+        """
+        config = self._config
+        return (config.max_model_len - 1) * self._tower.merge if self._tower.hears else config.max_encoder_patches
+
     def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
         config = self._config
+        if self._tower.hears:  # by its processor
+            return
         if not is_embedded:
             check_room(modality, len(found.patches), config.max_encoder_patches)
         if found.num_rows > config.num_encoder_rows:
@@ -215,6 +227,17 @@ class MediaInputs:
             columns=np.pad(item.columns, ((0, 0), (0, missing)), constant_values=-1),
             rows=np.pad(item.rows, (0, missing // self._tower.merge), constant_values=-1),
         )
+
+
+def _heard(config: ResolvedConfig, processor: MediaProcessor, tower: TowerConfig) -> MediaOptions:
+    """Return the limits of media, with that of sounds as what a prompt has room for where it is below the option: what
+    is too long is then not decoded to its end.
+    """
+    if not tower.hears:
+        return config
+    windows = -(-(config.max_model_len - 1) // processor.largest(AUDIO).num_rows)
+    most = windows * tower.unit * HOP // RATE
+    return replace(config, max_audio_seconds=max(1, min(config.max_audio_seconds, most)))
 
 
 def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:

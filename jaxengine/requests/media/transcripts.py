@@ -13,8 +13,10 @@ import numpy as np
 
 from jaxengine.config.multimodal import AUDIO
 from jaxengine.media.parts import MediaPart
-from jaxengine.media.processors.whisper import HOP, WhisperProcessor
-from jaxengine.media.samples import RATE, Spectrogram
+from jaxengine.media.processors.log_mel import HOP
+from jaxengine.media.processors.sounds import Qwen3ASRProcessor
+from jaxengine.media.processors.whisper import WhisperProcessor
+from jaxengine.media.samples import RATE, Sound, Spectrogram
 from jaxengine.requests.media.inputs import DATA, MediaInputs
 from jaxengine.scheduler.errors import RequestError, show_value
 
@@ -64,13 +66,27 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
     return processor
 
 
+def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | None:
+    """Return the processor of a model that is asked for transcripts with the whole sound in its prompt; None for
+    others.
+    """
+    processor = None if media is None else media.processor
+    return processor if isinstance(processor, Qwen3ASRProcessor) else None
+
+
+async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:
+    """Decode a sound file on a thread. param: the field with the file, for errors. Raises as read_recording does."""
+    (sound,) = (await media.reader.loader.load([MediaPart(AUDIO, data, param, param)]))[AUDIO]
+    return sound
+
+
 async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recording:
     """Decode a sound file and compute its spectrogram, both on threads. param: the field with the file, for errors.
 
     Raises RequestError for a file that cannot be used, OverloadedError if too many wait.
     """
     processor, loader = sound_processor(media), media.reader.loader
-    (sound,) = (await loader.load([MediaPart(AUDIO, data, param, param)]))[AUDIO]
+    sound = await read_whole(media, data, param)
     missing = max(0, processor.num_frames * HOP - len(sound.samples))
     frames = await loader.process(processor.spectrogram, np.pad(sound.samples, (0, missing)))
     return Recording(frames, sound.seconds)

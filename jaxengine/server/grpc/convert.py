@@ -285,7 +285,9 @@ def _with_integers(value: Any) -> Any:
 def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
     kind = part.WhichOneof("part")
     if kind is None:
-        raise RequestError(f"{where} is empty; allowed are text, image, video and image_embeds", param="messages")
+        raise RequestError(
+            f"{where} is empty; allowed are text, image, video, audio and image_embeds", param="messages"
+        )
     if kind == "text":
         return {"type": "text", "text": part.text}
     if kind == EMBEDS:

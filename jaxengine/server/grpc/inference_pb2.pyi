@@ -185,16 +185,18 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ContentPart, _Mapping]]] = ...) -> None: ...
 
 class ContentPart(_message.Message):
-    __slots__ = ("text", "image", "video", "image_embeds")
+    __slots__ = ("text", "image", "video", "image_embeds", "audio")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     VIDEO_FIELD_NUMBER: _ClassVar[int]
     IMAGE_EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    AUDIO_FIELD_NUMBER: _ClassVar[int]
     text: str
     image: Media
     video: Media
     image_embeds: Embeddings
-    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Media, _Mapping]] = ..., video: _Optional[_Union[Media, _Mapping]] = ..., image_embeds: _Optional[_Union[Embeddings, _Mapping]] = ...) -> None: ...
+    audio: Media
+    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Media, _Mapping]] = ..., video: _Optional[_Union[Media, _Mapping]] = ..., image_embeds: _Optional[_Union[Embeddings, _Mapping]] = ..., audio: _Optional[_Union[Media, _Mapping]] = ...) -> None: ...
 
 class Media(_message.Message):
     __slots__ = ("data", "url")

@@ -107,7 +107,7 @@ def test_what_holds_no_picture_is_left_as_it_is(messages):
         ({"type": "image_url", "image_url": {"url": "file:///a"}}, "is a local file; none may be read"),
         (
             {"type": "image_url", "image_url": {"url": URL}, "uuid": "a"},
-            r"content\[0\].uuid is given; pictures are identified by",
+            r"content\[0\].uuid is given; media are identified by",
         ),
         (
             {"type": "input_image", "file_id": "file-1"},
@@ -121,6 +121,12 @@ def test_what_holds_no_picture_is_left_as_it_is(messages):
         ({"type": "image_pil"}, "must have image_pil"),
         ({"type": "video"}, "must have video or url"),
         ({"type": "video_url", "video_url": None}, "video_url must be"),
+        ({"type": "audio_url", "audio_url": 3}, "audio_url must be .* got 3"),
+        ({"type": "audio"}, "must have audio or url"),
+        ({"type": "input_audio", "input_audio": {}}, 'input_audio must be {"data": base64, "format": ...}'),
+        ({"type": "input_audio", "input_audio": {"data": 3, "format": "wav"}}, "input_audio must be"),
+        ({"type": "input_audio", "input_audio": {"data": "AA"}}, "format is None; allowed: wav, mp3"),
+        ({"type": "input_audio", "input_audio": {"data": "AA", "format": "mid"}}, "format is 'mid'; allowed: wav, mp3"),
     ],
 )
 def test_parts_that_are_refused(part, message):
@@ -130,15 +136,17 @@ def test_parts_that_are_refused(part, message):
 
 
 def test_parts_of_other_kinds_are_refused_by_their_type():
-    sound = {"type": "input_audio", "input_audio": {}}
-    for parts in ([sound], [TEXT, sound], [{"type": "image", "image": PICTURE}, sound]):
-        with pytest.raises(RequestError, match=r"content\[\d\].type is 'input_audio'; allowed: text, refusal, im"):
+    file = {"type": "input_file", "input_file": {}}
+    for parts in ([file], [TEXT, file], [{"type": "image", "image": PICTURE}, file]):
+        with pytest.raises(RequestError, match=r"content\[\d\].type is 'input_file'; allowed: text, refusal, im"):
             collect(*parts)
-    assert collect(TEXT, sound, model=None) == ([{"role": "user", "content": [TEXT, sound]}], []), "a template's affair"
+    assert collect(TEXT, file, model=None) == ([{"role": "user", "content": [TEXT, file]}], []), "a template's affair"
 
 
 def test_an_answer_holds_no_pictures():
-    with pytest.raises(RequestError, match=r"messages\[0\].content\[0\] is a picture or video; allowed are they in"):
+    with pytest.raises(
+        RequestError, match=r"messages\[0\].content\[0\] is a picture, video or sound; allowed are they in"
+    ):
         collect({"type": "image", "image": PICTURE}, role="assistant")
 
 
@@ -146,6 +154,7 @@ def test_a_model_that_takes_none():
     image, video = {"type": "image", "image": PICTURE}, {"type": "video", "video": [PICTURE]}
     for part, model, says in (
         (image, None, r"takes no image: messages\[0\].content\[0\].image; it takes text"),
+        ({"type": "audio", "audio": [0.0]}, OnlyImages(), r"takes no audio: .*; it takes images"),
         (video, OnlyImages(), r"takes no video: messages\[0\].content\[0\].video; it takes images, so give frames"),
     ):
         with pytest.raises(RequestError, match=says) as refusal:

@@ -11,12 +11,18 @@ import pytest
 from scipy.signal import resample_poly
 
 from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media.bounds import SecondsBudget
 from jaxengine.media.errors import MediaError
 from jaxengine.media.resample import resampled, resampled_parts
-from jaxengine.media.sounds import read_sound
+from jaxengine.media.sounds import read_sound as read_of_prompt
 from tests.fixtures.whisper_checkpoints import sound
 
 OPTIONS = MediaOptions(max_audio_seconds=30)
+
+
+def read_sound(value, options: MediaOptions):
+    """What one sound of a prompt becomes."""
+    return read_of_prompt(value, options, SecondsBudget(options.max_audio_seconds))
 
 
 def wav(values: np.ndarray, code: int, bits: int, rate: int, channels: int = 1, data: bytes | None = None) -> bytes:
@@ -108,3 +114,34 @@ def test_what_a_sound_must_not_be():
     big = MediaOptions(max_media_bytes=50)
     with pytest.raises(MediaError, match="bytes"):
         read_sound(wav(one, 1, 16, 16000), big)
+
+
+def test_sounds_of_a_prompt_share_their_seconds():
+    budget, half = SecondsBudget(30), np.zeros(15 * 16000, np.float32)
+    for _ in range(2):
+        read_of_prompt(half, OPTIONS, budget)
+    with pytest.raises(MediaError, match="makes the sounds of its prompt longer than 30 seconds"):
+        read_of_prompt(half[:1000], OPTIONS, budget)
+
+
+def test_a_small_file_of_much_silence_is_not_decoded_to_its_end():
+    av = pytest.importorskip("av")
+    file, silence = io.BytesIO(), np.zeros((1, 48000), np.int16)
+    with av.open(file, "w", format="flac") as writer:
+        stream = writer.add_stream("flac", rate=48000, layout="mono")
+        for _ in range(60):
+            frame = av.AudioFrame.from_ndarray(silence, format="s16", layout="mono")
+            frame.sample_rate = 48000
+            writer.mux(stream.encode(frame))
+        writer.mux(stream.encode(None))
+    assert len(file.getvalue()) < 50_000
+    taken = []
+
+    class Budget(SecondsBudget):
+        def take(self, seconds: float) -> None:
+            taken.append(seconds)
+            super().take(seconds)
+
+    with pytest.raises(MediaError, match="longer than 2 seconds"):
+        read_of_prompt(file.getvalue(), OPTIONS, Budget(2))
+    assert 2 < sum(taken) < 3

@@ -83,6 +83,15 @@ def test_the_parts_of_a_content(tokenizer):
     assert render(tokenizer, ASK[1:], MACRO).startswith("user:<img>What?<video>And?")
 
 
+def test_a_sound_is_a_part_or_a_text(tokenizer):
+    ask = [{"role": "user", "content": [{"type": "audio"}, TEXT]}]
+    known = "{% for m in messages %}{% for p in m.content %}{{ p.type }};{% endfor %}{% endfor %}{# audio #}"
+    assert render(tokenizer, ask, known) == "audio;text;"
+    # What has no word for sounds gets a text in the place of one.
+    assert render(tokenizer, ask, GEMMA) == "<audio>What?|"
+    assert render(tokenizer, ask, CHATML).endswith("<|im_start|>user\n<audio>\nWhat?<|im_end|>\n")
+
+
 def test_a_template_that_takes_nothing_but_parts_gets_its_texts_as_parts(tokenizer):
     assert render(tokenizer, ASK, LLAVA) == "SYSTEM: Look.USER: <image>\nWhat?<video>And?"
     texts = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [TEXT, TEXT]}]

@@ -35,8 +35,8 @@ RENAMED = frozenset(name for name in ALWAYS if name.endswith("_vision"))
 WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))
 
 
-# Whose tokens attend to a sound: tests/jaxengine/engine/test_sounds.py.
-HEARING = frozenset(("WhisperForConditionalGeneration",))
+# Whose prompts have sounds: tests/jaxengine/engine/test_sounds.py and test_prompt_sounds.py.
+HEARING = frozenset(f"{name}ForConditionalGeneration" for name in ("Whisper", "Qwen2Audio", "Voxtral", "Qwen3ASR"))
 
 
 def test_every_family_is_recorded():

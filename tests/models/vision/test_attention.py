@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxengine.models.vision.attention import UNIT, segment_attention, window_attention, window_block
+from jaxengine.models.vision.vit import attend_units
 
 HEADS, HEAD_DIM = 2, 8
 LONGEST = 16
@@ -99,3 +100,16 @@ def test_many_patches_take_little_memory():
 
 def test_blocks_of_windows_hold_the_longest():
     assert [window_block(longest) for longest in (1, 2, 16, 17, 64, 100)] == [1, 2, 16, 32, 64, 128]
+
+
+def test_units_see_the_keys_that_they_may():
+    """Of a unit of so many positions that its queries take two blocks, and of one that may see nothing."""
+    count, limits = 1300, (1111, 0)
+    q, k, v = (np.stack([each, each]) for each in drawn(count))
+    is_key = np.arange(count) < np.asarray(limits)[:, None]
+    found = jax.jit(attend_units)(q, k, v, is_key)
+    segment = numbered(count, limits[0])
+    scaled = q[0] * HEAD_DIM**-0.5 / 0.3  # the scale that `expected` has
+    wanted = expected(scaled[: limits[0]], k[0][: limits[0]], v[0][: limits[0]], segment[: limits[0]])
+    np.testing.assert_allclose(found[0][: limits[0]], wanted, atol=2e-5)
+    assert np.isfinite(found).all()

@@ -1,11 +1,11 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations, for models that attend to sounds (Whisper).
+"""POST /v1/audio/transcriptions and /v1/audio/translations, for models that transcribe.
 
-A sound of several windows is read one window after the other (jaxengine.requests.media.transcripts).
+Whisper reads a sound of several windows one window after the other (jaxengine.requests.media.transcripts); others are
+asked with the whole sound in their prompt (jaxengine.server.http.audio.asked).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -18,6 +18,7 @@ from jaxengine.requests.media.transcripts import (
     prompt_of,
     read_recording,
     sound_processor,
+    transcriber,
 )
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
@@ -26,11 +27,13 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import Error, answers
 from jaxengine.server.http.audio import formats
 from jaxengine.server.http.audio.answers import TranscriptDelta, TranscriptDone, Transcription, VerboseTranscription
+from jaxengine.server.http.audio.asked import AskedTranscript
 from jaxengine.server.http.audio.formats import Said
 from jaxengine.server.http.audio.protocol import TranscriptionRequest, read_request
+from jaxengine.server.http.audio.transcript import Transcript, usage_of
 from jaxengine.server.http.form import FILE, read_form
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.http.sse import answer, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
@@ -39,27 +42,22 @@ TRANSCRIBE, TRANSLATE = "transcribe", "translate"
 _MOST_WINDOWS = 20
 
 
-class _Transcript:
-    """Transcript in progress: call `begin`, then `whole` for one response or `events` for a stream.
-
-    name: of its requests in the engine. options: of their scheduling.
-    """
+class _Transcript(Transcript):
+    """Transcript of a model with timestamps (Whisper), window by window."""
 
     def __init__(self, engine: EngineClient, body: TranscriptionRequest, task: str, name: str, options: RequestOptions):
-        self._engine, self._body, self._task, self._name, self._options = engine, body, task, name, options
+        super().__init__(engine, body, task, name, options)
         self._processor = sound_processor(engine.inputs.media)
-        self._tokenizer = engine.inputs.require_tokenizer()
         self._eos = self._processor.rules.eos
         self._language = body.language
-        self._input_tokens = self._output_tokens = 0
 
     async def begin(self, data: bytes) -> None:
         """Read the sound, and detect its language if that was not given. Raises RequestError."""
-        media = self._engine.inputs.media
+        media = self.engine.inputs.media
         assert media is not None
         self._context = self._prompt_text()
         if self._language is not None or not self._processor.languages:
-            prompt_of(self._processor, self._language, self._task, timed=False)  # refused before a file is decoded
+            prompt_of(self._processor, self._language, self.task, timed=False)  # refused before a file is decoded
         self._recording = await read_recording(media, data, FILE)
         self._is_long = len(self._recording.frames) > self._processor.num_frames
         if self._language is None:
@@ -69,48 +67,36 @@ class _Transcript:
         """Return the tokens before a transcript that are `prompt`'s, as many as there is room for, from its end. Raises
         RequestError for a model without a token for that, and for special tokens.
         """
-        text = (self._body.prompt or "").strip()
+        text = (self.body.prompt or "").strip()
         if not text:
             return []
         if self._processor.previous is None:
             raise RequestError("prompt: this model has no token before earlier text", param="prompt")
-        ids = self._tokenizer.encode(" " + text, add_special_tokens=False)
+        ids = self.tokenizer.encode(" " + text, add_special_tokens=False)
         if any(token >= self._eos for token in ids):
             raise RequestError("prompt has special tokens; allowed is text", param="prompt")
-        return [self._processor.previous, *ids[-(self._engine.inputs.config.max_model_len // 2 - 1) :]]
+        return [self._processor.previous, *ids[-(self.engine.inputs.config.max_model_len // 2 - 1) :]]
 
     async def _detected(self) -> str:
         """Return the code of the likeliest language of the first window."""
         ids = self._processor.languages
         params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(ids.values()), detokenize=False)
         prompt = {"prompt_token_ids": [self._processor.start], **self._recording.window(0, self._processor.num_frames)}
-        output = await self._last(prompt, params)
+        output = await self.last(prompt, params)
         return next(code for code, token in ids.items() if token == output.outputs[0].token_ids[0])
 
-    async def _last(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        last: RequestOutput | None = None
-        outputs = self._engine.stream(prompt, params, self._name, self._options)
-        async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
-            async for output in outputs:
-                last = output
-        if last is None or not last.outputs[0].token_ids:
-            raise RuntimeError(f"{self._name} ended without an output")
-        if last.outputs[0].finish_reason == "abort":
-            raise RequestError("timeout: the transcript was not complete in time", param="timeout")
-        return last
-
     def _prompt(self, seek: int, *, timed: bool) -> dict[str, Any]:
-        ids = [*self._context, *prompt_of(self._processor, self._language, self._task, timed=timed)]
+        ids = [*self._context, *prompt_of(self._processor, self._language, self.task, timed=timed)]
         return {"prompt_token_ids": ids, **self._recording.window(seek, self._processor.num_frames)}
 
     async def said(self) -> AsyncIterator[Said]:
         """Yield the transcript's segments, those of a window when it has been read."""
-        timed = self._is_long or self._body.has_segments
+        timed = self._is_long or self.body.has_segments
         total, size = len(self._recording.frames), self._processor.num_frames
-        scored = self._scores() if self._body.response_format == "verbose_json" else {}
+        scored = self._scores() if self.body.response_format == "verbose_json" else {}
         seek, windows, most = 0, 0, _MOST_WINDOWS * (1 + total // size)
         while seek < total:
-            whole = await self._window(self._prompt(seek, timed=timed), self._body.params(**scored))
+            whole = await self._window(self._prompt(seek, timed=timed), self.body.params(**scored))
             output, no_speech = whole.outputs[0], self._no_speech(whole)
             tokens = [token for token in output.token_ids if token != self._eos]
             held = min(size, total - seek)
@@ -138,66 +124,45 @@ class _Transcript:
         return None if position is None else math.exp(position[token].logprob)
 
     async def _window(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        output = await self._last(prompt, params)
-        self._input_tokens += len(output.prompt_token_ids)
-        self._output_tokens += len(output.outputs[0].token_ids)
+        output = await self.last(prompt, params)
+        self.input_tokens += len(output.prompt_token_ids)
+        self.output_tokens += len(output.outputs[0].token_ids)
         return output
 
     def _text(self, tokens: Any) -> str:
-        return self._tokenizer.decode([token for token in tokens if token < self._eos])
+        return self.tokenizer.decode([token for token in tokens if token < self._eos])
 
     async def whole(self) -> Response:
         """Return the complete response."""
         said = [each async for each in self.said()]
         text = "".join(each.text for each in said).strip()
         seconds = self._recording.seconds
-        usage = {"type": "duration", "seconds": math.ceil(seconds)}
-        match self._body.response_format:
-            case "text":
-                return Response(text + "\n", media_type="text/plain")
+        match self.body.response_format:
             case "srt":
                 return Response(formats.srt(said), media_type="application/x-subrip")
             case "vtt":
                 return Response(formats.vtt(said), media_type="text/vtt")
-            case "json":
-                return json_response({"text": text, "usage": usage})
-        segments = formats.verbose_segments(said, self._body.temperature or 0.0)
-        head = {"task": self._task, "language": self._language, "duration": seconds, "text": text}
-        return json_response({**head, "segments": segments, "usage": usage})
+            case "json" | "text":
+                return self.plain(text, seconds)
+        segments = formats.verbose_segments(said, self.body.temperature or 0.0)
+        head = {"task": self.task, "language": self._language, "duration": seconds, "text": text}
+        return json_response({**head, "segments": segments, "usage": usage_of(seconds)})
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream: tokens of a short sound as they come, segments of a long one."""
-        text = ""
-        pieces = self._segment_texts() if self._is_long else self._token_texts()
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                piece = piece if text else piece.lstrip()
-                text += piece
-                if piece:
-                    yield event({"type": "transcript.text.delta", "delta": piece})
-        usage = {
-            "type": "tokens",
-            "input_tokens": self._input_tokens,
-            "input_token_details": {"audio_tokens": 0, "text_tokens": self._input_tokens},
-            "output_tokens": self._output_tokens,
-            "total_tokens": self._input_tokens + self._output_tokens,
-        }
-        included = usage if self._body.stream_include_usage else None
-        yield event({"type": "transcript.text.done", "text": text.rstrip(), "usage": included})
+    def pieces(self) -> AsyncGenerator[str, None]:
+        """Yield tokens of a short sound as they come, segments of a long one."""
+        return self._segment_texts() if self._is_long else self._token_texts()
 
     async def _segment_texts(self) -> AsyncGenerator[str, None]:
         async for each in self.said():
             yield each.text
 
     async def _token_texts(self) -> AsyncGenerator[str, None]:
-        params = self._body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
+        params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
         prompt = self._prompt(0, timed=False)
-        self._input_tokens = len(prompt["prompt_token_ids"])
-        outputs = self._engine.stream(prompt, params, self._name, self._options)
-        async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
-            async for output in outputs:
-                self._output_tokens += len(output.outputs[0].token_ids)
-                yield output.outputs[0].text
+        self.input_tokens = len(prompt["prompt_token_ids"])
+        async for output in self.outputs(prompt, params):
+            self.output_tokens += len(output.outputs[0].token_ids)
+            yield output.outputs[0].text
 
 
 def _mean_logprob(output: CompletionOutput, first: int, tokens: tuple[int, ...]) -> float:
@@ -215,12 +180,20 @@ _FORM = {"type": "object", "required": [FILE], "properties": {FILE: {"type": "st
 _BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
 
 
+def _kind(engine: EngineClient) -> type[Transcript]:
+    """Return the class of a model's transcripts. Raises RequestError for a model that transcribes nothing."""
+    if transcriber(engine.inputs.media) is not None:
+        return AskedTranscript
+    sound_processor(engine.inputs.media)
+    return _Transcript
+
+
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["audio"])
     names = served_names(engine, config)
 
     async def respond(request: Request, task: str) -> Response:
-        sound_processor(engine.inputs.media)  # refused before a file is read
+        kind = _kind(engine)  # refused before a file is read
         data = bytearray()
 
         async def keep(piece: bytes) -> None:
@@ -229,7 +202,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         body = read_request(await read_form(request, keep), request)
         await choose_model(engine, body.model, names)
         name = body.register("trsc" if task == TRANSCRIBE else "trsl", request)
-        transcript = _Transcript(engine, body, task, name, body.options(request, config))
+        transcript = kind(engine, body, task, name, body.options(request, config))
 
         async def whole() -> Response:
             await transcript.begin(bytes(data))

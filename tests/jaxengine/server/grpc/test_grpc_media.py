@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,15 +14,21 @@ from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.convert import RequestReader
 from jaxengine.server.options import ServerConfig
+from tests.fixtures.whisper_checkpoints import sound
 from tests.jaxengine.media.pictures import PIXELS, PNG, animation, data_url
 from tests.jaxengine.media.test_parts import Both
+from tests.jaxengine.server.http.test_audio import wav
 
 
-def reader(chat_engine, media=True) -> RequestReader:
+class Hears(Both):
+    modalities = ("audio",)
+
+
+def reader(chat_engine, media=True, model=Both) -> RequestReader:
     inputs = chat_engine.inputs
     own = InputProcessor(inputs.config, inputs.model_config, inputs.tokenizer, inputs.generation_defaults)
     if media:
-        own.media = SimpleNamespace(reader=MediaReader(Both(), own.config), made_ready=expanded)  # pyright: ignore
+        own.media = SimpleNamespace(reader=MediaReader(model(), own.config), made_ready=expanded)  # pyright: ignore
     return RequestReader(own, ServerConfig())
 
 
@@ -57,6 +64,16 @@ async def test_the_prompt_has_its_pictures(chat_engine):
     assert texts.prompt == joined.prompt and "media" not in texts.prompt
 
 
+async def test_the_prompt_has_its_sounds(chat_engine):
+    data = wav(sound(1, 0.1))
+    url = f"data:audio/wav;base64,{base64.b64encode(data).decode()}"
+    request = ask({"text": "What?"}, {"audio": {"data": data}}, {"audio": {"url": url}})
+    made = await reader(chat_engine, model=Hears).generation(request, stream=False)
+    text = chat_engine.inputs.tokenizer.decode(made.prompt["prompt_token_ids"])
+    assert "What?\n<audio>\n<audio>" in text
+    assert [len(each.samples) for each in made.prompt["media"]["audio"]] == [1600, 1600]
+
+
 async def test_whole_numbers_reach_the_processor_as_integers(chat_engine):
     request = ask({"image": {"data": PNG}})
     request.messages.mm_processor_kwargs.update(
@@ -77,13 +94,18 @@ async def test_whole_numbers_reach_the_processor_as_integers(chat_engine):
             r"takes no image: messages.messages\[0\].parts\[0\].image; it takes text",
         ),
         (
+            ask({"audio": {"data": b"RIFF"}}),
+            True,
+            r"takes no audio: messages.messages\[0\].parts\[0\].audio; it takes images and videos",
+        ),
+        (
             ask({"image": {"data": b"<svg/>"}}),
             True,
             r"^messages.messages\[0\].parts\[0\].image is an SVG; allowed: PNG",
         ),
         (ask({"image": {"url": "https://a.org"}}), True, "none may be fetched"),
         (ask({"image": {}}), True, r"parts\[0\].image is empty; allowed are data and url"),
-        (ask({}), True, r"parts\[0\] is empty; allowed are text, image, video and image_embeds"),
+        (ask({}), True, r"parts\[0\] is empty; allowed are text, image, video, audio and image_embeds"),
         (ask({"image_embeds": {}}), True, r"parts\[0\].image_embeds is empty; needed is data"),
         (ask({"image_embeds": {"data": b"\x80\4"}}), True, r"parts\[0\].image_embeds is given as .* enable_mm_embeds"),
         (ask({"text": "a"}, content="b"), True, r"messages\[0\] has both content and parts"),

@@ -263,12 +263,12 @@ async def test_a_model_of_pictures_refuses_videos(app, engine):
         (
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "content": [IMAGE]}]},
-            "messages[0].content[0] is a picture or video; allowed are they in messages of user",
+            "messages[0].content[0] is a picture, video or sound; allowed are they in messages of user",
         ),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-            "messages[0].content[0].type is 'input_audio'; allowed: text, refusal, image_url, ",
+            {"messages": [{"role": "user", "content": [{"type": "input_file", "input_file": {}}]}]},
+            "messages[0].content[0].type is 'input_file'; allowed: text, refusal, image_url, ",
         ),
         (
             "/v1/chat/completions",

@@ -1,0 +1,72 @@
+"""Log-mel spectrograms, those of transformers' WhisperFeatureExtractor up to rounding. NumPy only."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from jaxengine.media.processors.settings import WHOLE
+from jaxengine.media.samples import RATE
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+
+# Windows of 25 milliseconds, 10 apart, at the one rate of the models.
+_WINDOW, HOP = 400, 160
+_FEATURES = ("feature_extractor", "preprocessor_config.json")
+# Frames whose spectra are computed at a time.
+_BLOCK = 3000
+_FLOOR, _RANGE = 1e-10, 8.0
+
+
+def read_features(folder: Path, num_bins: int) -> ConfigFields:
+    """Return a checkpoint's settings of spectrograms. Raises ModelFileError for others than these and `num_bins`."""
+    whole = read_object(folder, WHOLE) or {}
+    fields = ConfigFields(whole.get(_FEATURES[0]) or read_object(folder, _FEATURES[1]) or {})
+    wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
+    try:
+        fields.require(**wanted, dither=0.0)
+    except ModelConfigError as error:
+        raise ModelFileError(folder / _FEATURES[1], str(error)) from error
+    return fields
+
+
+def log_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
+    """Return the log-mel spectrogram f32[N / HOP, num_bins] of samples f32[N], mirrored at both ends."""
+    half, count = _WINDOW // 2, len(samples) // HOP
+    padded = np.pad(samples, half, mode="reflect" if len(samples) > half else "symmetric")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:count]
+    shape = np.hanning(_WINDOW + 1)[:-1].astype(np.float32)
+    power, filters = np.empty((count, num_bins), np.float32), _filters(num_bins)
+    for first in range(0, count, _BLOCK):
+        spectrum = np.fft.rfft(windows[first : first + _BLOCK] * shape)
+        power[first : first + _BLOCK] = (np.abs(spectrum) ** 2) @ filters
+    logs = np.log10(np.maximum(power, _FLOOR))
+    logs = np.maximum(logs, logs.max() - _RANGE)
+    return ((logs + 4.0) / 4.0).astype(np.float32)
+
+
+@lru_cache
+def _filters(num_bins: int) -> np.ndarray:
+    """Return triangles over frequencies, [201, num_bins], of equal area, evenly spaced in mels as Slaney has them."""
+    frequencies = np.linspace(0, RATE // 2, _WINDOW // 2 + 1)
+    edges = _hertz(np.linspace(0.0, _mel(RATE / 2), num_bins + 2))
+    widths = np.diff(edges)
+    slopes = edges[None, :] - frequencies[:, None]
+    down, up = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
+    return np.maximum(0, np.minimum(down, up)) * (2.0 / (edges[2:] - edges[:-2]))
+
+
+# Slaney's scale: 200/3 Hz each up to 1,000 Hz, and logarithmic above, 27 for a factor of 6.4.
+_LINEAR, _KNEE, _STEP = 200.0 / 3, 1000.0, np.log(6.4) / 27.0
+
+
+def _mel(hertz: float) -> float:
+    return hertz / _LINEAR if hertz < _KNEE else _KNEE / _LINEAR + float(np.log(hertz / _KNEE)) / _STEP
+
+
+def _hertz(mels: np.ndarray) -> np.ndarray:
+    above = _KNEE * np.exp(_STEP * (mels - _KNEE / _LINEAR))
+    return np.where(mels < _KNEE / _LINEAR, mels * _LINEAR, above)

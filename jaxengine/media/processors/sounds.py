@@ -1,0 +1,220 @@
+"""Processors of sounds in prompts: log-mel spectrograms, and as many placeholder tokens as a tower makes embeddings."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.log_mel import HOP, log_mel, read_features
+from jaxengine.media.processors.settings import check_options
+from jaxengine.media.processors.units import check_placeholders
+from jaxengine.media.samples import RATE, Sound
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.media import AUDIO
+
+# Codes and names with which Qwen3-ASR was trained.
+_LANGUAGES = """
+ar=Arabic yue=Cantonese zh=Chinese cs=Czech da=Danish nl=Dutch en=English fil=Filipino fi=Finnish fr=French de=German
+el=Greek hi=Hindi hu=Hungarian id=Indonesian it=Italian ja=Japanese ko=Korean mk=Macedonian ms=Malay fa=Persian
+pl=Polish pt=Portuguese ro=Romanian ru=Russian es=Spanish sv=Swedish th=Thai tr=Turkish vi=Vietnamese
+"""
+
+
+class SoundProcessor:
+    """Base class of a MediaProcessor of sounds, whose patches are frames of a spectrogram and whose units are windows.
+
+    A subclass implements `num_samples` and `num_rows`.
+
+    Args:
+      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with a tower that
+        hears. tokenizer: of the model; None without one.
+    """
+
+    modalities: tuple[str, ...] = (AUDIO,)
+    # Names in config.json of the placeholder token; tokens before and after a sound, as templates write them.
+    token_fields: tuple[str, ...] = ("audio_token_id",)
+    around: tuple[str, str] = ("", "")
+    # Spectrograms are filled up with zeros to a multiple of this many frames.
+    chunk = 1
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        self.tower: Any = model_config.tower
+        self.num_frames, self.num_bins = self.tower.unit, self.tower.num_features
+        self.features = read_features(Path(folder), self.num_bins)
+        self.tokenizer = tokenizer
+        fields = ConfigFields(config_json)
+        name = next((name for name in self.token_fields if fields.has(name)), self.token_fields[0])
+        self.token_id = fields.integer(name, minimum=0)
+        if self.token_id >= model_config.vocab_size:
+            raise fields.fail(name, f"a token id below vocab_size {model_config.vocab_size}")
+        self.settings = f"{type(self).__name__} {sorted(self.features.raw.items(), key=str)} {self.tower!r}"
+
+    @abstractmethod
+    def num_samples(self, sound: Sound) -> int:
+        """Return the number of samples to which a sound is filled up with silence. Raises RequestError for one that
+        the model does not take.
+        """
+
+    @abstractmethod
+    def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of a sound."""
+
+    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return columns and rows (jaxengine.scheduler.media.MediaItem) of a sound of so many frames: all rows of the
+        tower in order, and no columns.
+        """
+        count = num_frames // self.tower.merge
+        return np.zeros((0, num_frames), np.int32), np.arange(count, dtype=np.int32)
+
+    def placeholder(self, modality: str) -> str:
+        begin, end = self.around
+        return f"{begin}{self.tokenizer.convert_ids_to_tokens([self.token_id])[0]}{end}"
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        check_options(options, ())
+        if modality != AUDIO or not isinstance(value, Sound):
+            raise RequestError(f"{modality} is not supported by this model; it takes sounds", param=modality)
+        count, num_rows = self.num_samples(value), self.num_rows(value)
+        if most is not None and num_rows * self.tower.merge > most:
+            problem = f"a sound of {value.seconds:.1f} seconds makes {num_rows} embeddings"
+            raise RequestError(f"{problem}; max_model_len has room for {most // self.tower.merge}", param=AUDIO)
+        if not num_rows:
+            raise RequestError(f"a sound of {value.seconds:.3f} seconds is too short for an embedding", param=AUDIO)
+        frames = log_mel(np.pad(value.samples, (0, count - len(value.samples))), self.num_bins)
+        frames = np.pad(frames, ((0, -len(frames) % self.chunk), (0, 0)))
+        return Processed(frames, *self.placed(value, len(frames)), num_rows, (1, len(frames), 1))
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        raise RequestError("sounds are not given as embeddings", param=AUDIO)
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the largest item of a step, one window; its patches have no pixels."""
+        count, sound = self.num_frames, Sound(np.zeros(self.num_frames * HOP, np.float32))
+        none = np.zeros((count, 0), np.float32)
+        return Processed(none, *self.placed(sound, count), self.num_rows(sound), (1, count, 1))
+
+    def with_options(self, options: Mapping[str, Any]) -> SoundProcessor:
+        """Return this processor, which has no options. Raises RequestError for any."""
+        check_options(options, ())
+        return self
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        ids, found = np.asarray(token_ids, np.int64), items.get(AUDIO, ())
+        at = np.flatnonzero(ids == self.token_id)
+        shown = self.token_id if self.tokenizer is None else self.placeholder(AUDIO)
+        check_placeholders("sound", shown, len(at), len(found))
+        counts = np.ones(len(ids), np.int64)
+        counts[at] = [item.num_rows for item in found]
+        starts = (np.cumsum(counts) - counts)[at].tolist()
+        positions = [
+            np.arange(start, start + item.num_rows, dtype=np.int32) for start, item in zip(starts, found, strict=True)
+        ]
+        return Expanded(np.repeat(ids, counts).tolist(), positions, [(AUDIO, number) for number in range(len(found))])
+
+
+class Qwen2AudioProcessor(SoundProcessor):
+    """Processor of Qwen2AudioForConditionalGeneration: one window for each sound, of whose embeddings those of the
+    sound itself are in the prompt.
+    """
+
+    token_fields = ("audio_token_index", "audio_token_id")
+    around = ("<|audio_bos|>", "<|audio_eos|>")
+
+    def num_samples(self, sound: Sound) -> int:
+        most = self.num_frames * HOP
+        if len(sound.samples) > most:
+            problem = f"a sound of {sound.seconds:.1f} seconds is given; this model takes at most {most // RATE}"
+            raise RequestError(problem, param=AUDIO)
+        return most
+
+    def num_rows(self, sound: Sound) -> int:
+        # The second convolution, and the mean of two.
+        positions = (_frames_of(sound) - 1) // 2 + 1
+        return (positions - 2) // 2 + 1
+
+    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        frames, rows = np.arange(num_frames, dtype=np.int32), np.arange(num_frames // self.tower.merge, dtype=np.int32)
+        return np.where(frames < _frames_of(sound), 0, -1)[None].astype(np.int32), _cut(rows, self.num_rows(sound))
+
+
+class VoxtralProcessor(SoundProcessor):
+    """Processor of VoxtralForConditionalGeneration: as many windows as a sound has begun, all of whose embeddings are
+    in the prompt.
+    """
+
+    around = ("[BEGIN_AUDIO]", "")
+
+    def num_samples(self, sound: Sound) -> int:
+        window = self.num_frames * HOP
+        return -(-len(sound.samples) // window) * window
+
+    def num_rows(self, sound: Sound) -> int:
+        return self.num_samples(sound) // HOP // self.tower.merge
+
+
+class Qwen3ASRProcessor(SoundProcessor):
+    """Processor of Qwen3ASRForConditionalGeneration: chunks of a second, of which the last may have fewer embeddings.
+
+    Attributes:
+      languages: names of the languages that a transcript may be asked for in, by their codes.
+      text_mark: what an answer has between the language and the text.
+    """
+
+    around = ("<|audio_start|>", "<|audio_end|>")
+    languages: Mapping[str, str] = {
+        code: name for code, _, name in (each.partition("=") for each in _LANGUAGES.split())
+    }
+    text_mark = "<asr_text>"
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        # The first published checkpoints are called after a part of Qwen3-Omni.
+        super().__init__(folder, config_json.get("thinker_config", config_json), model_config, tokenizer)
+        self.chunk = self.tower.chunk
+        self.least = self.features.integer("min_length", 8000, minimum=0)
+
+    def num_samples(self, sound: Sound) -> int:
+        return max(self.least, len(sound.samples))
+
+    def num_rows(self, sound: Sound) -> int:
+        return int((self._rows(sound) >= 0).sum())
+
+    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        held = self.num_samples(sound) // HOP
+        return np.where(np.arange(num_frames) < held, 0, -1)[None].astype(np.int32), self._rows(sound)
+
+    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
+        """Return the messages that ask for a transcript of a sound. language: a key of `languages`; None lets the model
+        name it. context: text whose words the transcript may have.
+        """
+        said: list[dict[str, Any]] = [{"role": "system", "content": context}] if context else []
+        said.append({"role": "user", "content": [{"type": AUDIO}]})
+        if language is not None:
+            said.append({"role": "assistant", "content": f"language {self.languages[language]}{self.text_mark}"})
+        return said
+
+    def _rows(self, sound: Sound) -> np.ndarray:
+        """Return i32[P / merge]: of a chunk's rows, those that begin with one of its frames are embeddings."""
+        chunk, held = self.chunk, self.num_samples(sound) // HOP
+        first = np.arange(-(-held // chunk))[:, None] * chunk
+        begins = np.arange(self.tower.num_slots) * self.tower.stride
+        is_row = (begins < chunk) & (first + begins < held)
+        return (
+            np.where(is_row, np.cumsum(is_row.reshape(-1)).reshape(is_row.shape) - 1, -1).reshape(-1).astype(np.int32)
+        )
+
+
+def _frames_of(sound: Sound) -> int:
+    """Return the number of frames that a sound has begun."""
+    return -(-len(sound.samples) // HOP)
+
+
+def _cut(rows: np.ndarray, count: int) -> np.ndarray:
+    """Return i32 rows, -1 from `count` on."""
+    return np.where(rows < count, rows, -1).astype(np.int32)

@@ -1,0 +1,73 @@
+"""Transcripts of models that are asked for one with the whole sound in their prompt (Qwen3-ASR)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Response
+
+from jaxengine.requests.media.inputs import DATA
+from jaxengine.requests.media.transcripts import read_whole, transcriber
+from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.media import AUDIO
+from jaxengine.server.http.audio.transcript import Transcript
+from jaxengine.server.http.form import FILE
+
+
+class AskedTranscript(Transcript):
+    """Transcript of a model without timestamps: a text, after its language if none was given."""
+
+    async def begin(self, data: bytes) -> None:
+        """Read the sound of a file. Raises RequestError, also for translations, times, and an unknown language."""
+        media = self.engine.inputs.media
+        processor = transcriber(media)
+        assert media is not None and processor is not None
+        if self.task != "transcribe":
+            raise RequestError("this model transcribes, and translates nothing", param="model")
+        if self.body.response_format not in ("json", "text"):
+            shown = show_value(self.body.response_format)
+            problem = f"response_format is {shown}; this model gives no times: allowed are json and text"
+            raise RequestError(problem, param="response_format")
+        if self.body.language not in (None, *processor.languages):
+            allowed = ", ".join(sorted(processor.languages))
+            problem = f"language is {show_value(self.body.language)}; allowed are {allowed}"
+            raise RequestError(problem, param="language", value=self.body.language)
+        messages = processor.transcription(self.body.language, (self.body.prompt or "").strip())
+        self._mark = processor.text_mark
+        self._sound = await read_whole(media, data, FILE)
+        self._ids = await asyncio.to_thread(self._encoded, messages, media.reader.placeholder)
+
+    def _encoded(self, messages: list[dict[str, Any]], placeholder: Any) -> list[int]:
+        begun = messages[-1]["role"] == "assistant"
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+            chat_template=self.engine.inputs.config.chat_template,
+            placeholder=placeholder,
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._ids, DATA: {AUDIO: self._sound}}
+
+    async def whole(self) -> Response:
+        output = await self.last(self._prompt(), self.body.params(detokenize=True))
+        head, mark, text = output.outputs[0].text.partition(self._mark)
+        return self.plain((text if mark else head).strip(), self._sound.seconds)
+
+    async def pieces(self) -> AsyncGenerator[str, None]:
+        """Yield the text as it comes, without the language that the model writes before it."""
+        held, is_text = "", self.body.language is not None
+        params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
+        async for output in self.outputs(self._prompt(), params):
+            self.input_tokens = len(output.prompt_token_ids)
+            self.output_tokens += len(output.outputs[0].token_ids)
+            held += output.outputs[0].text
+            head, mark, text = held.partition(self._mark)
+            if is_text or mark or output.finished:
+                yield text if mark else head
+                held, is_text = "", True

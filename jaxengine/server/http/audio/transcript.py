@@ -1,0 +1,91 @@
+"""Base of transcripts in progress: what they ask the engine, and the forms of their answers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import abstractmethod
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Response
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.server.http.audio.protocol import TranscriptionRequest
+from jaxengine.server.http.sse import event, json_response
+
+
+class Transcript:
+    """Transcript in progress: call `begin`, then `whole` for one response or `events` for a stream.
+
+    name: of its requests in the engine. options: of their scheduling.
+    """
+
+    def __init__(self, engine: EngineClient, body: TranscriptionRequest, task: str, name: str, options: RequestOptions):
+        self.engine, self.body, self.task, self._name, self._options = engine, body, task, name, options
+        self.tokenizer = engine.inputs.require_tokenizer()
+        self.input_tokens = self.output_tokens = 0
+
+    @abstractmethod
+    async def begin(self, data: bytes) -> None:
+        """Read the sound of a file. Raises RequestError, also for a request that the model cannot answer."""
+
+    @abstractmethod
+    async def whole(self) -> Response:
+        """Return the complete response."""
+
+    @abstractmethod
+    def pieces(self) -> AsyncGenerator[str, None]:
+        """Yield the text of a stream as it comes."""
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        text, pieces = "", self.pieces()
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                piece = piece if text else piece.lstrip()
+                text += piece
+                if piece:
+                    yield event({"type": "transcript.text.delta", "delta": piece})
+        usage = {
+            "type": "tokens",
+            "input_tokens": self.input_tokens,
+            "input_token_details": {"audio_tokens": 0, "text_tokens": self.input_tokens},
+            "output_tokens": self.output_tokens,
+            "total_tokens": self.input_tokens + self.output_tokens,
+        }
+        included = usage if self.body.stream_include_usage else None
+        yield event({"type": "transcript.text.done", "text": text.rstrip(), "usage": included})
+
+    async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a prompt."""
+        outputs = self.engine.stream(prompt, params, self._name, self._options)
+        async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
+            async for output in outputs:
+                yield output
+
+    async def last(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
+        """Return the last output of a prompt. Raises RequestError if time ran out."""
+        last: RequestOutput | None = None
+        async for output in self.outputs(prompt, params):
+            last = output
+        if last is None or not last.outputs[0].token_ids:
+            raise RuntimeError(f"{self._name} ended without an output")
+        if last.outputs[0].finish_reason == "abort":
+            raise RequestError("timeout: the transcript was not complete in time", param="timeout")
+        return last
+
+    def plain(self, text: str, seconds: float) -> Response:
+        """Return the response `json` or `text` of a transcript."""
+        if self.body.response_format == "text":
+            return Response(text + "\n", media_type="text/plain")
+        return json_response({"text": text, "usage": usage_of(seconds)})
+
+
+def usage_of(seconds: float) -> dict[str, Any]:
+    """Return the usage of a sound of so many seconds."""
+    return {"type": "duration", "seconds": math.ceil(seconds)}

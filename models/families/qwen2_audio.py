@@ -1,0 +1,81 @@
+"""Qwen2-Audio (Chu et al. 2024, arXiv:2407.10759) and Voxtral (Liu et al. 2025, arXiv:2507.13264): Qwen2 and Llama with
+sounds in the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llava import read_text
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.sound.qwen2_audio import TOWER, read_qwen2_audio
+from jaxengine.models.sound.voxtral import read_voxtral
+from jaxengine.models.vision.llava import PROJECTOR
+
+# Names of published checkpoints, and of those that transformers 5 has in memory.
+AUDIO_NAMES = CheckpointNames(
+    prefixes=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+        *((f"model.{part}.", f"{part}.") for part in (TOWER, PROJECTOR)),
+    ),
+    tower=(f"{TOWER}.", f"{PROJECTOR}."),
+    flattened=(".conv1.weight", ".conv2.weight"),
+)
+# What transformers takes for fields of the text part that a file lacks.
+_QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+_VOXTRAL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131072,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e8,
+}
+
+
+def read_sound_text(fields: ConfigFields, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Read arguments of ModelConfig from the text part of a config.json. defaults: for fields that it lacks. Raises
+    ModelConfigError.
+    """
+    text = fields.mapping("text_config") or {}
+    given = {name: value for name, value in defaults.items() if name != "rope_theta" or "rope_parameters" not in text}
+    return read_text(ConfigFields({**fields.raw, "text_config": {**given, **text}}))
+
+
+class Qwen2AudioForConditionalGeneration(LlamaForCausalLM):
+    """Qwen2 with sounds of up to 30 seconds."""
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    checkpoint_names: ClassVar[CheckpointNames] = AUDIO_NAMES
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_sound_text(fields, _QWEN2) | {"tower": read_qwen2_audio(fields)}
+
+
+class VoxtralForConditionalGeneration(Qwen2AudioForConditionalGeneration):
+    """Llama with sounds of any length."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_sound_text(fields, _VOXTRAL) | {"tower": read_voxtral(fields)}

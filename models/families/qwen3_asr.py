@@ -1,0 +1,57 @@
+"""Qwen3-ASR (Qwen Team 2026): Qwen3 with sounds in the prompt, which it transcribes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.qwen2_audio import AUDIO_NAMES, read_sound_text
+from jaxengine.models.families.qwen2_vl import without_mrope
+from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.sound.qwen2_audio import TOWER
+from jaxengine.models.sound.qwen3_asr import read_qwen3_asr
+from jaxengine.models.vision.llava import PROJECTOR
+
+# What transformers takes for fields of the text part that a file lacks.
+_TEXT: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+
+
+# Names of the first published checkpoints, which are called after a part of Qwen3-Omni.
+_PUBLISHED = (
+    ("thinker.model.", "model."),
+    ("thinker.lm_head.", "lm_head."),
+    *((f"thinker.{TOWER}.proj{number}.", f"{PROJECTOR}.linear_{number}.") for number in (1, 2)),
+    (f"thinker.{TOWER}.", f"{TOWER}."),
+)
+
+
+class Qwen3ASRForConditionalGeneration(Qwen3ForCausalLM):
+    """Qwen3 with sounds of any length."""
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    checkpoint_names: ClassVar[CheckpointNames] = AUDIO_NAMES._replace(
+        prefixes=(*_PUBLISHED, *AUDIO_NAMES.prefixes),
+        flattened=tuple(f".conv2d{number}.weight" for number in (1, 2, 3)),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = ConfigFields({**fields.raw, **(fields.mapping("thinker_config") or {})})
+        text = fields.mapping("text_config") or {}
+        # Sounds have the positions of tokens, so that rope with sections is rope.
+        fields = ConfigFields({**fields.raw, "text_config": without_mrope(ConfigFields(text)).raw})
+        text = read_sound_text(fields, _TEXT)
+        return text | {"tower": read_qwen3_asr(fields, text["hidden_size"])}

@@ -1,0 +1,171 @@
+"""Whisper's encoder of sounds (Radford et al. 2022, arXiv:2212.04356), which other models have, too: two convolutions
+over a log-mel spectrogram and layers of attention over all of a window.
+
+Further shape letters: U windows, P frames of a window, S = P / 2 its positions, F bins of a spectrum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.layers import PatchEmbedding, TowerMLP, gelu, tower_axis
+from jaxengine.models.vision.vit import attend_units
+
+EPS = 1e-5
+_TAPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSizes:
+    """Sizes of an encoder: S positions of a window, half as many as it has frames; F bins; D elements; layers."""
+
+    num_positions: int
+    num_bins: int
+    size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+
+
+# Names of the sizes in Whisper's configurations, and in those of models that call them as all encoders do.
+_NAMES = {
+    "size": ("d_model", "hidden_size"),
+    "num_layers": ("encoder_layers", "num_hidden_layers"),
+    "num_heads": ("encoder_attention_heads", "num_attention_heads"),
+    "intermediate_size": ("encoder_ffn_dim", "intermediate_size"),
+}
+
+
+def read_encoder(fields: ConfigFields) -> EncoderSizes:
+    """Read the sizes of an encoder from its configuration. Raises ModelConfigError."""
+    names = {ours: next((name for name in known if fields.has(name)), known[0]) for ours, known in _NAMES.items()}
+    found = {ours: fields.integer(name) for ours, name in names.items()}
+    if found["size"] % found["num_heads"]:
+        raise fields.fail(names["num_heads"], f"a divisor of {names['size']} {found['size']}")
+    fields.require(activation_function="gelu", scale_embedding=False)
+    positions = fields.integer("max_source_positions", 1500)
+    return EncoderSizes(num_positions=positions, num_bins=fields.integer("num_mel_bins"), **found)
+
+
+def audio_fields(fields: ConfigFields, **defaults: Any) -> ConfigFields:
+    """Return the fields of a configuration's `audio_config`, with that name in errors. Raises ModelConfigError without
+    one.
+
+    defaults: for fields that may be absent.
+    """
+    audio = fields.mapping("audio_config")
+    if audio is None:
+        raise fields.fail("audio_config", "a mapping")
+    prefix = "audio_config."
+    return ConfigFields({prefix + name: value for name, value in audio.items()}, prefix).with_defaults(**defaults)
+
+
+class Convolution(nnx.Module):
+    """Convolution over time with a kernel of three frames and one frame of zeros at each end, then GELU.
+
+    stride: frames from one output to the next.
+    """
+
+    def __init__(self, num_features: int, size: int, *, stride: int, source: str, build: Build):
+        self.stride = stride
+        self.product = PatchEmbedding(_TAPS * num_features, size, source=source, bias=True, build=build)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map sounds [U, P, F] -> [U, P / stride, D]."""
+        num_sounds, num_frames = x.shape[:2]
+        padded, count = jnp.pad(x, ((0, 0), (1, 1), (0, 0))), num_frames // self.stride
+        taps = [padded[:, tap : tap + (count - 1) * self.stride + 1 : self.stride] for tap in range(_TAPS)]
+        rows = jnp.stack(taps, axis=-1).reshape(num_sounds * count, -1)
+        y = self.product(rows).astype(jnp.float32)
+        return gelu(y).astype(self.product.dtype).reshape(num_sounds, count, -1)
+
+
+class EncoderLayer(nnx.Module):
+    """Layer x + attention(norm(x)), then x + mlp(norm(x)). source: prefix of its modules; key_bias: whether keys have a
+    bias as queries and values do.
+    """
+
+    def __init__(self, sizes: EncoderSizes, *, source: str, build: Build, key_bias: bool = False):
+        size = sizes.size
+        self.head_dim = size // sizes.num_heads
+        attention, heads = f"{source}.self_attn", tower_axis("heads", build)
+
+        def project(name: str, *, bias: bool) -> Linear:
+            own = (Source(f"{attention}.{name}", size, group=self.head_dim),)
+            return Linear(size, own, axes=("embed", heads), bias=bias, build=build)
+
+        self.q, self.k, self.v = (
+            project("q_proj", bias=True),
+            project("k_proj", bias=key_bias),
+            project("v_proj", bias=True),
+        )
+        out = (Source(f"{attention}.out_proj", size),)
+        self.out = Linear(size, out, axes=(heads, "embed"), bias=True, build=build)
+        self.attention_norm = LayerNorm(size, EPS, source=f"{attention}_layer_norm", build=build)
+        self.mlp_norm = LayerNorm(size, EPS, source=f"{source}.final_layer_norm", build=build)
+        names = {"up": (f"{source}.fc1",), "down": f"{source}.fc2"}
+        self.mlp = TowerMLP(size, sizes.intermediate_size, **names, activation=gelu, build=build)
+
+    def __call__(self, x: jax.Array, num_sounds: int, is_heard: jax.Array | None = None) -> jax.Array:
+        """Map x [U * S, D] -> the same, each of U windows by itself. is_heard: bool[U, S], positions that are attended
+        to; None for all.
+        """
+        with jax.named_scope("attention"):
+            inner = self.attention_norm(x)
+            shape = num_sounds, len(x) // num_sounds, -1, self.head_dim
+            q, k, v = (part(inner).reshape(shape) for part in (self.q, self.k, self.v))
+            x = x + self.out(attend_units(q, k, v, is_heard).reshape(len(x), -1))
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+class SoundEncoder(nnx.Module):
+    """Convolutions, learned positions, layers, and a norm. source: prefix of its modules.
+
+    pooled: neighbouring positions of which the mean is taken before the norm.
+    """
+
+    def __init__(self, sizes: EncoderSizes, *, source: str, build: Build, pooled: int = 1):
+        self.sizes, self.pooled, size = sizes, pooled, sizes.size
+        convolutions = (("conv1", sizes.num_bins, 1), ("conv2", size, 2))
+        self.convolutions = nnx.List(
+            [
+                Convolution(width, size, stride=stride, source=f"{source}.{name}", build=build)
+                for name, width, stride in convolutions
+            ]
+        )
+        rows = Source(f"{source}.embed_positions.weight", sizes.num_positions)
+        shape = sizes.num_positions, size
+        self.positions = declare(shape, build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
+        layers = (f"{source}.layers.{number}" for number in range(sizes.num_layers))
+        self.layers = nnx.List([EncoderLayer(sizes, source=each, build=build) for each in layers])
+        self.norm = LayerNorm(size, EPS, source=f"{source}.layer_norm", build=build)
+
+    def __call__(self, patches: jax.Array, is_heard: jax.Array | None = None) -> jax.Array:
+        """Encode the spectrograms of U windows, f32[U * 2 S, F] -> [U * S / pooled, D]. is_heard: as of
+        EncoderLayer.
+        """
+        sizes = self.sizes
+        num_sounds = len(patches) // (2 * sizes.num_positions)
+        x = patches.reshape(num_sounds, 2 * sizes.num_positions, sizes.num_bins)
+        with jax.named_scope("convolutions"):
+            for convolution in self.convolutions:
+                x = convolution(x)
+            x = (x + self.positions[...]).reshape(num_sounds * sizes.num_positions, -1)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, num_sounds, is_heard)
+        if self.pooled > 1:
+            joined = x.astype(jnp.float32).reshape(len(x) // self.pooled, self.pooled, -1)
+            x = joined.mean(axis=1).astype(x.dtype)
+        return self.norm(x)

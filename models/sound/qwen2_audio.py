@@ -1,0 +1,74 @@
+"""Tower of Qwen2-Audio (Chu et al. 2024, arXiv:2407.10759): Whisper's encoder with the mean of neighbouring positions,
+and one product. Positions of silence after a sound are not attended to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, audio_fields, read_encoder
+from jaxengine.models.vision.llava import PROJECTOR
+from jaxengine.models.vision.vit import linear
+
+# Prefix of the tower's tensors, as models say it: checkpoints may have more before it.
+TOWER = "audio_tower"
+_POOLED = 2
+# What transformers takes for fields that a file lacks.
+_DEFAULTS = {
+    "num_mel_bins": 128,
+    "d_model": 1280,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2AudioTowerConfig(TowerConfig):
+    """Sizes of the tower; a patch is one frame of a spectrogram, and a unit is one sound. Its column "sound" is 0 for
+    frames of the sound, and -1 for those of the silence after it.
+    """
+
+    sizes: EncoderSizes
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return Qwen2AudioTower(self, hidden_size, build)
+
+
+def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
+    """Read the tower's sizes from a config.json. Raises ModelConfigError."""
+    audio = audio_fields(fields, **_DEFAULTS)
+    sizes = read_encoder(audio)
+    if sizes.num_positions % _POOLED:
+        raise audio.fail("max_source_positions", "an even number")
+    return Qwen2AudioTowerConfig(
+        num_features=sizes.num_bins,
+        columns=("sound",),
+        merge=2 * _POOLED,
+        unit=2 * sizes.num_positions,
+        hears=True,
+        sizes=sizes,
+    )
+
+
+class Qwen2AudioTower(nnx.Module):
+    """Tower of Qwen2-Audio, called as jaxengine.models.config.tower says."""
+
+    def __init__(self, config: Qwen2AudioTowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        self.encoder = SoundEncoder(config.sizes, source=TOWER, build=build, pooled=_POOLED)
+        axes = ("embed", "embed")
+        self.projector = linear(config.sizes.size, f"{PROJECTOR}.linear", hidden_size, axes, build)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        # A position is of two frames, and of the sound if the first of them is.
+        is_heard = columns[0].reshape(-1, self.config.unit)[:, ::2] >= 0
+        x = self.encoder(patches, is_heard)
+        with jax.named_scope("projector"):
+            return self.projector(x)

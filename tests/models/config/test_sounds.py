@@ -1,0 +1,108 @@
+"""config.json of models that take sounds in prompts: what is read, as published, and what is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.registry import model_for_hf, read_hf
+from tests.tables import each_row
+
+WHISPER = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
+# Qwen/Qwen2-Audio-7B-Instruct, whose text part leaves out what transformers takes for it.
+QWEN2_AUDIO: dict[str, Any] = {
+    "architectures": ["Qwen2AudioForConditionalGeneration"],
+    "audio_config": {"model_type": "qwen2_audio_encoder", **WHISPER, "num_mel_bins": 128, "scale_embedding": False},
+    "audio_token_index": 151646,
+    "model_type": "qwen2_audio",
+    "text_config": {
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 8192,
+        "model_type": "qwen2",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000,
+        "sliding_window": 32768,
+        "use_mrope": False,
+        "vocab_size": 156032,
+    },
+    "vocab_size": 156032,
+}
+# mistralai/Voxtral-Mini-3B-2507
+VOXTRAL: dict[str, Any] = {
+    "architectures": ["VoxtralForConditionalGeneration"],
+    "audio_config": {"hidden_size": 1280, "intermediate_size": 5120, "max_source_positions": 1500, "num_mel_bins": 128},
+    "audio_token_id": 24,
+    "model_type": "voxtral",
+    "projector_hidden_act": "gelu",
+    "text_config": {"head_dim": 128, "hidden_size": 3072, "model_type": "llama", "rope_theta": 100000000.0},
+}
+# Qwen/Qwen3-ASR-1.7B, called after a part of Qwen3-Omni.
+QWEN3_ASR: dict[str, Any] = {
+    "architectures": ["Qwen3ASRForConditionalGeneration"],
+    "model_type": "qwen3_asr",
+    "thinker_config": {
+        "audio_config": {"d_model": 1024, "encoder_layers": 24, "n_window": 50, "output_dim": 2048},
+        "audio_token_id": 151676,
+        "text_config": {
+            "hidden_size": 2048,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "type": "mrope"},
+            "rope_theta": 1000000,
+            "tie_word_embeddings": True,
+        },
+    },
+}
+
+
+def test_published_configurations():
+    for raw, hidden, layers, rows in (
+        (QWEN2_AUDIO, 4096, 32, 750),
+        (VOXTRAL, 3072, 30, 375),
+        (QWEN3_ASR, 2048, 28, 160),  # of which 104 are used
+    ):
+        config = read_hf(raw)
+        assert (config.hidden_size, config.num_layers, config.tower.hears) == (hidden, layers, True)
+        assert (config.tower.unit // config.tower.merge, config.tower.num_features) == (rows, 128)
+    assert config.attention[0].rope.theta == 1e6 and config.attention[0].rope.sections == ()
+    inner = QWEN3_ASR["thinker_config"]
+    assert read_hf(inner | {"architectures": QWEN3_ASR["architectures"]}) == config
+
+
+@each_row(
+    ("stored", "model"),
+    [
+        ("thinker.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("thinker.audio_tower.conv2d1.weight", "audio_tower.conv2d1.weight"),
+        ("thinker.audio_tower.proj2.bias", "multi_modal_projector.linear_2.bias"),
+        ("thinker.lm_head.weight", "lm_head.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("model.audio_tower.ln_post.bias", "audio_tower.ln_post.bias"),
+        ("language_model.model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_names_of_tensors(stored, model):
+    assert model_for_hf("Qwen3ASRForConditionalGeneration").checkpoint_names.renamed(stored) == model
+
+
+@each_row(
+    ("raw", "part", "changes", "message"),
+    [
+        (QWEN2_AUDIO, "audio_config", {"encoder_attention_heads": 7}, "encoder_attention_heads .*divisor of d_model"),
+        (QWEN2_AUDIO, "audio_config", {"max_source_positions": 1501}, "max_source_positions .*an even number"),
+        (QWEN2_AUDIO, "audio_config", {"activation_function": "relu"}, "activation_function"),
+        (QWEN2_AUDIO, "text_config", {"model_type": "gemma"}, "model_type .*one of llama"),
+        (VOXTRAL, "audio_config", {"intermediate_size": 5121}, "intermediate_size .*a multiple of hidden_size"),
+        (VOXTRAL, "audio_config", {"num_mel_bins": 0}, "num_mel_bins"),
+        (QWEN3_ASR["thinker_config"], "audio_config", {"n_window_infer": 150}, "n_window_infer .*a multiple of twice"),
+        (QWEN3_ASR["thinker_config"], "audio_config", {"output_dim": 1}, "output_dim .*hidden_size of the text model"),
+    ],
+)
+def test_what_is_refused(raw, part, changes, message):
+    architectures = raw.get("architectures", QWEN3_ASR["architectures"])
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf({**raw, "architectures": architectures, part: {**raw[part], **changes}})
+    with pytest.raises(ModelConfigError, match=part):
+        read_hf({**raw, "architectures": architectures, part: 3})
