@@ -260,8 +260,12 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
             "pipeline_parallel_size", problem, "choose others by pipeline_layers, or fewer stages"
         )
     for layer in stage.layers:
-        if (source := model_config.attention[layer].kv_source) is not None and source not in stage.layers:
-            problem = f"layer {layer} attends to keys and values of layer {source}, which is in an earlier stage"
+        attention = model_config.attention[layer]
+        of_keys, of_choice = attention.kv_source, None if attention.index is None else attention.index.source
+        for source, what in ((of_keys, "keys and values"), (of_choice, "keys as selected by the indexer")):
+            if source is None or source in stage.layers:
+                continue
+            problem = f"layer {layer} attends to {what} of layer {source}, which is in an earlier stage"
             raise ConfigError.because(
                 "pipeline_parallel_size", problem, "choose stages by pipeline_layers that keep both together"
             )
