@@ -25,9 +25,9 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        for kind in fields.value("layer_types", None) or ():
-            if kind != "indexed_attention":
-                raise fields.fail("layer_types", "a list of indexed_attention, or absent")
+        kinds = fields.value("layer_types", None)
+        if kinds is not None and kinds != ["indexed_attention"] * fields.integer("num_hidden_layers"):
+            raise fields.fail("layer_types", "a list of indexed_attention for each layer, or absent")
         own = ConfigFields({name: value for name, value in fields.raw.items() if name != "layer_types"})
         shared = super().read_hf(own.with_defaults(first_k_dense_replace=3))
         index = KeyIndex(

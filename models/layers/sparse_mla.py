@@ -92,7 +92,8 @@ class SparseLatentAttention(LatentAttention):
             selected = step.selected
         else:
             with jax.named_scope("select_keys"):
-                selected = select_keys(index_q, weights, kv, ragged, count=self.top_k, schedule=step.schedule)
+                count = min(self.top_k, ragged.page_table.shape[1] * kv.page_size)  # of the longest sequence
+                selected = select_keys(index_q, weights, kv, ragged, count=count, schedule=step.schedule)
         if self.notes:
             self.selected = SelectedKeys(selected)
         with jax.named_scope("absorb"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import jax
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxengine.check.hlo import parse
 from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention, selection_schedule
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, pool_shape, storage_dtype
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.tuning import Tuning, XlaSelection
 from tests.pallas_kernels.pools import PER_TOKEN, codes, make_pool, token_scale, values_of
@@ -123,6 +126,39 @@ def test_further_against_float64(name, dtype, layout):
 def test_of_equal_scores_the_lowest_position_comes_first():
     """Keys of few values and one head: most scores are zero, of either sign, and many others are equal."""
     check("chunks and decodes", "float32", "cpu", 6, keys=np.sign, num_heads=1)
+
+
+@pytest.mark.thorough("compiles a step of a published size")
+def test_a_decode_at_128k_reads_the_indexers_keys_and_the_selected_latents_alone():
+    """Counted in the compiled program: what each gather of the pool returns, times the trips of its loop."""
+    context, page, num_seqs, count, block, gathered = 131072, 16, 8, 2048, 512, 256
+    spec = KVSpec(num_seqs * context // page + 1, page, 1, 576, 128, "bfloat16")
+    attention = AttentionSpec(16, 1, 576, 512, 0.1, values_in_keys=True)
+    data = jax.ShapeDtypeStruct(pool_shape(spec), storage_dtype(spec))
+
+    def run(index_q, weights, q, q_rest, kv, batch):
+        found = select_keys(index_q, weights, kv, batch, count=count)
+        return selected_attention(q, q_rest, kv, batch, found, spec=attention)
+
+    def shape(*sizes: int, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    sizes = (num_seqs + 1,), (num_seqs,), (num_seqs, context // page), (num_seqs,), (), ()
+    queries = (shape(num_seqs, *each, dtype=jnp.bfloat16) for each in ((64, 128), (16, 512), (16, 64)))
+    index_q, q, q_rest = queries
+    arguments = index_q, shape(num_seqs, 64, dtype=jnp.float32), q, q_rest, KVPages(data, None, None, spec)
+    compiled = jax.jit(run).lower(*arguments, RaggedBatch(*(shape(*each) for each in sizes))).compile()
+    reads = []
+    for body in parse(compiled.as_text()).computations.values():
+        by_name = {each.name: each.elements for each in body}
+        pool = {name for name, elements in by_name.items() if elements == math.prod(data.shape)}
+        reads += [each.elements for each in body if each.opcode == "gather" and each.operands[0] in pool]
+    trips = {num_seqs * block * 128: context // block, num_seqs * gathered * 576: count // gathered}
+    assert sorted(reads) == sorted(trips)
+    moved = sum(2 * elements * trips[elements] for elements in reads)
+    assert moved <= 1.01 * 2 * num_seqs * (context * 128 + count * 576)
+    # Nor does memory follow the context.
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 << 20
 
 
 def test_shapes_that_do_not_fit():
