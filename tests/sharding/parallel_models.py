@@ -130,7 +130,7 @@ SPARSE = LATENT | {
     "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
     "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 2,
     "topk_method": "noaux_tc",
     "index_topk": 9,
     "index_n_heads": 7,
