@@ -29,7 +29,7 @@ def sparse_attention(
     def function(index_q: Any, weights: Any, q: Any, q_rest: Any, kv: Any, batch: Any) -> Any:
         schedule = selection_schedule(batch, num_tokens=num_tokens, page_size=kv.page_size, platform=kv.layout)
         found = select_keys(index_q, weights, kv, batch, count=index.top_k, schedule=schedule)
-        return selected_attention(q, q_rest, kv, batch, found, spec=spec, schedule=schedule)
+        return selected_attention(q, q_rest, kv, batch, found, spec=spec)
 
     sizes = [(index.num_heads, index.head_dim), (index.num_heads,), *((spec.num_q_heads, x) for x in spec.query_dims)]
     dtypes = dtype, jnp.float32, dtype, dtype

@@ -235,7 +235,17 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
             after += param.num_bytes if param.path[0] == "embed" and model_config.tie_word_embeddings else 0
         else:
             after += param.num_bytes
-    return split_layers(sizes, config.pipeline_parallel_size, before=before, after=after)
+    num_stages = config.pipeline_parallel_size
+    # A layer that takes another one's selection of keys stays with it, if there are stages enough.
+    first = [
+        layer for layer, each in enumerate(model_config.attention) if each.index is None or each.index.source is None
+    ]
+    ends = [*first[1:], len(sizes)]
+    if len(first) < num_stages:
+        first, ends = range(len(sizes)), range(1, len(sizes) + 1)
+    held = [sum(sizes[begin:end]) for begin, end in zip(first, ends, strict=True)]
+    split = split_layers(held, num_stages, before=before, after=after)
+    return stages_of([ends[stage.layers[-1]] - first[stage.layers[0]] for stage in split])
 
 
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:

@@ -99,7 +99,7 @@ class SparseLatentAttention(LatentAttention):
         with jax.named_scope("absorb"):
             latent_q = self.w_uk.batched_matmul(q, contract=0).astype(q.dtype)
         with jax.named_scope("selected_attention"):
-            o = selected_attention(latent_q, q_rope, kv, ragged, selected, spec=self.spec, schedule=step.schedule)
+            o = selected_attention(latent_q, q_rope, kv, ragged, selected, spec=self.spec)
         with jax.named_scope("values"):
             o = self.w_uv.batched_matmul(o, contract=1).astype(x.dtype)
         with jax.named_scope("o_proj"):

@@ -77,7 +77,6 @@ def selected_attention(
     positions: jax.Array,
     *,
     spec: AttentionSpec,
-    schedule: Any = None,
     tuning: Tuning | None = None,
 ) -> jax.Array:
     """Attend q [T, N, Hv] with q_rest [T, N, H - Hv] to the keys at `positions` alone; returns o [T, N, Hv] in q's
@@ -85,8 +84,8 @@ def selected_attention(
 
     positions: i32 [T, k] in each token's own sequence, distinct; -1 after the last one of a token. A token without any,
     or of no sequence, gets exactly 0. Of the pool only these keys are read. spec: with values in keys, one kv head, and
-    neither window, chunk nor soft cap. schedule: as `select_keys` took it. tuning: sizes to work with, None for the
-    table's sizes of the chip. Raises ValueError for shapes, dtypes or options that do not fit.
+    neither window, chunk nor soft cap. tuning: sizes to work with, None for the table's sizes of the chip. Raises
+    ValueError for shapes, dtypes or options that do not fit.
     """
     num_tokens, (width, rest) = q.shape[0], spec.query_dims
     for name, array, columns in (("q", q, width), ("q_rest", q_rest, rest)):
@@ -104,4 +103,4 @@ def selected_attention(
         raise ValueError(f"selected_attention: the pool holds head dim {kv.spec.head_dim}, not {spec.head_dim}")
     check_batch(batch, num_tokens)
     options: dict[str, Any] = {"spec": spec, "tuning": tuning or tuning_of(kv.layout)}
-    return kernel("selected_attention", kv.layout)(q, q_rest, kv, batch, positions, schedule, **options)
+    return kernel("selected_attention", kv.layout)(q, q_rest, kv, batch, positions, **options)

@@ -175,7 +175,6 @@ def selected_attention(
     kv: KVPages,
     batch: RaggedBatch,
     positions: jax.Array,
-    schedule: Schedule | None,
     *,
     spec: AttentionSpec,
     tuning: Tuning,
@@ -183,7 +182,6 @@ def selected_attention(
     """Attend to selected keys in plain XLA; arguments are those of attention.selected.selected_attention, which has
     checked them.
     """
-    del schedule
     num_tokens, num_heads, own_dtype = *q.shape[:2], q.dtype
     sizes, count = tuning.xla_selection, positions.shape[1]
     size, block = min(sizes.block_tokens, num_tokens), min(sizes.gathered_keys, count)

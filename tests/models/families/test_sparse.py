@@ -23,7 +23,7 @@ from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.unpaged import check_unpaged
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.runner.devices import build_split
+from jaxengine.runner.devices import build_split, choose_stages
 from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
 
@@ -39,9 +39,12 @@ def test_what_is_refused():
         check_unpaged(model)
     with pytest.raises(ConfigError, match="rl_exact is True; allowed: False: GlmMoeDsaForCausalLM selects keys"):
         EngineConfig.from_options(rl_exact=True).resolved(MODEL, PLATFORMS["cpu"])
+    # By themselves, stages keep both together.
     resolved = EngineConfig.from_options(pipeline_parallel_size=2).resolved(MODEL, PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match="layer 3 attends to keys as selected by the indexer of layer 2, which is in"):
         build_split(MODEL, resolved, resolved.mesh_layout(MODEL), Stage(3, 4, is_first=False))
+    stages = choose_stages(MODEL, resolved, resolved.mesh_layout(MODEL))
+    assert [list(stage.layers) for stage in stages] == [[0, 1], [2, 3]]
 
 
 def write_blocks(source: Path, folder: Path) -> dict[str, np.ndarray]:
@@ -59,7 +62,9 @@ def write_blocks(source: Path, folder: Path) -> dict[str, np.ndarray]:
                 stored[name] = values[name] = tensor
                 continue
             rows, columns = (-(-size // BLOCK) for size in tensor.shape)
-            padded = np.pad(tensor, [(0, n * BLOCK - size) for n, size in zip((rows, columns), tensor.shape)])
+            padded = np.pad(
+                tensor, [(0, n * BLOCK - size) for n, size in zip((rows, columns), tensor.shape, strict=True)]
+            )
             blocks = padded.reshape(rows, BLOCK, columns, BLOCK)
             scales = np.abs(blocks).max((1, 3)).astype(np.float32) / 448 + np.float32(1e-9)
             codes = (blocks / scales[:, None, :, None]).astype(ml_dtypes.float8_e4m3fn)

@@ -87,7 +87,7 @@ def check(name: str, dtype: str, layout: str, count: int, keys=None, num_heads: 
         schedule = selection_schedule(batch, **sizes)
         found = select_keys(index_q, weights, kv, batch, count=count, schedule=schedule)
         parts = jnp.split(q, (RANK,), axis=-1)
-        return found, selected_attention(*parts, kv, batch, found, spec=SPEC, schedule=schedule, tuning=TUNING)
+        return found, selected_attention(*parts, kv, batch, found, spec=SPEC, tuning=TUNING)
 
     found, o = map(np.asarray, run(index_q, weights, q, kv, batch))
     rows = np.asarray(batch.cu_q_lens), np.asarray(batch.kv_lens), np.asarray(batch.page_table), int(batch.num_seqs)
