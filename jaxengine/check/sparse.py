@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.layers.attention import attention_spec
-from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention, selection_schedule
+from jaxengine.models.layers.attention import attention_spec, selection_schedule
+from jaxengine.models.layers.sparse_mla import select_keys, selected_attention
 from jaxengine.sharding.layout import MeshLayout
 
 
