@@ -96,9 +96,12 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: j
     read: tile -> its queries [B, Q * I, J] and their weights f32 [B, Q, I]. write: results, tile, i32 [B, Q, k] ->
     results.
     """
-    return lax.fori_loop(
-        0, tiles.num_tiles, lambda tile, results: write(results, tile, _best(tiles, tile, *read(tile), step)), results
-    )
+
+    def select(tile: jax.Array, results: jax.Array) -> jax.Array:
+        q, weights = read(tile)
+        return write(results, tile, _best(tiles, tile, q, weights, step))
+
+    return lax.fori_loop(0, tiles.num_tiles, select, results)
 
 
 def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step: _Step) -> jax.Array:
