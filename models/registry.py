@@ -28,6 +28,7 @@ from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
 from jaxengine.models.families.declared_rows import DECLARED
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
+from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
 from jaxengine.models.families.distilbert import DistilBertModel
 from jaxengine.models.families.dots1 import Dots1ForCausalLM
 from jaxengine.models.families.electra import ElectraModel
@@ -45,6 +46,7 @@ from jaxengine.models.families.glm4 import Glm4ForCausalLM
 from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
 from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration
+from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
 from jaxengine.models.families.gpt_oss import GptOssForCausalLM
 from jaxengine.models.families.granite import GraniteForCausalLM
 from jaxengine.models.families.granite_moe import GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM
@@ -155,6 +157,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
+    "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,
+    "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
     "MiniCPM3ForCausalLM": MiniCPM3ForCausalLM,
     "GlmForCausalLM": GlmForCausalLM,
     "Glm4ForCausalLM": Glm4ForCausalLM,

@@ -96,6 +96,59 @@ def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tupl
     return weights @ values / total, largest + np.log(total)
 
 
+def select_keys(
+    q: np.ndarray,  # [T, I, J]
+    weights: np.ndarray,  # [T, I]
+    key_pages: np.ndarray,  # [P, page_size, J]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    kv_lens: np.ndarray,  # [S]
+    page_table: np.ndarray,  # [S, W]
+    num_seqs: int,
+    count: int,
+) -> np.ndarray:
+    """Return i64 [T, count], the positions that attention.selected.select_keys selects, by scores in float64.
+
+    The other arguments are those of RaggedBatch. Reads exactly the visible slots.
+    """
+    found, page_size = np.full((len(q), count), -1), key_pages.shape[1]
+    for seq in range(num_seqs):
+        first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
+        for token in range(first, end):
+            seen = np.arange(int(kv_lens[seq]) - (end - first) + token - first + 1)
+            keys = key_pages[page_table[seq, seen // page_size], seen % page_size].astype(np.float64)
+            scores = np.maximum(keys @ q[token].astype(np.float64).T, 0.0) @ weights[token].astype(np.float64)
+            best = seen if len(seen) <= count else np.argsort(-scores, kind="stable")[:count]
+            found[token, : len(best)] = best
+    return found
+
+
+def selected_attention(
+    q: np.ndarray,  # [T, N, H]
+    k_pages: np.ndarray,  # [P, page_size, H]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    page_table: np.ndarray,  # [S, W]
+    num_seqs: int,
+    positions: np.ndarray,  # [T, k]
+    *,
+    v_head_dim: int,
+    sm_scale: float,
+) -> np.ndarray:
+    """Compute softmax attention to the keys at `positions` alone, whose first elements are their values: float64 [T, N,
+    Hv].
+
+    A token of no sequence, or without a position >= 0, gives 0. The other arguments are those of RaggedBatch.
+    """
+    out, page_size = np.zeros((*q.shape[:2], v_head_dim)), k_pages.shape[1]
+    for seq in range(num_seqs):
+        for token in range(int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])):
+            own = positions[token][positions[token] >= 0]
+            keys = k_pages[page_table[seq, own // page_size], own % page_size].astype(np.float64)
+            for head in range(q.shape[1]):
+                logits = keys @ q[token, head].astype(np.float64) * sm_scale
+                out[token, head], _ = softmax_average(logits, keys[:, :v_head_dim], -np.inf)
+    return out
+
+
 def kv_cache_update(
     k_pages: np.ndarray, v_pages: np.ndarray, k: np.ndarray, v: np.ndarray, slot_mapping: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

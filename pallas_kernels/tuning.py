@@ -58,6 +58,19 @@ _XLA_ON_CUDA = XlaAttention(block_seqs=64, block_q=256, block_kv=1024, block_byt
 
 
 @dataclass(frozen=True)
+class XlaSelection(_Sizes):
+    """Sizes of attention.xla.selected: those of XlaAttention for the indexer's scores, and of attention to what it
+    selects.
+    """
+
+    block_seqs: int = 8
+    block_q: int = 16
+    block_kv: int = 512
+    block_tokens: int = 8  # tokens that attend at a time
+    gathered_keys: int = 256  # selected keys of each of them that are gathered at a time
+
+
+@dataclass(frozen=True)
 class TpuAttention(_Sizes):
     """Sizes of attention.tpu. `single` tiles hold one token and are bound by bandwidth, `run` tiles several."""
 
@@ -157,6 +170,7 @@ class Tuning:
     """Sizes of all implementations; each reads its own part."""
 
     xla_attention: XlaAttention = XlaAttention()
+    xla_selection: XlaSelection = XlaSelection()
     tpu_attention: TpuAttention = TpuAttention()
     hopper_attention: HopperAttention = HopperAttention()
     tpu_update: TpuUpdate = TpuUpdate()

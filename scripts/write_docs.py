@@ -191,6 +191,10 @@ types](quantization.md#gguf-files) that weights are stored in; dequantised at lo
 [images and videos](media.md), but for Gemma 3n and Kimi K2.5, which read text alone. Whisper transcribes
 [sounds](audio.md); Qwen2-Audio, Voxtral and Qwen3-ASR take them in their prompts.
 
+**Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the
+keys that its indexer selects, and runs as plain XLA on all platforms: there are no TPU or GPU kernels for it yet.
+GGUF files of these models are refused.
+
 **Tokenizers** are read from `tokenizer.json`, from vocabularies of SentencePiece, tiktoken and BERT, and from GGUF
 files; see [Tokenizers](tokenizers.md).
 

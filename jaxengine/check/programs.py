@@ -32,6 +32,7 @@ from jaxengine.check.roofline import (
     update_work,
 )
 from jaxengine.check.shapes import largest_pictures
+from jaxengine.check.sparse import sparse_attention
 from jaxengine.checkpoint.model_source import as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
@@ -92,7 +93,8 @@ class CheckedProgram:
       expected: exchanges it may have; None for a kernel, which runs on one device.
       products: needs of its matrix products; None if not compared.
       experts: rows that kernels multiply for a layer's experts, if they do.
-      num_attentions: number of its attention layers, each of which uses a kernel if the platform has one.
+      num_attentions: number of its attention layers, without those with an indexer, each of which uses a kernel if the
+        platform has one.
       latent_bytes: for latent attention, bytes of the query in latent space, the same as of the result.
       dtype: dtype of the model.
       block: the profiled block; None for a program of the engine.
@@ -230,7 +232,10 @@ class StagePrograms:
             expected=expected(self.model, bucket, self._exchanged_itemsize),
             products=product_work(self.model, at_least_two, self.config.dtype, kv),
             experts=rows_of_experts(self.model, bucket.num_tokens, self._layout),
-            num_attentions=sum(self.model.config.attention[layer].attends for layer in self.model.stage.layers),
+            num_attentions=sum(
+                each.attends and each.index is None
+                for each in (self.model.config.attention[layer] for layer in self.model.stage.layers)
+            ),
             dtype=self.config.dtype,
         )
 
@@ -266,6 +271,12 @@ class StagePrograms:
 
         for spec, layer in paged.items():
             attention, kv = config.attention[layer], pool_of(layer)
+            if attention.index is not None:
+                shape_of = lambda *shape: self._on_one_device(jax.ShapeDtypeStruct(*shape))  # noqa: E731
+                function, queries = sparse_attention(attention, shared, shape_of, bucket.num_tokens, dtype)
+                work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
+                yield kernel("sparse attention", function, (*queries, kv, batch), (), work)
+                continue
 
             def attend(q, q_rest, kv, batch, schedule, sinks, spec=spec):
                 return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, sinks=sinks)
@@ -311,7 +322,8 @@ class StagePrograms:
             *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
             *((bucket, "edge") for bucket in widest),
         ]
-        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in self.model.config.attending):
+        plain = [each for each in self.model.config.attending if each.index is None]  # others have no kernels
+        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):
             for bucket, part in parts:
                 name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
                 for trips in TRIPS:

@@ -87,6 +87,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": _yarn(40.0, beta_fast=32.0, mscale=1.0, mscale_all_dim=1.0),
         "max_position_embeddings": 163840,
     },
+    "deepseek-v3.2": _LATENT
+    | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "num_attention_heads": 128,
+        "vocab_size": 129280,
+        "n_routed_experts": 256,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "index_topk": 2048,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "rope_theta": 10000.0,
+        "rope_scaling": _yarn(40.0, beta_fast=32.0, mscale=1.0, mscale_all_dim=1.0),
+        "max_position_embeddings": 163840,
+    },
     "kimi-k2": _LATENT
     | {
         "num_attention_heads": 64,

@@ -66,11 +66,32 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 
     kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode.
     """
+    if attention.index is not None:
+        return _selected_work(attention, bucket, kv_dtype, dtype, context)
     keys, pairs = visible_keys(bucket, context, attention.reach)
     both = attention.head_dim + attention.v_head_dim
     queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
     cache = keys * attention.num_kv_heads * _cached_bytes(attention, kv_dtype)
     return Work(queries + cache, 2 * pairs * attention.num_heads * both)
+
+
+def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
+    """Return `attention_work` of a layer with an indexer: each visible key of the indexer and each latent that may be
+    selected is read once.
+    """
+    index, latent, itemsize = attention.index, attention.latent, jnp.dtype(dtype).itemsize
+    assert index is not None and latent is not None
+    spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype)
+    cached = jnp.dtype(spec.dtype).itemsize
+    both = attention.head_dim + latent.kv_lora_rank
+    keys, pairs = visible_keys(bucket, context, index.top_k)
+    num_bytes = bucket.num_tokens * attention.num_heads * both * itemsize + keys * spec.key_width * cached
+    flops = 2 * pairs * attention.num_heads * both
+    if index.source is None:
+        keys, pairs = visible_keys(bucket, context, None)
+        num_bytes += bucket.num_tokens * index.num_heads * index.head_dim * itemsize + keys * spec.value_width * cached
+        flops += 2 * pairs * index.num_heads * index.head_dim
+    return Work(num_bytes, flops)
 
 
 def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:

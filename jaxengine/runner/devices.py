@@ -237,7 +237,17 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
             after += param.num_bytes if param.path[0] == "embed" and model_config.tie_word_embeddings else 0
         else:
             after += param.num_bytes
-    return split_layers(sizes, config.pipeline_parallel_size, before=before, after=after)
+    num_stages = config.pipeline_parallel_size
+    # A layer that takes another one's selection of keys stays with it, if there are stages enough.
+    first = [
+        layer for layer, each in enumerate(model_config.attention) if each.index is None or each.index.source is None
+    ]
+    ends = [*first[1:], len(sizes)]
+    if len(first) < num_stages:
+        first, ends = range(len(sizes)), range(1, len(sizes) + 1)
+    held = [sum(sizes[begin:end]) for begin, end in zip(first, ends, strict=True)]
+    split = split_layers(held, num_stages, before=before, after=after)
+    return stages_of([ends[stage.layers[-1]] - first[stage.layers[0]] for stage in split])
 
 
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
@@ -262,8 +272,12 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
             "pipeline_parallel_size", problem, "choose others by pipeline_layers, or fewer stages"
         )
     for layer in stage.layers:
-        if (source := model_config.attention[layer].kv_source) is not None and source not in stage.layers:
-            problem = f"layer {layer} attends to keys and values of layer {source}, which is in an earlier stage"
+        attention = model_config.attention[layer]
+        of_keys, of_choice = attention.kv_source, None if attention.index is None else attention.index.source
+        for source, what in ((of_keys, "keys and values"), (of_choice, "keys as selected by the indexer")):
+            if source is None or source in stage.layers:
+                continue
+            problem = f"layer {layer} attends to {what} of layer {source}, which is in an earlier stage"
             raise ConfigError.because(
                 "pipeline_parallel_size", problem, "choose stages by pipeline_layers that keep both together"
             )

@@ -67,6 +67,31 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class KeyIndex:
+    """Indexer of a layer with sparse attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"): a token attends to the
+    `top_k` keys that it scores highest.
+
+    Attributes:
+      num_heads, head_dim: heads of its queries, and elements of a query and of its one key for each token, which is
+        cached beside the layer's own.
+      top_k: keys that a token attends to, all of them where it sees no more.
+      interleaved: of its rope, which is otherwise the layer's; see Rope.
+      source: number of the layer before this one whose selection it takes; None for its own. It has no weights then.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    source: int | None = None
+
+    def __post_init__(self) -> None:
+        check_size("index_n_heads", self.num_heads, MAX_HEADS)
+        check_size("index_head_dim", self.head_dim, MAX_HEAD_DIM)
+        check_size("index_topk", self.top_k, MAX_INTEGER)
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """Attention of one layer; layers with equal ones share rope tables, schedules and a trace.
 
@@ -85,6 +110,7 @@ class LayerAttention:
       bias: whether the projections to q, k and v have a bias.
       output_bias: whether the projection after attention has a bias.
       temperature: factor of queries by their positions; None for none.
+      index: indexer that selects the keys which a token attends to; None for all keys. Only with a latent.
       latent: latent that keys and values are computed from, None where they are projected directly.
       state: recurrent state instead of attention, None for a layer that only attends. Sizes are then those of the
         attending layers, and the other fields have their defaults.
@@ -110,6 +136,7 @@ class LayerAttention:
     output_bias: bool = False
     temperature: TemperatureTuning | None = None
     latent: Latent | None = None
+    index: KeyIndex | None = None
     state: LayerState | None = None
     beside_state: bool = False
     feed_forward_only: bool = False
@@ -146,6 +173,14 @@ class LayerAttention:
                 )
             if self.qk_norm or self.sinks or self.temperature is not None:
                 raise ModelConfigError("latent attention takes no qk_norm, no sinks and no temperature")
+        if self.index is not None:
+            if self.latent is None or self.latent.q_lora_rank is None:
+                raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
+            if self.reach is not None or self.soft_cap is not None:
+                raise ModelConfigError("attention to selected keys takes no window, no chunk and no soft cap")
+            if self.latent.qk_rope_head_dim > self.index.head_dim:
+                allowed = f"index_head_dim must be at least qk_rope_head_dim = {self.latent.qk_rope_head_dim}"
+                raise ModelConfigError(f"{allowed}, got {self.index.head_dim}")
 
     @property
     def attends(self) -> bool:
@@ -159,12 +194,16 @@ class LayerAttention:
 
     @property
     def v_head_dim(self) -> int:
-        """Return the number of elements of a cached value; with a latent they are the first ones of the key."""
+        """Return the number of elements of a cached value. With a latent they are the first ones of the key, or those
+        of the indexer's key, which lies in the place of a value.
+        """
+        if self.index is not None:
+            return self.index.head_dim
         return self.head_dim if self.latent is None else self.latent.kv_lora_rank
 
     @property
     def values_in_keys(self) -> bool:
-        return self.latent is not None
+        return self.latent is not None and self.index is None
 
     @property
     def reach(self) -> int | None:

@@ -28,6 +28,7 @@ from jaxengine.pallas_kernels.attention.op import (
     gathered_by,
     ragged_paged_attention,
 )
+from jaxengine.pallas_kernels.attention.selected import selection_schedule
 from jaxengine.pallas_kernels.attention.whole_prompts import (
     has_whole_prompts,
     whole_prompt_attention,
@@ -46,11 +47,13 @@ class StepInputs(NamedTuple):
     Attributes:
       rows: description of the step's rows.
       rope: cos and sin, each f32[T, rotary_dim / 2]; None without rope.
-      schedule: result of jaxengine.pallas_kernels.attention.op.attention_schedule.
+      schedule: result of jaxengine.pallas_kernels.attention.op.attention_schedule; with an indexer, of
+        jaxengine.pallas_kernels.attention.selected.selection_schedule.
       temperature: f32[T], factor of queries; None for none.
       made: result of jaxengine.models.layers.mla_made.made_rows; None if no row has expanded (non-absorbed) keys and
         values.
       of_layer: [T, P], this layer's further input besides the hidden states; None for none.
+      selected: i32[T, k], positions of the keys that the last indexer before has selected; None without one.
     """
 
     rows: Rows
@@ -59,6 +62,7 @@ class StepInputs(NamedTuple):
     temperature: jax.Array | None = None
     made: Any = None
     of_layer: jax.Array | None = None
+    selected: jax.Array | None = None
 
 
 class LayerPages(NamedTuple):
@@ -134,8 +138,10 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
     return 1.0 + tuning.attn_scale * jnp.log1p(steps)
 
 
-def _schedule(spec: AttentionSpec, step: StepContext) -> Any:
+def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
     ragged, num_tokens, layout = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.layout
+    if isinstance(spec, str):
+        return selection_schedule(ragged, num_tokens=num_tokens, page_size=step.kv.page_size, platform=layout)
     if has_whole_prompts(spec, layout):
         return whole_prompt_schedule(ragged.cu_q_lens, ragged.num_seqs, num_tokens=num_tokens, platform=layout)
     return attention_schedule(
@@ -148,7 +154,9 @@ def _schedule(spec: AttentionSpec, step: StepContext) -> Any:
     )
 
 
-def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | None:
+def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | str | None:
+    if attention.index is not None:
+        return "selection"
     return attention_spec(attention, build.mesh) if attention.attends else None
 
 

@@ -37,7 +37,7 @@ from jaxengine.models.layers.attention import SCHEDULE, TEMPERATURE, LayerPages,
 from jaxengine.models.layers.mla_made import MADE_ROWS
 from jaxengine.models.layers.rope import ROPE
 from jaxengine.models.layers.rows import step_rows
-from jaxengine.models.layers.section import Note, sections_of
+from jaxengine.models.layers.section import Note, SelectedKeys, notes_of, sections_of
 from jaxengine.models.layers.step_inputs import StepContext
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -82,6 +82,7 @@ class DecoderStep:
         self._states = list(states)
         # [T, L, P], what each layer of the model gets beside the hidden state; None where they get nothing.
         self.layer_inputs: jax.Array | None = None
+        self._selected: jax.Array | None = None
         self._places = layer_places(groups)
         self._scale_index = {layer: index for index, layer in enumerate(sorted(self._places))}
         self._shared = {each.kv_source for each in config.attention} - {None}
@@ -123,6 +124,8 @@ class DecoderStep:
         inputs = self._inputs[attention]
         if self.layer_inputs is not None:
             inputs = inputs._replace(of_layer=self.layer_inputs[:, number])
+        if attention.index is not None and attention.index.source is not None:
+            inputs = inputs._replace(selected=self._selected)
         with jax.named_scope(f"layer_{index}"):
             given = [self._kv_of(number, attention)] if attention.attends else []
             given += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]
@@ -133,6 +136,8 @@ class DecoderStep:
                 self._keep(number, attention, left.pop(0))
             if kept is not None:
                 self._states[kept] = left.pop(0)
+        for _, selected in notes_of(notes, SelectedKeys):
+            self._selected = selected[...]
         for section in self._sections:
             x = section.after_layer(number + 1, x)
         self._observe(index + 1, x, notes)

@@ -69,13 +69,26 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written)."""
+        q, keys, _ = self.project(x, step)
+        ragged = pages.in_pool(kv.page_size)
+        with jax.named_scope("kv_cache_update"):
+            kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
+        o = self._attend(q, keys[:, 0], kv, ragged, step)
+        with jax.named_scope("o_proj"):
+            return self.out(o, step.rows), kv
+
+    def project(self, x: jax.Array, step: StepInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+        """Project x[T, D] to queries, given as parts [T, N, .] without rope and with it, keys [T, 1, C + R] to cache,
+        and the latent [T, .] of queries after its norm, which has no elements where there is none.
+        """
         spec, latent = self.spec, self.latent
         q_rank = latent.q_lora_rank or 0
         with jax.named_scope("qkv"):
             q_latent, kv_latent, k_rope = jnp.split(
                 self.down(x, step.rows), (q_rank, q_rank + latent.kv_lora_rank), axis=1
             )
-            q = self.q(x if self.q_norm is None else self.q_norm(q_latent), step.rows)
+            q_latent = q_latent if self.q_norm is None else self.q_norm(q_latent)
+            q = self.q(x if self.q_norm is None else q_latent, step.rows)
             q = q.reshape(x.shape[0], spec.num_q_heads, -1)
             q, q_rope = jnp.split(q, (latent.qk_nope_head_dim,), axis=-1)
             kv_latent = self.kv_norm(kv_latent)
@@ -85,13 +98,7 @@ class LatentAttention(nnx.Module):
                 q_rope, k_rope = (
                     apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q_rope, k_rope)
                 )
-        ragged = pages.in_pool(kv.page_size)
-        with jax.named_scope("kv_cache_update"):
-            keys = jnp.concatenate([kv_latent[:, None], k_rope], axis=-1)
-            kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
-        o = self._attend((q, q_rope), keys[:, 0], kv, ragged, step)
-        with jax.named_scope("o_proj"):
-            return self.out(o, step.rows), kv
+        return (q, q_rope), jnp.concatenate([kv_latent[:, None], k_rope], axis=-1), q_latent
 
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs

@@ -76,7 +76,7 @@ def least_tokens(latent: Latent) -> int | None:
 def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
     """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`."""
     latent = attention.latent
-    if latent is None or (least := least_tokens(latent)) is None or num_tokens < least:
+    if latent is None or attention.index is not None or (least := least_tokens(latent)) is None or num_tokens < least:
         return False
     return kv.layout in LAYOUTS and not is_quantized(kv.spec) and BLOCK % kv.page_size == 0 and attention.reach is None
 
@@ -338,7 +338,8 @@ def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.
 
 
 def _attention_and_spec(attention: LayerAttention, build: Build) -> tuple[LayerAttention, AttentionSpec] | None:
-    return (attention, attention_spec(attention, build.mesh)) if attention.attends else None
+    attends = attention.attends and attention.index is None
+    return (attention, attention_spec(attention, build.mesh)) if attends else None
 
 
 def _of_step(key: tuple[LayerAttention, AttentionSpec], step: StepContext) -> MadeRows | None:

@@ -24,6 +24,10 @@ class ExpertLoad(Note):
     """Load of one layer in one step, i32[E]: tokens of this replica that each expert was picked for."""
 
 
+class SelectedKeys(Note):
+    """Positions i32[T, k] of the keys that an indexer has selected, for the layers after it that take its selection."""
+
+
 class Section:
     """Base class of inputs of a step besides its tokens. Each method changes a point of the forward pass; those here
     change nothing.

@@ -74,6 +74,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "latent",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
+    "sparse tp4": ("sparse", {"tensor_parallel_size": 4}),
+    "sparse tp4 pp2, replicated": (
+        "sparse",
+        {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "replicate_kv_heads": True},
+    ),
+    "sparse tp2 dp2 ep": (
+        "sparse",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
     "olmo2 tp2": ("olmo2", {"tensor_parallel_size": 2}),
     "olmo2 tp4, replicated": ("olmo2", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
     "moe tp2": ("moe", {"tensor_parallel_size": 2}),
@@ -146,6 +155,7 @@ CASES |= {
     "drafts gemma2 tp2": ("gemma2", {"tensor_parallel_size": 2} | _DRAFTS),
     "drafts gemma4 tp2": ("gemma4", {"tensor_parallel_size": 2} | _DRAFTS),
     "drafts latent tp4": ("latent", {"tensor_parallel_size": 4} | _DRAFTS),
+    "drafts sparse tp2 pp2": ("sparse", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | _DRAFTS),
     "drafts latent tp2 dp2 pp2, replicated": (
         "latent",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2, "replicate_kv_heads": True}

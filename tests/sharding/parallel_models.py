@@ -125,6 +125,18 @@ LATENT = DENSE | {
     "n_group": 4,
     "topk_group": 2,
 }
+# Keys that an indexer selects, in half of the layers one before.
+SPARSE = LATENT | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 2,
+    "topk_method": "noaux_tc",
+    "index_topk": 9,
+    "index_n_heads": 7,
+    "index_head_dim": 20,
+    "index_topk_pattern": "FSFS",
+}
 # Norms over all heads of q and of k, which devices share.
 OLMO2 = DENSE | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_key_value_heads": 2}
 # States in the place of keys and values in half of the layers, and experts beside a gated shared MLP in half of them.
@@ -197,6 +209,7 @@ MODELS = {
     "gemma4": GEMMA4,
     "gemma4_moe": GEMMA4_MOE,
     "latent": LATENT,
+    "sparse": SPARSE,
     "olmo2": OLMO2,
     "states": STATES,
     "convolutions": CONVOLUTIONS,

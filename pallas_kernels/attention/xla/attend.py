@@ -176,7 +176,7 @@ class _Keys(NamedTuple):
 def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) -> _Keys:
     """Convert gathered rows of keys and of values to operands of products with `dtype`, and split off token scales."""
     spec = step.kv.spec
-    k, v = (_operand(*row, dtype, spec) for row in ((keys, spec.head_dim), (values, spec.v_head_dim)))
+    k, v = (operand(*row, dtype, spec) for row in ((keys, spec.head_dim), (values, spec.v_head_dim)))
     k_scale, v_scale = (token_scales(rows) if spec.token_scales else None for rows in (keys, values))
     return _Keys(k, v, k_scale, v_scale)
 
@@ -253,8 +253,8 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     key_width, value_width = spec.page_size * spec.key_width, spec.page_size * spec.value_width
 
     def unmasked():
-        keys = _gather_columns(flat, rows, 0, key_width)
-        return (keys,) if spec.values_in_keys else (keys, _gather_columns(flat, rows, key_width, value_width))
+        keys = gather_columns(flat, rows, 0, key_width)
+        return (keys,) if spec.values_in_keys else (keys, gather_columns(flat, rows, key_width, value_width))
 
     def masked():
         *keys, values = unmasked()
@@ -295,7 +295,7 @@ def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Arra
     return keys, jnp.where(in_use[:, None, :, None], values, 0)
 
 
-def _operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
+def operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
     """Convert the first `width` stored elements of each row to a product's operand of `dtype`: bfloat16, which is then
     the pool's own dtype, or float32.
     """
@@ -303,7 +303,7 @@ def _operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> j
     return bits(stored, dtype) if dtype == jnp.bfloat16 else from_storage(stored, spec)
 
 
-def _gather_columns(data: jax.Array, rows: jax.Array, column: int, width: int) -> jax.Array:
+def gather_columns(data: jax.Array, rows: jax.Array, column: int, width: int) -> jax.Array:
     """Gather columns [column, column + width) of rows i32[n] of data [R, C]: [n, width]; rows out of range are
     clipped."""
     dims = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))

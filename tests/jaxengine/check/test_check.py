@@ -344,6 +344,7 @@ BILLIONS = {
     "qwen3-next-80b-a3b": 79.67,
     "granite-4.0-h-tiny": 6.939,
     "deepseek-v3": 671.03,
+    "deepseek-v3.2": 671.88,
 }
 # Of families above.
 MORE_BILLIONS = {

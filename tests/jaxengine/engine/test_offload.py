@@ -41,6 +41,7 @@ KINDS = {
     "windows": ("gemma2", {"num_gpu_blocks_override": 90}),
     "states": ("qwen3_next", {"num_state_snapshots": 4}),
     "latents": ("deepseek_v2", {}),
+    "keys of an indexer": ("deepseek_v32", {}),
     "int8": ("llama", {"kv_cache_dtype": "int8"}),
     "fp8": ("llama", {"kv_cache_dtype": "fp8"}),
     "int8 scales of tokens": ("llama", {"kv_cache_dtype": "int8_per_token_head"}),

@@ -36,7 +36,10 @@ PLAIN = {
 THOROUGH = {
     **{
         f"{model}, {name}": (model, options)
-        for model in ("qwen3_moe", "gemma3", "mistral", "qwen2", "gpt_oss", "falcon_h1", "lfm2", "deepseek_v3", "phi3")
+        for model in (
+            *("qwen3_moe", "gemma3", "mistral", "qwen2", "gpt_oss", "falcon_h1", "lfm2", "phi3"),
+            *("deepseek_v3", "deepseek_v32"),
+        )
         for name, options in {"float32": {}, "bf16": {"dtype": "bfloat16"}}.items()
     },
     **{f"{model}, int8": (model, {"quantization": "int8"}) for model in ("qwen3_moe", "gemma3", "qwen2")},
@@ -50,6 +53,7 @@ THOROUGH = {
     "tp 2, int8": ("llama", {"tensor_parallel_size": 2, "quantization": "int8"}),
     "gguf, dequantised": ("gguf", {"dtype": "bfloat16"}),
     "ngram, bf16": ("qwen3", {"speculative_config": NGRAM, "dtype": "bfloat16"}),
+    "fp8 pages of an indexer": ("glm_moe_dsa", {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2}),
     "fp8 pages": ("llama", {"kv_cache_dtype": "fp8"}),
     "pages with scales of tokens": ("llama", {"kv_cache_dtype": "int8_per_token_head"}),
     "pictures": ("sees", {"skip_tokenizer_init": False}),

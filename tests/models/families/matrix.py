@@ -80,7 +80,7 @@ MODES: dict[str, dict[str, Any]] = {
 NOT_SPLIT = {
     "tensor_parallel_size": r"allowed: \d.* for this model \(.* cannot be split evenly over ",
     "pipeline_parallel_size": r"at most \d+ layers$|^none of the layers .* attends|^the first \d+ layers add parts "
-    r"|^layer \d+ attends to keys and values of layer ",
+    r"|^layer \d+ attends to keys (and values|as selected by the indexer) of layer ",
     "enable_expert_parallel": r"allowed: False: \w+ has no experts$",
 }
 

@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "values read as keys",
         _ATTENTION,
-        "else (keys, _gather_columns(flat, rows, key_width, value_width))",
-        "else (keys, _gather_columns(flat, rows, 0, value_width))",
+        "else (keys, gather_columns(flat, rows, key_width, value_width))",
+        "else (keys, gather_columns(flat, rows, 0, value_width))",
         _ANY,
     ),
     Mutant(

@@ -1,0 +1,56 @@
+"""DeepSeek-V3.2 (DeepSeek-AI 2025): DeepSeek-V3 whose tokens attend to the keys that an indexer selects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import KeyIndex
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.sparse_mla import SparseLatentAttention
+
+
+class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
+    """DeepSeek-V3 with an indexer in each layer; by default the first three layers are dense."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    # Of the indexer: its heads, and whether its rope pairs neighbours, where a config.json does not say.
+    index_heads: ClassVar[int] = 64
+    index_interleaved: ClassVar[bool] = False
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        kinds = fields.value("layer_types", None)
+        if kinds is not None and kinds != ["indexed_attention"] * fields.integer("num_hidden_layers"):
+            raise fields.fail("layer_types", "a list of indexed_attention for each layer, or absent")
+        own = ConfigFields({name: value for name, value in fields.raw.items() if name != "layer_types"})
+        shared = super().read_hf(own.with_defaults(first_k_dense_replace=3))
+        index = KeyIndex(
+            num_heads=fields.integer("index_n_heads", cls.index_heads),
+            head_dim=fields.integer("index_head_dim", 128),
+            top_k=fields.integer("index_topk", 2048),
+            interleaved=fields.boolean("indexer_rope_interleave", cls.index_interleaved),
+        )
+        sources = cls.read_sources(fields)
+        layers = zip(shared["attention"], sources, strict=True)
+        shared["attention"] = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
+        if sources[-1] is not None:  # the layer after the last one would have no selection to take
+            shared["num_nextn_predict_layers"] = 0
+        return shared
+
+    @classmethod
+    def read_sources(cls, fields: ConfigFields) -> list[int | None]:
+        """Return the number of the layer whose selection each layer takes; None for its own."""
+        return [None] * fields.integer("num_hidden_layers")
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config = self.config
+        after = config.attention[layer + 1].index if layer + 1 < config.num_layers else None
+        notes = after is not None and after.source is not None
+        sizes = config.attention[layer], config.hidden_size
+        return SparseLatentAttention(*sizes, source=f"{LAYER}.self_attn", build=build, notes=notes)

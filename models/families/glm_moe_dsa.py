@@ -1,0 +1,42 @@
+"""GLM-5 and GLM-5.2: DeepSeek-V3.2 in which layers may take the keys that an earlier layer's indexer has selected
+(arXiv:2603.12201).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
+
+_KINDS = {"F": "full", "S": "shared"}
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """DeepSeek-V3.2 with an indexer in each layer or in some."""
+
+    index_heads: ClassVar[int] = 32
+    index_interleaved: ClassVar[bool] = True
+
+    @classmethod
+    def read_sources(cls, fields: ConfigFields) -> list[int | None]:
+        """Read which layers have an indexer from `indexer_types`, `index_topk_pattern`, or `index_topk_freq` and
+        `index_skip_topk_offset`, the first of these that there is. Raises ModelConfigError.
+        """
+        num_layers = fields.integer("num_hidden_layers")
+        name = "indexer_types" if fields.value("indexer_types", None) is not None else "index_topk_pattern"
+        kinds = fields.value(name, None)
+        if isinstance(kinds, str) and name == "index_topk_pattern":
+            kinds = [_KINDS.get(letter, letter) for letter in kinds]
+        if kinds is None:
+            every = max(fields.integer("index_topk_freq", 1, minimum=0), 1)
+            offset = fields.integer("index_skip_topk_offset", 2, minimum=0)
+            own = [max(layer - offset + 1, 0) % every == 0 for layer in range(num_layers)]
+        elif isinstance(kinds, list) and len(kinds) == num_layers and {*map(str, kinds)} <= {*_KINDS.values()}:
+            own = [kind == "full" for kind in kinds]
+        else:
+            raise fields.fail(name, f"a list of {num_layers} of full, shared")
+        if not own[0]:
+            raise fields.fail(name, "full for the first layer, which has none before it to take a selection from")
+        last = [max(before for before in range(layer + 1) if own[before]) for layer in range(num_layers)]
+        return [None if own[layer] else last[layer] for layer in range(num_layers)]

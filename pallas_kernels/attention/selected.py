@@ -1,0 +1,106 @@
+"""Sparse attention: the keys of each token's sequence that an indexer scores highest, and attention to these alone.
+
+The public operations of DeepSeek Sparse Attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"). Their arithmetic is in the
+folder of each implementation, their oracles in reference.py. Pages hold latents as keys, and in the place of values the
+keys of the indexer, which are as wide as `KVSpec.v_head_dim` says. Layers and requests are unknown here.
+
+Further shape letters: I heads of the indexer, J elements of its keys, k keys that a token selects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
+
+__all__ = ["select_keys", "selected_attention", "selection_schedule"]
+
+
+def selection_schedule(
+    batch: RaggedBatch, *, num_tokens: int, page_size: int, platform: str, tuning: Tuning | None = None
+) -> Any:
+    """Build the work list of a step's `select_keys`: a pytree that all layers share.
+
+    It depends on lengths only. num_tokens: T. platform: one of registry.PLATFORMS. tuning: sizes to work with, None for
+    the table's sizes of the chip. Raises ValueError for a batch whose arrays do not fit.
+    """
+    check_batch(batch, num_tokens)
+    sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning or tuning_of(platform)}
+    return kernel("selection_schedule", platform)(batch, **sizes)
+
+
+def select_keys(
+    q: jax.Array, weights: jax.Array, kv: KVPages, batch: RaggedBatch, *, count: int, schedule: Any = None
+) -> jax.Array:
+    """Return the positions i32 [T, k] of the k = count keys with the highest scores of those that each token sees.
+
+    The score of a key k_s is sum over i of weights[t, i] * relu(q[t, i] . k_s), in float32, of queries q [T, I, J] and
+    weights f32 [T, I]; a token sees its own key and those before it, which must be in the pool. Of equal scores the
+    lowest position comes first, whatever the step's shape. A token that sees k keys or fewer selects all, in order, and
+    -1 in the remaining places; so does a token of no sequence. Slots that no token sees may hold NaN. Scales of heads
+    in a pool of codes, which change no order, are not applied.
+
+    schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes or
+    dtypes that do not fit.
+    """
+    width, num_tokens = kv.spec.v_head_dim, q.shape[0]
+    if q.ndim != 3 or num_tokens < 1 or q.shape[2] != width:
+        raise ValueError(f"select_keys: q must be [T, I, {width}] with T >= 1, got {list(q.shape)}")
+    if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"select_keys: q must be float32, bfloat16 or float16, got {q.dtype}")
+    if weights.shape != q.shape[:2] or weights.dtype != jnp.float32:
+        raise ValueError(
+            f"select_keys: weights must be float32{list(q.shape[:2])}, got {weights.dtype}{list(weights.shape)}"
+        )
+    if kv.spec.values_in_keys or kv.spec.num_kv_heads != 1:
+        raise ValueError("select_keys: the pool must have one kv head with keys of an indexer, got one without")
+    if count < 1:
+        raise ValueError(f"select_keys: count must be at least 1, got {count}")
+    check_batch(batch, num_tokens)
+    if schedule is None:
+        sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "platform": kv.layout}
+        schedule = selection_schedule(batch, **sizes)
+    return kernel("select_keys", kv.layout)(q, weights, kv, batch, schedule, count=count)
+
+
+def selected_attention(
+    q: jax.Array,
+    q_rest: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    positions: jax.Array,
+    *,
+    spec: AttentionSpec,
+    tuning: Tuning | None = None,
+) -> jax.Array:
+    """Attend q [T, N, Hv] with q_rest [T, N, H - Hv] to the keys at `positions` alone; returns o [T, N, Hv] in q's
+    dtype.
+
+    positions: i32 [T, k] in each token's own sequence, distinct; -1 after the last one of a token. A token without any,
+    or of no sequence, gets exactly 0. Of the pool only these keys are read. spec: with values in keys, one kv head, and
+    neither window, chunk nor soft cap. tuning: sizes to work with, None for the table's sizes of the chip. Raises
+    ValueError for shapes, dtypes or options that do not fit.
+    """
+    num_tokens, (width, rest) = q.shape[0], spec.query_dims
+    for name, array, columns in (("q", q, width), ("q_rest", q_rest, rest)):
+        if array.shape != (num_tokens, spec.num_q_heads, columns) or array.dtype != q.dtype:
+            wanted = f"{q.dtype}[T, {spec.num_q_heads}, {columns}]"
+            raise ValueError(f"selected_attention: {name} must be {wanted}, got {array.dtype}{list(array.shape)}")
+    if positions.ndim != 2 or positions.shape[0] != num_tokens or positions.dtype != jnp.int32:
+        raise ValueError(
+            f"selected_attention: positions must be int32[{num_tokens}, k], got "
+            f"{positions.dtype}{list(positions.shape)}"
+        )
+    if not spec.values_in_keys or spec.num_kv_heads != 1 or (spec.window, spec.chunk, spec.soft_cap) != (None,) * 3:
+        raise ValueError("selected_attention: needs values in keys of one kv head, no window, chunk or soft cap")
+    if kv.spec.head_dim != spec.head_dim:
+        raise ValueError(f"selected_attention: the pool holds head dim {kv.spec.head_dim}, not {spec.head_dim}")
+    check_batch(batch, num_tokens)
+    options: dict[str, Any] = {"spec": spec, "tuning": tuning or tuning_of(kv.layout)}
+    return kernel("selected_attention", kv.layout)(q, q_rest, kv, batch, positions, **options)

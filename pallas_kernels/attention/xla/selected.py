@@ -1,0 +1,262 @@
+"""Sparse attention in plain XLA: scores of an indexer over paged keys, and attention to the keys that it selects.
+
+`select_keys` walks the work list of schedule.py with tiles of its own size. A tile's scores are computed a block of
+keys at a time and merged into the best so far a few blocks at a time: so memory does not grow with the context, and
+what is read of the pool are the indexer's keys, once for each tile. `selected_attention` takes a few tokens at a time
+and gathers the rows of their own keys: what is read of latents follows k and not the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.xla.attend import gather_columns, operand
+from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule, block_kv_of
+from jaxengine.pallas_kernels.kv.pages import KVPages, token_scales
+from jaxengine.pallas_kernels.tuning import Tuning, XlaAttention
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
+
+_CAUSAL = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, v_head_dim=1, sm_scale=1.0)
+_MERGED = 4  # times k, the keys whose scores are merged into the best so far at a time
+
+
+def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, tuning: Tuning) -> Schedule:
+    """Cut a batch of T = num_tokens tokens into the tiles of `select_keys`."""
+    sizes = tuning.xla_selection
+    own = replace(tuning, xla_attention=XlaAttention(sizes.block_seqs, sizes.block_q, sizes.block_kv))
+    return attention_schedule(batch, _CAUSAL, num_tokens=num_tokens, page_size=page_size, tuning=own)
+
+
+class _Step(NamedTuple):
+    """Operands that all tiles of the step share."""
+
+    kv: KVPages
+    batch: RaggedBatch
+    sizes: XlaAttention
+    count: int
+
+
+def select_keys(
+    q: jax.Array, weights: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Schedule, *, count: int
+) -> jax.Array:
+    """Select positions i32 [T, k] in plain XLA; arguments are those of attention.selected.select_keys, which has
+    checked them.
+    """
+    num_tokens, num_heads, _ = q.shape
+    q = q.astype(_operand_dtype(q, kv))
+    step, single, runs = _Step(kv, batch, schedule.sizes, count), schedule.single, schedule.runs
+    width = single.seqs.shape[1]
+
+    def read(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens = single.tokens[tile]
+        return q[tokens], weights[tokens][:, None]
+
+    def write(found: jax.Array, tile: jax.Array, new: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(found, new[:, 0], tile * width, 0)
+
+    found = _walk(single, step, read, write, _nothing(kv, (single.seqs.size, count)))
+    in_single = (schedule.rank < single.seqs.size)[:, None]
+    found = jnp.where(in_single, found[jnp.minimum(schedule.rank, single.seqs.size - 1)], -1)
+    if runs is None:
+        return found
+    block_q = runs.start.shape[2]
+    pad = ((0, block_q), (0, 0))
+    rows, row_weights = jnp.pad(q, (*pad, (0, 0))), jnp.pad(weights, pad)
+
+    def read_run(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own, factors = (lax.dynamic_slice_in_dim(x, runs.tokens[tile, 0], block_q) for x in (rows, row_weights))
+        return own.reshape(1, block_q * num_heads, -1), factors[None]
+
+    def write_run(found: jax.Array, tile: jax.Array, new: jax.Array) -> jax.Array:
+        # A sequence's last tile also covers tokens that follow, whose own tiles come later.
+        return lax.dynamic_update_slice_in_dim(found, new[0], runs.tokens[tile, 0], 0)
+
+    of_runs = _walk(runs, step, read_run, write_run, _nothing(kv, (num_tokens + block_q, count)))
+    return jnp.where(in_single, found, of_runs[:num_tokens])
+
+
+def _operand_dtype(q: jax.Array, kv: KVPages) -> jnp.dtype:
+    return jnp.dtype(jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32)
+
+
+def _nothing(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
+    return zeros_in_layer(kv.data, shape, jnp.int32) - 1
+
+
+def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: jax.Array) -> jax.Array:
+    """Run the work list of `tiles` and return `results` with every tile written.
+
+    read: tile -> its queries [B, Q * I, J] and their weights f32 [B, Q, I]. write: results, tile, i32 [B, Q, k] ->
+    results.
+    """
+
+    def select(tile: jax.Array, results: jax.Array) -> jax.Array:
+        q, weights = read(tile)
+        return write(results, tile, _best(tiles, tile, q, weights, step))
+
+    return lax.fori_loop(0, tiles.num_tiles, select, results)
+
+
+def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step: _Step) -> jax.Array:
+    """Return the positions i32 [B, Q, k] that the tokens of one tile select; arguments as of `_walk`."""
+    ends, count = tiles.end[tile], step.count
+    block = block_kv_of(step.sizes, step.kv.page_size, ends.size)
+    most = -(-_MERGED * count // block)
+    # Where every token selects all that it sees, no score is needed.
+    last = jnp.max(ends)
+    num_blocks = jnp.where(last > count, -(-last // block), 0)
+    places = jnp.arange(most * block, dtype=jnp.int32)
+
+    def merge(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def score(number: jax.Array, scores: jax.Array) -> jax.Array:
+            keys, scales = _index_keys(tiles.seqs[tile], index * most + number, block, q.dtype, step)
+            new = _scores(q, weights, keys, scales)
+            seen = (index * most + number) * block + places[:block] < ends[..., None]
+            return lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, new, -jnp.inf), number * block, 2)
+
+        start = zeros_in_layer(step.kv.data, (*ends.shape, most * block)) - jnp.inf
+        scores = lax.fori_loop(0, jnp.minimum(most, num_blocks - index * most), score, start)
+        # The best so far come first, so that of equal scores the lowest position does.
+        scores = jnp.concatenate([best[0], scores.reshape(ends.size, -1)], axis=1)
+        more = jnp.broadcast_to(index * most * block + places, (ends.size, len(places)))
+        top, which = lax.top_k(scores, count)
+        return top, jnp.take_along_axis(jnp.concatenate([best[1], more], axis=1), which, axis=1)
+
+    start = zeros_in_layer(step.kv.data, (ends.size, count)) - jnp.inf
+    trips = -(-num_blocks // most)
+    _, found = lax.fori_loop(0, trips, merge, (start, _nothing(step.kv, (ends.size, count))))
+    ends, all_of_them = ends[..., None], jnp.arange(count, dtype=jnp.int32)
+    return jnp.where(
+        ends > count, found.reshape(*ends.shape[:2], count), jnp.where(all_of_them < ends, all_of_them, -1)
+    )
+
+
+def _scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scales: jax.Array | None) -> jax.Array:
+    """Compute f32 [B, Q, b], the scores of keys [B, b, J] for queries [B, Q * I, J]; a score of zero has no sign.
+
+    scales: f32 [B, b] of the keys; None for none.
+    """
+    products = lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    products = jax.nn.relu(products).reshape(*weights.shape, -1)
+    scores = jnp.sum(weights[..., None] * products, axis=2)
+    if scales is not None:
+        scores = scores * scales[:, None]
+    return jnp.where(scores == 0, 0.0, scores)
+
+
+def _index_keys(
+    seqs: jax.Array, block: jax.Array, block_kv: int, dtype: jnp.dtype, step: _Step
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gather the indexer's keys [B, block_kv, J] of one block of sequences i32 [B], and their token scales, if any.
+
+    Page ids past a sequence's keys may be anything: the gather clips them, and their scores are not used.
+    """
+    kv, spec = step.kv, step.kv.spec
+    columns = block * (block_kv // spec.page_size) + jnp.arange(block_kv // spec.page_size, dtype=jnp.int32)
+    pages = step.batch.page_table[seqs[:, None], jnp.minimum(columns, step.batch.page_table.shape[1] - 1)]
+    if kv.layout == "tpu":
+        first = kv.lanes_of_page[0] + spec.key_width
+        rows = kv.data.at[pages].get(mode="clip")[..., first : first + spec.value_width]
+    else:
+        flat = kv.data.reshape(kv.data.shape[0], -1)
+        sizes = spec.page_size * spec.key_width, spec.page_size * spec.value_width
+        rows = gather_columns(flat, pages.reshape(-1), *sizes)
+    rows = rows.reshape(len(seqs), block_kv, -1)
+    return operand(rows, spec.v_head_dim, dtype, spec), token_scales(rows) if spec.token_scales else None
+
+
+def selected_attention(
+    q: jax.Array,
+    q_rest: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    positions: jax.Array,
+    *,
+    spec: AttentionSpec,
+    tuning: Tuning,
+) -> jax.Array:
+    """Attend to selected keys in plain XLA; arguments are those of attention.selected.selected_attention, which has
+    checked them.
+    """
+    num_tokens, num_heads, own_dtype = *q.shape[:2], q.dtype
+    sizes, count = tuning.xla_selection, positions.shape[1]
+    size, block = min(sizes.block_tokens, num_tokens), min(sizes.gathered_keys, count)
+    dtype = _operand_dtype(q, kv)
+    pad = (0, -num_tokens % size)
+    q = jnp.pad(jnp.concatenate([q, q_rest], axis=-1).astype(dtype), (pad, (0, 0), (0, 0)))
+    tokens = jnp.arange(q.shape[0], dtype=jnp.int32)
+    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= batch.cu_q_lens[1:], axis=1, dtype=jnp.int32), len(batch.kv_lens) - 1)
+    num_live = batch.cu_q_lens[batch.num_seqs]
+    positions = jnp.pad(positions, (pad, (0, -count % block)), constant_values=-1)
+    positions = jnp.where((tokens < num_live)[:, None], positions, -1)
+    scale = spec.sm_scale if kv.k_scale is None else spec.sm_scale * kv.k_scale[0]
+
+    def attend(tile: jax.Array, o: jax.Array) -> jax.Array:
+        first = tile * size
+        rows, own, seq = (lax.dynamic_slice_in_dim(x, first, size) for x in (q, positions, seqs))
+
+        def fold(index: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            places = lax.dynamic_slice_in_dim(own, index * block, block, axis=1)
+            pages = batch.page_table[seq[:, None], jnp.maximum(places, 0) // kv.page_size]
+            keys, scales = _latents(kv, pages, jnp.maximum(places, 0) % kv.page_size, dtype)
+            return _folded(softmax, rows, keys, scales, places >= 0, scale, spec)
+
+        shape = size, num_heads
+        start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, spec.v_head_dim)))
+        most = jnp.max(jnp.sum(own >= 0, axis=1, dtype=jnp.int32))
+        _, total, sums = lax.fori_loop(0, -(-most // block), fold, start)
+        if kv.k_scale is not None:
+            sums = sums * kv.k_scale[0]
+        new = (sums / jnp.where(total > 0, total, 1.0)[..., None]).astype(own_dtype)
+        return lax.dynamic_update_slice_in_dim(o, new, first, 0)
+
+    o = zeros_in_layer(kv.data, (q.shape[0], num_heads, spec.v_head_dim), own_dtype)
+    return lax.fori_loop(0, -(-num_live // size), attend, o)[:num_tokens]
+
+
+def _latents(kv: KVPages, pages: jax.Array, offsets: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Gather the keys [B, b, H] of tokens at `offsets` in `pages`, i32 [B, b] each, and their token scales, if any."""
+    spec = kv.spec
+    if kv.layout == "tpu":
+        index = jnp.stack([pages, offsets, jnp.full_like(pages, kv.lanes_of_page[0])], axis=-1)
+    else:
+        index = jnp.stack([pages, jnp.zeros_like(pages), offsets * spec.key_width], axis=-1)
+    dims = lax.GatherDimensionNumbers((pages.ndim,), (0, 1), (0, 1, 2))
+    rows = lax.gather(kv.data, index, dims, (1, 1, spec.key_width), mode=lax.GatherScatterMode.CLIP)
+    return operand(rows, spec.head_dim, dtype, spec), token_scales(rows) if spec.token_scales else None
+
+
+def _folded(
+    softmax: tuple[jax.Array, ...],
+    q: jax.Array,
+    keys: jax.Array,
+    scales: jax.Array | None,
+    seen: jax.Array,
+    scale: jax.Array | float,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, ...]:
+    """Add keys [B, b, H] to the online softmax of queries [B, N, H]: largest logit and total f32 [B, N], and sums
+    [B, N, Hv]. scales: f32 [B, b] of the keys; None for none. seen: bool [B, b].
+    """
+    largest, total, sums = softmax
+    logits = lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32) * scale
+    values = jnp.where(seen[..., None], keys[..., : spec.v_head_dim], 0)
+    if scales is not None:
+        logits, scales = logits * scales[:, None], jnp.where(seen, scales, 0.0)
+    logits = jnp.where(seen[:, None], logits, -jnp.inf)
+    new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
+    shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)  # of a token that has seen nothing
+    shares, decay = jnp.exp(logits - shift[..., None]), jnp.exp(largest - shift)
+    total = total * decay + jnp.sum(shares, axis=-1)
+    shares = shares if scales is None else shares * scales[:, None]
+    new = lax.dot_general(
+        shares.astype(values.dtype), values, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
+    return new_largest, total, sums * decay[..., None] + new
