@@ -123,6 +123,7 @@ def test_every_field_of_sampling_params_is_known():
         ({"sampling_params": {"warmth": 1}}, "sampling_params"),
         ({"sampling_params": {"n": 10**4}}, "n"),
         ({"sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias"),
+        ({"sampling_params": {"extra_args": {"x": 1}}}, "extra_args"),
         ({"sampling_params": {"trace_decode_token_ids": [1]}}, "trace_decode_token_ids"),
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "sampling_params.prompt_logprobs"),
         ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
@@ -157,6 +158,31 @@ async def test_what_clients_of_trainers_send(trainer, chat_engine, tmp_path):
                     if (logprobs := choice["logprobs"]) is not None:
                         found = logprobs.get("content") or logprobs["token_logprobs"]
                         assert 0 < len(choice["token_ids"]) == len(found) <= 4
+
+
+@each_row(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "vllm_xargs": {"x": 1}}, "vllm_xargs"),
+        (
+            "/v1/completions",
+            {
+                "prompt": "Hi",
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}},
+            },
+            "response_format",
+        ),
+        ("/v1/completions", {"prompt": "Hi", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("/update_weights", {"path": "/none", "weight_version": 2**70}, "weight_version"),
+    ],
+)
+async def test_an_error_names_the_field_as_it_was_given(path, body, param, chat_engine, tmp_path):
+    (tmp_path / "keys").write_text("root\n")
+    app = create_app(chat_engine, ServerConfig(enable_admin=True, admin_key_file=str(tmp_path / "keys")))
+    async with http_client(app, "root") as client:
+        answer = await client.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and error["message"].startswith(param), answer.text
 
 
 async def test_what_prime_rl_sends(app):
