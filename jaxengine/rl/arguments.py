@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -68,8 +69,9 @@ def checked(
         positions = _integers("positions", positions, shape)
         ranges.append(("positions", positions, 0, _INT32.max + 1 if most is None else most))
     if routed_experts is not None:
-        routed_experts = _integers("routed_experts", routed_experts, _experts_shape(model, shape))
-        ranges.append(("routed_experts", routed_experts, _INT32.min, model.config.experts.num_experts))
+        wanted, count = _experts_shape(model, shape)
+        routed_experts = _integers("routed_experts", routed_experts, wanted)
+        ranges.append(("routed_experts", routed_experts, _INT32.min, count))
     fits = [_in_range(*each, segment_ids) for each in ranges]
     unknown = [each for each in fits if each is not None]
     return Arguments(
@@ -98,12 +100,14 @@ def _check_params(model: CausalLM, params: Any) -> None:
             raise ValueError(f"{text}, got {found}")
 
 
-def _experts_shape(model: CausalLM, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of routed_experts for tokens of this shape. Raises ValueError for a model without experts."""
+def _experts_shape(model: CausalLM, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Return the shape of routed_experts for tokens of this shape, and how many experts there are. Raises ValueError
+    for a model without experts.
+    """
     experts = model.config.experts
     if experts is None:
         raise ValueError(f"routed_experts must be None for {model.config.architecture}, which has no experts")
-    return (*shape, len(_expert_layers(model)), experts.num_per_token)
+    return (*shape, len(_expert_layers(model)), experts.num_per_token), experts.num_experts
 
 
 def _expert_layers(model: CausalLM) -> list[int]:
