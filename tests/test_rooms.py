@@ -54,7 +54,7 @@ APART = {
         "jaxengine.server.http.app",
         "jaxengine.server.http.tokenize",
     ),
-    "jaxengine.rl:bridges": ("jaxengine.rl.tunix",),
+    "jaxengine.rl:bridges": ("jaxengine.rl.tunix", "jaxengine.rl.marin", "jaxengine.rl.marin_serving"),
     "jaxengine.runner:base": (
         "jaxengine.runner.card",
         "jaxengine.runner.extension",
@@ -298,7 +298,8 @@ ROOMS = {
         "jaxengine.requests.pooling jaxengine.requests"
     ),
     "jaxengine.rl:bridges": (
-        "jaxengine.models jaxengine.models.layers jaxengine.rl jaxengine.runner jaxengine.requests jaxengine.api"
+        "jaxengine.models jaxengine.models.layers jaxengine.rl jaxengine.engine jaxengine.runner jaxengine.requests "
+        "jaxengine.api"
     ),
     "jaxengine": (
         "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "

@@ -15,7 +15,7 @@ from jaxengine.api.core import EngineCore
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
 from jaxengine.runner.weight_names import Renamed, Target
 from jaxengine.runner.weight_names import ScannedLayers as ScannedLayers
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError, show_value
 
 if TYPE_CHECKING:
     from jaxengine.runner.weight_update import NewWeights
@@ -359,6 +359,9 @@ def _read_new(
     if target not in get_args(Target):
         allowed = ", ".join(get_args(Target))
         raise RequestError(f"target is {target!r}; allowed: {allowed}", param="target", value=target)
+    for name, value in {"strict": strict, "donate": donate}.items():
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} is {show_value(value)}; allowed: True, False", param=name, value=value)
     return read_weights(
         core.runner, params, mapping=mapping, strict=strict, donate=donate, target=target, chunk_bytes=chunk_bytes
     )

@@ -116,6 +116,11 @@ def _compare(step: RecordedStep, wanted: Mapping[str, np.ndarray], ran: _Ran, to
     messages = arrays["message"]
     known = arrays["state/num_computed"].reshape(len(messages), -1)
     rows = [row for own in zip(messages, known, strict=True) for row in step_rows(layout, *own)]
+    if len(rows) != len(arrays["rows/rank"]):
+        raise RecordError(f"the message has {len(rows)} rows, and rows/rank {len(arrays['rows/rank'])}")
+    for name in (each for each in wanted if each.startswith("sampled/") and each in ran.found):
+        if wanted[name].shape[:2] != ran.found[name].shape[:2]:
+            raise RecordError(f"{name} is {[*wanted[name].shape]}; here it is {[*ran.found[name].shape]}")
     groups = [group for group in programs.groups if isinstance(group, State)]
     by_layer = {layer: len(group.arrays) for group in groups for layer in group.layers}
     return list(

@@ -5,6 +5,7 @@ Pages are renumbered, so that the pool only needs to hold the step's own; page 0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +21,46 @@ from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.scheduler.buckets import Bucket
 
 _RECORDING, _STATES = "recording", "states"
+_ALWAYS = ("pages/rank", "after/pages/rank", "rows/rank")
+# Arrays with an entry for each replica of a place, and those that belong to it.
+_BY_PLACE = {
+    "pages/rank": ("pages/layer", "pages/page", "pages/data"),
+    "after/pages/rank": ("after/pages/layer", "after/pages/page", "after/pages/data"),
+    "rows/rank": (
+        "rows/row",
+        "rows/slot",
+        "logits",
+        *(f"sampling/{each}" for each in ("token_counts", "logit_bias", "token_mask")),
+    ),
+    "tokens/rank": ("tokens/token",),
+    "states/rank": ("states/row",),
+}
 
 
 def run_step(stage: StageRunner, step: RecordedStep, layout: str) -> dict[str, np.ndarray]:
     """Run a step and return its results under the names that the record uses.
 
-    layout: platform in whose layout pages were recorded. Raises RecordError for a step that this engine does not have.
+    layout: platform in whose layout pages were recorded. Raises RecordError for a step that this engine does not have,
+    and for arrays that do not fit together.
     """
     try:
+        _check_lengths(step.arrays)
         return _Run(stage, step, layout).results()
     except KeyError as error:
         raise RecordError(f"step {step.about.get('step')} lacks {error}") from None
+    except IndexError as error:
+        raise RecordError(f"step {step.about.get('step')} names a place that is not there: {error}") from None
+
+
+def _check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise RecordError if arrays that have an entry for each place differ in length, KeyError if one is missing."""
+    for place, others in _BY_PLACE.items():
+        if place not in arrays and place not in _ALWAYS:
+            continue
+        for name in (place, *others):
+            if arrays[name].ndim == 0 or len(arrays[name]) != len(arrays[place]):
+                shown = f"{name} is {[*arrays[name].shape]}, and {place} {[*arrays[place].shape]}"
+                raise RecordError(f"{shown}; they must be of equal length")
 
 
 class _Run:
@@ -133,6 +163,7 @@ class _Run:
 
     def _page_table(self) -> np.ndarray:
         table = self._arrays["state/page_table"].copy()
+        _check(table, self._programs.state_shapes.slots.page_table)
         paged = len(paged_groups(self._programs.groups)) * self._num_slots
         for own, numbers in zip(table.reshape(self._num_ranks, -1, table.shape[-1]), self._pages, strict=True):
             found = np.zeros(1 + int(max([own[:paged].max(), *numbers])), np.int32)
@@ -203,9 +234,14 @@ class _Run:
 
 
 def _put(array: np.ndarray, like: Any) -> jax.Array:
+    _check(array, like)
+    return jax.device_put(array, like.sharding)
+
+
+def _check(array: np.ndarray, like: Any) -> None:
+    """Raise RecordError for an array of another shape or dtype than that of `like`."""
     if array.shape != like.shape or array.dtype != like.dtype:
         raise RecordError(
             f"an array of the step is {array.dtype}{[*array.shape]}; here it is {like.dtype}{[*like.shape]}: the "
             "options differ from the recorded ones"
         )
-    return jax.device_put(array, like.sharding)

@@ -15,7 +15,8 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.layers.exact import check_exact, run_exact
 from jaxengine.models.layers.section import Capture, Recompute
 from jaxengine.models.layers.taps import ReplayedExperts
-from jaxengine.models.unpaged import check_unpaged, run_unpaged
+from jaxengine.models.unpaged import run_unpaged
+from jaxengine.rl.arguments import Arguments, checked
 from jaxengine.sampling.logprobs import log_sum_exp
 
 
@@ -49,17 +50,15 @@ def forward(
         them (rollout routing replay): only the choice is replayed, and gradients reach the router through the weights
         that its scores give the chosen. Where one is negative the router chooses. None: it always does.
 
+    Tokens must be ids of the vocabulary, positions at least 0 and, where they have learned vectors, of these; padding
+    is not looked at. Under `jax.jit` such numbers are not known: a token of which one is out of range gets NaN there.
+
     Raises ValueError for a model that has no such forward pass (a pooling model, a pipeline stage, one built for
-    several devices, quantised weights), for arguments whose shape or dtype does not fit, for arrays over explicit mesh
-    axes, for routed_experts of a model without experts, and for exact=True where bits cannot be the same.
+    several devices, quantised weights), for arguments whose shape, dtype or range does not fit, for arrays over
+    explicit mesh axes, for routed_experts of a model without experts, and for exact=True where bits cannot be the same.
     """
-    given = _checked(model, params, tokens, segment_ids, positions)
-    experts = None if routed_experts is None else _experts(model, routed_experts, given[0].shape, exact)
-    graph = nnx.split(model)[0]
-    if exact:
-        check_exact(model, {"params": params, "tokens": tokens})
-        return _exact_logits(graph, params, *given, remat=remat)
-    return _logits(graph, params, *given, experts, remat=remat)
+    given = _checked_for(exact, model, params, tokens, segment_ids, positions, routed_experts)
+    return _forward(model, params, given, remat, exact)
 
 
 def log_probs(
@@ -78,10 +77,9 @@ def log_probs(
     The first token of each segment, and padding, have 0. With `exact` they have the bits that an engine with rl_exact
     reports (raw_logprobs) and that its `get_logprobs` returns. Arguments and errors are `forward`'s.
     """
-    ways: dict[str, Any] = {"remat": remat, "exact": exact, "routed_experts": routed_experts}
-    logits = forward(model, params, tokens, segment_ids, positions, **ways)
-    tokens, segment_ids, _ = _checked(model, params, tokens, segment_ids, positions)
-    return _token_log_probs(logits, tokens, segment_ids)
+    given = _checked_for(exact, model, params, tokens, segment_ids, positions, routed_experts)
+    logits = _forward(model, params, given, remat, exact)
+    return given.marked(_token_log_probs(logits, given.tokens, given.segment_ids))
 
 
 def hidden_states(
@@ -96,8 +94,27 @@ def hidden_states(
     Numbered as transformers numbers `hidden_states`: 0 is the embeddings, n is the output of layer n, and the last is
     taken after the final norm. Arguments and errors are `forward`'s.
     """
-    given = _checked(model, params, tokens, segment_ids, positions)
-    return _states(nnx.split(model)[0], params, *given)
+    given = checked(model, params, tokens, segment_ids, positions)
+    states = _states(nnx.split(model)[0], params, given.tokens, given.segment_ids, given.positions)
+    return given.marked(states)
+
+
+def _checked_for(exact: bool, model: CausalLM, params: Any, *arguments: Any) -> Arguments:
+    """Check the arguments of `forward`. Raises as it does."""
+    given = checked(model, params, *arguments)
+    if exact:
+        if given.experts is not None:
+            raise ValueError("routed_experts must be None with exact=True, whose router chooses as the engine's does")
+        check_exact(model, {"params": params, "tokens": given.tokens})
+    return given
+
+
+def _forward(model: CausalLM, params: Any, given: Arguments, remat: bool, exact: bool) -> jax.Array:
+    """Compute the logits float32[B, T, V] of checked arguments."""
+    graph, own = nnx.split(model)[0], (given.tokens, given.segment_ids, given.positions)
+    if exact:
+        return given.marked(_exact_logits(graph, params, *own, remat=remat))
+    return given.marked(_logits(graph, params, *own, given.experts, remat=remat))
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="remat")
@@ -172,53 +189,3 @@ def _states(
     capture = Capture(counts)
     normed, _ = run_unpaged(model, tokens, segment_ids, positions, {"capture": capture})
     return jnp.stack([*(capture.after(count).reshape(normed.shape) for count in counts), normed], axis=2)
-
-
-def _checked(
-    model: CausalLM, params: Any, tokens: Any, segment_ids: Any, positions: Any
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return tokens, segments and positions as int32[B, T], None for those that are None. Raises as `forward` does."""
-    check_unpaged(model)
-    if jax.tree.structure(params) != jax.tree.structure(nnx.state(model)):
-        text = "params must be an nnx.State of the model's structure, as nnx.state(model) gives"
-        raise ValueError(f"{text}, got {type(params).__name__} with {len(jax.tree.leaves(params))} leaves")
-    _check_axes({"params": params, "tokens": tokens})
-    tokens = _integers("tokens", tokens, None)
-    segment_ids = None if segment_ids is None else _integers("segment_ids", segment_ids, tokens.shape)
-    return tokens, segment_ids, None if positions is None else _integers("positions", positions, tokens.shape)
-
-
-def _experts(model: CausalLM, values: Any, shape: tuple[int, ...], exact: bool) -> dict[int, jax.Array]:
-    """Return the experts int32[B * T, k] of tokens [B, T] (`shape`), by layer number. Raises as `forward` does."""
-    experts, values = model.config.experts, jnp.asarray(values)
-    if experts is None:
-        raise ValueError(f"routed_experts must be None for {model.config.architecture}, which has no experts")
-    if exact:
-        raise ValueError("routed_experts must be None with exact=True, whose router chooses as the engine's does")
-    layers = [layer for layer in range(model.config.num_layers) if layer not in experts.dense_layers]
-    wanted = (*shape, len(layers), experts.num_per_token)
-    if values.shape != wanted or not jnp.issubdtype(values.dtype, jnp.integer):
-        raise ValueError(f"routed_experts must be integers {list(wanted)}, got {values.dtype}{list(values.shape)}")
-    values = values.astype(jnp.int32).reshape(-1, *wanted[2:])
-    return {layer: values[:, number] for number, layer in enumerate(layers)}
-
-
-def _check_axes(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for arrays over explicit mesh axes: XLA alone knows how to split what lies between layers."""
-    for name, tree in arguments.items():
-        for leaf in jax.tree.leaves(tree):
-            if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
-                wanted = "axis_types=(jax.sharding.AxisType.Auto,) * number of axes, of jax.make_mesh"
-                raise ValueError(f"{name} must be split over automatic mesh axes ({wanted}), got explicit {explicit}")
-
-
-def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> jax.Array:
-    """Return integers [B, T] as int32. Raises ValueError for others. shape: the shape that they must have, None for any
-    [B, T] that is not empty.
-    """
-    values = jnp.asarray(values)
-    wanted = "[B, T] with B, T >= 1" if shape is None else list(shape)
-    fits = values.ndim == 2 and values.size > 0 if shape is None else values.shape == shape
-    if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers {wanted}, got {values.dtype}{list(values.shape)}")
-    return values.astype(jnp.int32)

@@ -22,6 +22,7 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.layers.section import Recompute
 from jaxengine.models.unpaged import check_unpaged, run_unpaged
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.rl.rollouts import check_logprobs, check_whole, chosen
 from jaxengine.rl.trees import named_arrays
 from jaxengine.rl.tunix_names import named_tensors
 from jaxengine.runner.weight_names import Renamed
@@ -151,11 +152,10 @@ class JaxengineRollout(_tunix.BaseRollout):
         params = [self._params(rollout_config, kwargs, call, index) for index in range(len(prompts))]
         outputs = self._llm.generate([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
-        if failed := next((each for each in answers if each.finish_reason not in ("stop", "length")), None):
-            raise RuntimeError(f"an answer ended with {failed.finish_reason} ({failed.stop_reason})")
+        check_whole(answers)
         logprobs = None
         if rollout_config.return_logprobs:
-            logprobs = [_chosen(each) for each in answers]
+            logprobs = [chosen(each) for each in answers]
         tokens = [np.array(each.token_ids, np.int32) for each in answers]
         text = [self._tokenizer.decode(self._without_end(each, rollout_config)) for each in answers]
         padded = _left_padded(ids, rollout_config.max_prompt_length, self.pad_id())
@@ -234,9 +234,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         for name in ("rollout_vllm_lora_config", "rollout_vllm_sampling_kwargs"):
             if given := getattr(config, name, None):
                 raise ValueError(f"{name} must be empty, got {given!r}: it is for vLLM's engine")
-        if config.return_logprobs and not engine.logprobs_mode.endswith("logprobs"):
-            text = "start the engine with logprobs_mode='raw_logprobs' or 'processed_logprobs'"
-            raise ValueError(f"return_logprobs needs log-probabilities, not {engine.logprobs_mode}: {text}")
+        if config.return_logprobs:
+            check_logprobs(engine.logprobs_mode, config.temperature)
         for name in ("tensor_parallel_size", "data_parallel_size"):
             asked, has = getattr(config, name), getattr(engine, name)
             if asked not in (-1, has):
@@ -247,10 +246,6 @@ class JaxengineRollout(_tunix.BaseRollout):
         if longest is not None and config.max_tokens_to_generate >= longest:
             text = f"max_tokens_to_generate must be below the engine's max_model_len, {longest}"
             raise ValueError(f"{text}, got {config.max_tokens_to_generate}")
-        is_raw = engine.logprobs_mode == "raw_logprobs"
-        if config.return_logprobs and is_raw and config.temperature not in (0.0, 1.0):
-            text = "start the engine with logprobs_mode='processed_logprobs', or set the temperature to 1"
-            raise ValueError(f"return_logprobs at temperature {config.temperature} would be of another one: {text}")
         self._temperature = float(config.temperature)
 
     def _params(self, config: Any, more: Mapping[str, Any], call: int, index: int) -> SamplingParams:
@@ -306,12 +301,6 @@ def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> N
         owner[last] = variable
     else:
         setattr(owner, last, variable)
-
-
-def _chosen(answer: Any) -> np.ndarray:
-    """Return the log-probabilities float32[tokens] of an answer's tokens."""
-    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
-    return np.array([found[token].logprob for token, found in pairs], np.float32)
 
 
 def _length(row: np.ndarray, pad: int) -> int:

@@ -54,7 +54,7 @@ OTHER_OPTIONS = {
     *("--branch", "--depth", "--run", "--only", "--data-binary"),
 }
 # Modules that need packages which no environment of the project has, and their files.
-NEEDS_OTHERS = {"jaxengine.rl.tunix": "jaxengine/rl/tunix.py"}
+NEEDS_OTHERS = {f"jaxengine.rl.{name}": f"jaxengine/rl/{name}.py" for name in ("tunix", "marin")}
 # Words of vLLM that coming_from_vllm.md explains and that are not ours.
 OF_VLLM = {
     "from_engine_args",

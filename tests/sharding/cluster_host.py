@@ -35,6 +35,7 @@ from tests.sharding.parallel_cases import OPTIONS, answers, differences, open_en
 from tests.sharding.parallel_models import MODELS
 
 NORM = "model.norm.weight"
+PROMPTS = [{"prompt_token_ids": [*range(start, start + 9)]} for start in (3, 50)]
 
 
 def say(**content: Any) -> None:
@@ -42,12 +43,40 @@ def say(**content: Any) -> None:
 
 
 def compare(folder: str, cache: str, model: str, options: dict[str, Any]) -> None:
-    """Also with new weights, and after sleeps."""
-    llm, alone = (open_engine(folder, cache, model, chosen) for chosen in (options, {}))
+    """Also log-probabilities, with new weights, and after sleeps."""
+    scored = {"enable_trace_replay": True, "enable_sampling_mass": True}
+    llm, alone = (open_engine(folder, cache, model, scored | chosen) for chosen in (options, {}))
     found = answers(llm)
-    wrong = differences(found, answers(alone)) + wrong_updates(llm, alone, folder, model)
+    wrong = differences(found, answers(alone)) + wrong_scores(llm, alone)
+    wrong += wrong_updates(llm, alone, folder, model)
     counted = {name: found[name] for name in ("preemptions", "prefix_hits")}
     say(**counted, compilations=llm.core.runner.compiles.count, wrong=wrong)
+
+
+def wrong_scores(llm: LLM, alone: LLM) -> list[str]:
+    """Kinds of log-probabilities that differ by more than rounding between both engines."""
+    names = ("logprobs_raw", "logprobs_processed", "sampling_log_mass")
+    asked = {"return_sampling_mass": True, "logprob_token_ids": [5], "prompt_logprob_token_ids": [7]}
+    params = SamplingParams(
+        temperature=0.7, top_p=0.9, seed=3, max_tokens=6, ignore_eos=True, detokenize=False, **asked
+    )
+
+    def scores(each: LLM) -> dict[str, list[float]]:
+        outputs = each.generate(PROMPTS, params, use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
+        found = {name: [value for answer in answers for value in getattr(answer, name)] for name in names}
+        found["tokens"] = completions = [token for answer in answers for token in answer.token_ids]
+        found["logprob_token_ids"] = [position[5].logprob for answer in answers for position in answer.logprobs]
+        found["prompt"] = [position[7].logprob for output in outputs for position in output.prompt_logprobs[1:]]
+        rows = [completions[:6], completions[6:]]
+        for decode in (False, True):
+            found[f"get_logprobs {decode}"] = [*each.get_logprobs(PROMPTS, rows, decode=decode).values]
+        return found
+
+    one, other = scores(llm), scores(alone)
+    return [
+        f"{name}: {one[name]}, not {other[name]}" for name in one if not np.allclose(one[name], other[name], atol=1e-4)
+    ]
 
 
 def wrong_updates(llm: LLM, alone: LLM, folder: str, model: str) -> list[str]:
@@ -128,8 +157,7 @@ def tensors_of(path: Path, seed: int) -> dict[str, np.ndarray]:
 
 def tokens(llm: LLM) -> list[list[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": [*range(start, start + 9)]} for start in (3, 50)]
-    return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 def serve(folder: str, cache: str, model: str, options: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, get_args
 
 from jaxengine.engine.extension import Events, Loop
@@ -25,7 +25,7 @@ from jaxengine.engine.weight_types import (
 from jaxengine.runner import sleep
 from jaxengine.runner.process_weights import everywhere
 from jaxengine.runner.weight_update import NewWeights
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.weight_version import MAX_VERSION, check_version
 
@@ -210,6 +210,8 @@ class Weights(Pauses):
         weights that nobody has given; jax's RuntimeError if memory cannot be allocated, and releases what it had
         allocated.
         """
+        if not isinstance(tags, Collection | None):
+            raise RequestError(f"tags must be None or a list of tags, got {show_value(tags)}", param="tags", value=tags)
         for tag in tags or ():
             _among("tags", tag, (WEIGHTS, KV_CACHE))
         wanted = self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))

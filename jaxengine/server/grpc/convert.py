@@ -26,6 +26,7 @@ from jaxengine.requests.run_in_thread import with_media
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.sampling_fields import ROWS
+from jaxengine.server.grpc import admin_pb2 as admin_pb
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
@@ -332,7 +333,10 @@ def field_of(request: Message, param: str | None) -> str | None:
         return "candidates"
     if param == "structured_outputs" and isinstance(request, pb.GenerateRequest):
         return f"decoding.{request.decoding.WhichOneof('structured_output')}"
-    return _PARAM_FIELDS.get(param) or _OTHER_FIELDS.get(param) or param
+    if param == "version" and isinstance(request, admin_pb.UpdateWeightsRequest):
+        return f"options.{request.options.WhichOneof('version') or 'weight_version'}"
+    name, dot, rest = param.partition(".")
+    return (_PARAM_FIELDS.get(name) or _OTHER_FIELDS.get(name) or name) + dot + rest
 
 
 def refuse_unknown_fields(message: Message) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -47,6 +47,8 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
 }
 _BRANCHES = {"str", "int", "float", "bool", "none"}
+# Fields of the engine -> another name under which HTTP takes them.
+_OTHER_NAMES = {"extra_args": "vllm_xargs", "structured_outputs": "response_format", "version": "weight_version"}
 
 
 class ApiError(HTTPException):
@@ -73,9 +75,11 @@ class ApiError(HTTPException):
         self.kept = kept
 
 
-def as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
     """Return the response for an exception, by its class; an ApiError unchanged. An unexpected class becomes a 500
     without details; the caller logs it.
+
+    given: names of the fields in the request's body, by one of which a faulty field is called.
     """
     match error:
         case ApiError():
@@ -86,10 +90,10 @@ def as_api_error(error: Exception) -> ApiError:
         case UnknownAdapterError():
             return ApiError(404, str(error), param=error.param, kept=show_value(error.value))
         case RequestError():
-            param = None if error.param is None else _in_http(error.param)
-            return ApiError(400, _in_http(str(error)), param=param, kept=show_value(error.value))
+            param = None if error.param is None else _as_given(error.param, given)
+            return ApiError(400, _as_given(str(error), given), param=param, kept=show_value(error.value))
         case RequestValidationError():
-            return _invalid(error)
+            return _invalid(error, given)
         case EngineDrainingError():
             return ApiError(503, str(error), headers={"Retry-After": "5", "Connection": "close"})
         case EngineDeadError():
@@ -150,7 +154,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        known = as_api_error(error)
+        known = as_api_error(error, getattr(request.state, "given_fields", ()))
         # Not what a route has raised: the framework found no route, or none of this method.
         if type(error) is HTTPException and error.status_code in (404, 405):
             path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
@@ -170,14 +174,14 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         app.add_exception_handler(kind, answer)
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
+def _invalid(error: RequestValidationError, given: Collection[str]) -> ApiError:
     """Return the error (400) for the first invalid field, with all values that would be allowed there; for a
     RequestError that a validator raised, that error's own.
     """
     problems = error.errors()
     raised = problems[0].get("ctx", {}).get("error")
     if isinstance(raised, RequestError):
-        return as_api_error(raised)
+        return as_api_error(raised, given)
     place = problems[0]["loc"][1:]
     if not place or not isinstance(place[0], str):
         return ApiError(400, f"the body of the request is not what was expected: {problems[0]['msg']}")
@@ -198,6 +202,9 @@ def _want(problem: dict[str, Any]) -> str:
     return where + said[:1].lower() + said[1:]
 
 
-def _in_http(text: str) -> str:
-    """Return a field's name, or a message that begins with it, with HTTP's spelling of the field (vLLM's names)."""
-    return text.replace("extra_args", "vllm_xargs", 1) if text.startswith("extra_args") else text
+def _as_given(text: str, given: Collection[str]) -> str:
+    """Return a field's name, or a message that begins with it, with the name by which the request gave the field."""
+    for name, other in _OTHER_NAMES.items():
+        if text.startswith(name) and name not in given and other in given:
+            return other + text[len(name) :]
+    return text

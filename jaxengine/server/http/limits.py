@@ -45,7 +45,8 @@ _AT, _CONSTANT = re.compile(r"\(byte (\d+)\)"), re.compile(rb"NaN|-?Infinity")
 class JsonRoute(APIRoute):
     """Route whose body is JSON by the rules of `read_json`, sent as application/json.
 
-    Unknown fields, and known ones that are ignored, are recorded in the request's state, for headers of the response.
+    Names of fields are recorded in the request's state: given_fields, for errors; unknown_fields and ignored_fields,
+    for headers of the response.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -94,9 +95,10 @@ class _JsonRequest(Request):
         if isinstance(value, dict):
             if len(value) > MAX_FIELDS:
                 raise ApiError(400, f"the body has {len(value)} fields; allowed are {MAX_FIELDS}")
-            given = [name for name in value if name not in self._fields]
-            self.state.unknown_fields = [name for name in given if name not in self._ignored]
-            self.state.ignored_fields = [name for name in given if name in self._ignored and value[name] is not None]
+            self.state.given_fields = {name for name in value if name in self._fields}
+            other = [name for name in value if name not in self._fields]
+            self.state.unknown_fields = [name for name in other if name not in self._ignored]
+            self.state.ignored_fields = [name for name in other if name in self._ignored and value[name] is not None]
         return value
 
     def _read(self) -> Any:

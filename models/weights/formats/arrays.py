@@ -13,6 +13,8 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WrappedSource
 
 PATH = "the given arrays"
+# Halfway between the largest bfloat16 and the next power of two: from here on numbers are rounded to infinity.
+_BEYOND = (2 - 2**-8) * 2.0**127
 
 
 class Taken(NamedTuple):
@@ -55,19 +57,28 @@ class ArraySource:
 
 
 class FiniteSource(WrappedSource):
-    """View of a source that refuses floating-point numbers which are not finite."""
+    """View of a source that refuses floating-point numbers which are not finite, or not in bfloat16."""
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         array = self._source.read(name, rows, columns)
-        if jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
+        if jnp.issubdtype(array.dtype, jnp.floating) and not _is_finite(array):
             raise ModelFileError(self.path, "has numbers that are not finite", name)
         return array
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Return whether all numbers are finite, those of more than two bytes also once they are rounded."""
+    if array.itemsize <= 2 or array.size == 0:
+        return bool(np.isfinite(array).all())
+    return bool(array.min() > -_BEYOND and array.max() < _BEYOND)  # false for NaN
 
 
 def fault_of(array: Any) -> str | None:
     """Return what is wrong with an object given as an array; None for nothing."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         return f"must be an array, got {type(array).__name__}"
+    if isinstance(array, np.ma.MaskedArray):
+        return "must be an array without a mask"
     if isinstance(array, jax.Array) and array.is_deleted():
         return "is an array that has been deleted or given up"
     return None

@@ -103,6 +103,8 @@ def test_pages_of_other_weights_are_not_found(llm, expected):
         ({"other.weight": np.zeros(3, np.float32)}, "other.weight", "no use"),
         ({EMBED: stored()[EMBED].T.copy()}, EMBED, "shape"),
         ({NORM: np.full(64, np.nan, np.float32)}, NORM, "finite"),
+        ({NORM: np.full(64, 1e300)}, NORM, "finite"),  # infinite in float32
+        ({NORM: np.ma.masked_all(64, np.float32)}, NORM, "mask"),
         ({QKV: np.full(stored()[QKV].shape, np.inf, np.float32)}, QKV, "finite"),
         ({NORM: stored()[NORM].astype(np.int32)}, NORM, "floating"),
         ({NORM: "a text"}, NORM, "array"),
@@ -117,6 +119,14 @@ def test_all_or_none(llm, expected, change, at, fault):
     assert at in [name for name, _ in error.value.faults]
     assert llm.weight_info(checksum=True) == sums and sums["weight_version"] == "before"
     assert not llm.is_paused() and tokens_of(llm) == expected[0]
+
+
+def test_options_of_another_type_are_refused(llm):
+    for name, value in (("strict", "no"), ("donate", None), ("chunk_bytes", 1.5)):
+        with pytest.raises(RequestError, match=f"{name} is "):
+            llm.update_weights(changed(1), **{name: value})
+    with pytest.raises(RequestError, match="tags must be None or a list of tags, got 5"):
+        llm.wake_up(5)
 
 
 def test_every_fault_is_listed(llm):

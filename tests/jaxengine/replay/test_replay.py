@@ -209,6 +209,20 @@ def test_what_cannot_be_run_is_said(record, again, tmp_path, capsys):
         assert error in capsys.readouterr().err
 
 
+def test_arrays_that_do_not_fit_together_are_refused(record, again, tmp_path):
+    folder = Path(shutil.copytree(record("llama", **LAYERS), tmp_path / "steps"))
+    step = find_step(folder, 3)
+    for name, change, said in (
+        ("pages/page", lambda array: array[:0], r"pages/page is \[0\], and pages/rank .* equal length"),
+        ("rows/rank", lambda array: array + 10**6, "step 3 names a place that is not there"),
+        ("state/page_table", lambda array: array[:0], "an array of the step is int32"),
+        ("sampled/token_ids", lambda array: array[:0], "sampled/token_ids is .*; here it is"),
+    ):
+        write_step(step_files(folder)[3], step.about, {**step.arrays, name: change(step.arrays[name])})
+        with pytest.raises(RecordError, match=said):
+            again(folder, 3)
+
+
 def test_of_a_step_that_is_too_large_nothing_is_fetched(recorded, monkeypatch):
     folder, llm = recorded("llama", **LAYERS)
     taker = llm.core.engine.runner.last.extensions["recording"]

@@ -25,7 +25,7 @@ from jaxengine.models.registry import MODELS, build_model
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention import unpaged
-from jaxengine.rl import forward
+from jaxengine.rl import forward, log_probs
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import checkpoint
@@ -225,6 +225,26 @@ ARGUMENTS = {
     "segments of others": ({"segment_ids": TOKENS[:1]}, r"segment_ids must be integers \[2, 4\], got int32\[1, 4\]"),
     "positions of others": ({"positions": TOKENS[:, 1:]}, r"positions must be integers \[2, 4\], got int32\[2, 3\]"),
     "no params": ({"params": {}}, "params must be an nnx.State .*, got dict with 0 leaves"),
+    "an id too many": ({"tokens": TOKENS + 128}, "tokens must be at least 0 and below 128, got 128"),
+    "an id too few": ({"tokens": jnp.asarray(TOKENS - 1)}, "tokens must be at least 0 and below 128, got -1"),
+    "an id that int32 wraps": (
+        {"tokens": TOKENS.astype(np.int64) + 2**32},
+        "tokens must be at least 0 and below 128, got 4294967296",
+    ),
+    "an id of uint64": (
+        {"tokens": TOKENS.astype(np.uint64) + 2**63},
+        "tokens must be .* below 128, got 9223372036854775808",
+    ),
+    "texts": ({"tokens": np.array([["a"]])}, "tokens must be integers"),
+    "segments that int32 wraps": (
+        {"segment_ids": TOKENS.astype(np.int64) + 2**32},
+        "segment_ids must be .*, got 4294967296",
+    ),
+    "a position before the first": ({"positions": TOKENS - 1}, "positions must be at least 0 and .*, got -1"),
+}
+LEARNED = {
+    "a position too many": ({"positions": TOKENS + 64}, "positions must be at least 0 and below 64, got 64"),
+    "a row too long": ({"tokens": np.zeros((1, 65), np.int32)}, "positions must be at least 0 and below 64, got 64"),
 }
 
 
@@ -234,6 +254,36 @@ def test_arguments_that_do_not_fit_are_refused(kind):
     model = load_recorded("llama").model
     with pytest.raises(ValueError, match=text):
         forward(**{"model": model, "params": nnx.state(model), "tokens": TOKENS} | changes)
+
+
+def test_learned_positions_are_those_of_the_model():
+    model = load_recorded("gpt2").model
+    for changes, text in LEARNED.values():
+        with pytest.raises(ValueError, match=text):
+            forward(**{"model": model, "params": nnx.state(model), "tokens": TOKENS} | changes)
+
+
+def test_experts_and_weights_that_the_model_does_not_have_are_refused():
+    model = load_recorded("mixtral").model
+    params, tokens = nnx.state(model), TOKENS[:1]
+    count = model.config.experts.num_experts
+    with pytest.raises(ValueError, match=f"routed_experts must be .* below {count}, got {count}"):
+        forward(model, params, tokens, routed_experts=np.full((1, 4, 2, 2), count))
+    for make in (lambda leaf: leaf[..., :1], lambda leaf: leaf.astype(jnp.int32)):
+        with pytest.raises(ValueError, match=r"params\[.* must be float32\[.*, or of another float dtype, got"):
+            forward(model, jax.tree.map(make, params), tokens)
+
+
+def test_numbers_that_only_the_device_knows_give_nan():
+    model = load_recorded("llama").model
+    params = nnx.state(model)
+    tokens = np.array([[5, 6, 7, 8, 500], [5, 200, 7, 8, -9]], np.int32)
+    segments = np.array([[0, 0, 0, 0, -1], [0, 0, 1, 1, -1]], np.int32)
+    found = jax.jit(lambda *given: log_probs(model, params, *given))(tokens, segments)
+    whole = log_probs(model, params, np.where((tokens < 0) | (tokens > 127), 0, tokens), segments)
+    assert np.argwhere(np.isnan(found)).tolist() == [[1, 1]]
+    np.testing.assert_array_equal(found[0], whole[0])
+    np.testing.assert_array_equal(found[1, 2:], whole[1, 2:])
 
 
 def test_explicit_mesh_axes_are_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import SkipValidation, model_validator
+from pydantic import BeforeValidator, SkipValidation, model_validator
 
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.protocol import TEXT_REFUSED, TextRequest
@@ -19,6 +19,7 @@ class CompletionRequest(TextRequest):
         what torch.save writes (jaxengine.requests.media.prompt_embeds).
       max_tokens: None: the rest of the context; 0 only with echo, to score the prompt.
       echo: include the prompt before the output, and with logprobs its logprobs too.
+      logprobs: true is 1, as in vLLM; the Tinker server of SkyRL sends it.
       best_of: width of a beam search, at least n; without beam search it must equal n.
     """
 
@@ -34,7 +35,7 @@ class CompletionRequest(TextRequest):
     prompt: Annotated[str | list[str] | list[int] | list[list[int]] | None, SkipValidation] = None
     prompt_embeds: Annotated[str | list[str] | None, SkipValidation] = None
     max_tokens: int | None = 16
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, BeforeValidator(lambda given: 1 if given is True else given)] = None
     best_of: int | None = None
 
     @model_validator(mode="after")

@@ -289,7 +289,7 @@ class _Responses:
         if name is None:
             return (), 0
         store, owner = _store(request), _owner(request)
-        if there(await store.find(name, owner), name).is_running:
+        if there(await store.find(name, owner), name, "previous_response_id").is_running:
             text = "previous_response_id is of a response that is not complete"
             raise RequestError(text, param="previous_response_id")
         found, messages = await read_back(store, name, owner, "conversation", held, _joined)

@@ -94,10 +94,13 @@ def weight(value: Any) -> int:
     return total
 
 
-def there(found: _T | None, response_id: str) -> _T:
-    """Return `found`; raise ApiError (404) for None, a response that is not stored or belongs to another client."""
+def there(found: _T | None, response_id: str, param: str = "response_id") -> _T:
+    """Return `found`; raise ApiError (404) for None, a response that is not stored or belongs to another client.
+
+    param: the field that names it.
+    """
     if found is None:
-        raise ApiError(404, f"there is no stored response {show_value(response_id)}", param="response_id")
+        raise ApiError(404, f"there is no stored response {show_value(response_id)}", param=param)
     return found
 
 

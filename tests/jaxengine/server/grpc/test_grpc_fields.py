@@ -16,8 +16,9 @@ from google.protobuf.message import Message
 
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.server.grpc import admin_pb2 as admin_pb
 from jaxengine.server.grpc import inference_pb2 as pb
-from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestReader, Wanted
+from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestReader, Wanted, field_of
 from jaxengine.server.grpc.server import ADMIN, INFERENCE
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
@@ -150,6 +151,17 @@ def asked(path: str, value: Any) -> pb.GenerateRequest:
     if path == "text":
         request.text = value
     return request
+
+
+def test_names_of_fields_in_errors():
+    update = admin_pb.UpdateWeightsRequest(options={"weight_version_number": 1})
+    for request, param, field in (
+        (pb.GenerateRequest(), "extra_args.max_repeats", "decoding.extra_args.max_repeats"),
+        (pb.GenerateRequest(), "max_tokens", "stopping.max_new_tokens"),
+        (update, "version", "options.weight_version_number"),
+        (admin_pb.UpdateWeightsRequest(), "version", "options.weight_version"),
+    ):
+        assert field_of(request, param) == field
 
 
 def test_every_field_is_in_a_table():

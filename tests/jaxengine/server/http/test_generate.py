@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.jaxengine.server.asgi_client import http_client, post
 from tests.tables import each_row
 
 PATH = "/inference/v1/generate"
+RECORDED = Path(__file__).parents[3] / "fixtures" / "client_requests"
 IDS = [5, 6, 7, 8, 9, 10]
 SAMPLED = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "seed": 4}
 
@@ -121,6 +123,7 @@ def test_every_field_of_sampling_params_is_known():
         ({"sampling_params": {"warmth": 1}}, "sampling_params"),
         ({"sampling_params": {"n": 10**4}}, "n"),
         ({"sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias"),
+        ({"sampling_params": {"extra_args": {"x": 1}}}, "extra_args"),
         ({"sampling_params": {"trace_decode_token_ids": [1]}}, "trace_decode_token_ids"),
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "sampling_params.prompt_logprobs"),
         ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
@@ -136,53 +139,50 @@ async def test_what_does_not_fit_is_refused_by_name(changes, param, app):
         assert answer.status == 400 and answer.error["param"] == param, answer.body
 
 
-async def test_what_skyrl_sends(chat_engine, tmp_path):
-    """Its client's rollouts, and what it does around an update of the weights."""
+@each_row("trainer", ["skyrl", "verl"])
+async def test_what_clients_of_trainers_send(trainer, chat_engine, tmp_path):
+    """As recorded, in their order: rollouts, and what they do around an update of the weights."""
     keys = tmp_path / "keys"
     keys.write_text("root\n")
-    app = create_app(chat_engine, ServerConfig(enable_admin=True, admin_key_file=str(keys)))
-    sampling = {
-        "max_tokens": 4,
-        "min_tokens": 4,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "logprobs": 0,
-    }
-    sampling |= {"stop": None, "skip_special_tokens": True, "include_stop_str_in_output": True}
+    options = {"enable_admin": True, "admin_key_file": str(keys), "served_model_name": "org/policy"}
+    app = create_app(chat_engine, ServerConfig(**options))
     async with http_client(app, "root") as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        payload = {"sampling_params": sampling, "model": model, "token_ids": IDS}
-        answer = await client.post(PATH, json=payload, headers={"X-Session-ID": "trajectory-7"})
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        assert (
-            len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 4 and choice["finish_reason"] == "length"
-        )
-        assert all(each["logprob"] <= 0 for each in choice["logprobs"]["content"])
-        text = await client.post("/detokenize", json={"model": model, "tokens": choice["token_ids"]})
-        assert text.json()["prompt"]
-        ids = await client.post("/tokenize", json={"model": model, "prompt": "Hi", "add_special_tokens": True})
-        assert ids.json()["tokens"]
-        for path, query, sent in (
-            ("/pause", {"mode": "keep", "clear_cache": "false"}, None),
-            ("/reset_prefix_cache", {}, {"reset_running_requests": False}),
-            ("/resume", {}, None),
-            ("/sleep", {}, {"level": 1}),
-            ("/wake_up", {}, {"tags": ["weights"]}),
-            ("/wake_up", {}, {}),
-        ):
-            answer = await client.post(path, params=query, json=sent)
-            assert answer.status_code == 200, (path, answer.text)
-        # The samples that its Tinker server asks an engine of others for.
-        sample = {"model": model, "prompt": IDS, "n": 2, "seed": 3, "max_tokens": 4, "temperature": 1.0, "logprobs": 1}
-        sample |= {"return_token_ids": True, "prompt_logprobs": 1, "stream": False}
-        answer = await client.post("/v1/completions", json=sample, headers={"X-Session-ID": "sample-1"})
-        assert answer.status_code == 200, answer.text
-        for choice in answer.json()["choices"]:
-            assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 4
-            assert len(choice["prompt_logprobs"]) == len(IDS)
+        for case in json.loads((RECORDED / f"{trainer}.json").read_text()):
+            headers = {name: value for name, value in case["headers"].items() if name != "Authorization"}
+            answer = await client.request(case["method"], case["path"], json=case["body"], headers=headers)
+            assert answer.status_code == case["status"], (case, answer.text)
+            if answer.status_code == 200:
+                assert "x-unknown-fields" not in answer.headers, (case, answer.headers)
+            if answer.status_code == 200 and answer.content and isinstance(answer.json(), dict):
+                for choice in answer.json().get("choices", ()):
+                    if (logprobs := choice["logprobs"]) is not None:
+                        found = logprobs.get("content") or logprobs["token_logprobs"]
+                        assert 0 < len(choice["token_ids"]) == len(found) <= 4
+
+
+@each_row(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "vllm_xargs": {"x": 1}}, "vllm_xargs"),
+        (
+            "/v1/completions",
+            {
+                "prompt": "Hi",
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}},
+            },
+            "response_format",
+        ),
+        ("/v1/completions", {"prompt": "Hi", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("/update_weights", {"path": "/none", "weight_version": 2**70}, "weight_version"),
+    ],
+)
+async def test_an_error_names_the_field_as_it_was_given(path, body, param, chat_engine, tmp_path):
+    (tmp_path / "keys").write_text("root\n")
+    app = create_app(chat_engine, ServerConfig(enable_admin=True, admin_key_file=str(tmp_path / "keys")))
+    async with http_client(app, "root") as client:
+        answer = await client.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and error["message"].startswith(param), answer.text
 
 
 async def test_what_prime_rl_sends(app):

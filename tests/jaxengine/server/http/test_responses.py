@@ -239,7 +239,7 @@ async def test_a_deadline_fails_the_response(app):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"background": True, "stream": True}, "background"),
         ({"background": True, "store": False}, "background"),
-        ({"previous_response_id": "resp_none"}, "response_id"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
         ({"conversation": "x"}, "conversation"),
         ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
     ],

@@ -1,0 +1,176 @@
+"""Arguments of the forward pass of trainers: shapes, dtypes and ranges, before jax clamps an index in silence.
+
+Numbers that jax does not know yet, in a function under `jax.jit`, cannot be looked at: a token of which one is out of
+range then gets NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.unpaged import check_unpaged
+
+_INT32 = np.iinfo(np.int32)
+
+
+class Arguments(NamedTuple):
+    """Checked arguments.
+
+    Attributes:
+      tokens: int32[B, T].
+      segment_ids, positions: int32[B, T], or None.
+      experts: int32[B * T, k] by layer number, or None.
+      fits: bool[B, T], whether a token's numbers are in range; None if all are.
+    """
+
+    tokens: jax.Array
+    segment_ids: jax.Array | None
+    positions: jax.Array | None
+    experts: dict[int, jax.Array] | None
+    fits: jax.Array | None
+
+    def marked(self, values: jax.Array) -> jax.Array:
+        """Return values [B, T, ...] with NaN for tokens that do not fit."""
+        if self.fits is None:
+            return values
+        return jnp.where(self.fits.reshape(self.fits.shape + (1,) * (values.ndim - 2)), values, jnp.nan)
+
+
+def checked(
+    model: CausalLM,
+    params: Any,
+    tokens: Any,
+    segment_ids: Any,
+    positions: Any,
+    routed_experts: Any = None,
+) -> Arguments:
+    """Check the arguments of `jaxengine.rl.forward` and return them as jax arrays. Raises ValueError as it does."""
+    check_unpaged(model)
+    _check_params(model, params)
+    tokens = _integers("tokens", tokens, None)
+    _check_axes({"params": params, "tokens": tokens})
+    shape = tokens.shape
+    ranges = [("tokens", tokens, 0, model.config.vocab_size)]
+    if segment_ids is not None:
+        segment_ids = _integers("segment_ids", segment_ids, shape)
+        _in_range("segment_ids", segment_ids, _INT32.min, _INT32.max + 1, None)
+        segment_ids = jnp.asarray(segment_ids, jnp.int32)
+    most = _num_positions(model)
+    if positions is None and most is not None and shape[1] > most:
+        positions = _counted(segment_ids, shape)
+    if positions is not None:
+        positions = _integers("positions", positions, shape)
+        ranges.append(("positions", positions, 0, _INT32.max + 1 if most is None else most))
+    if routed_experts is not None:
+        wanted, count = _experts_shape(model, shape)
+        routed_experts = _integers("routed_experts", routed_experts, wanted)
+        ranges.append(("routed_experts", routed_experts, _INT32.min, count))
+    fits = [_in_range(*each, segment_ids) for each in ranges]
+    unknown = [each for each in fits if each is not None]
+    return Arguments(
+        jnp.asarray(tokens, jnp.int32),
+        segment_ids,
+        None if positions is None else jnp.asarray(positions, jnp.int32),
+        None if routed_experts is None else _by_layer(model, jnp.asarray(routed_experts, jnp.int32)),
+        jnp.logical_and.reduce(jnp.stack(unknown)) if unknown else None,
+    )
+
+
+def _check_params(model: CausalLM, params: Any) -> None:
+    """Raise ValueError for params of another structure or other shapes than the model's, or no floats where it has
+    some.
+    """
+    wanted = nnx.state(model)
+    if jax.tree.structure(params) != jax.tree.structure(wanted):
+        text = "params must be an nnx.State of the model's structure, as nnx.state(model) gives"
+        raise ValueError(f"{text}, got {type(params).__name__} with {len(jax.tree.leaves(params))} leaves")
+    for (path, leaf), own in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(wanted), strict=True):
+        dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
+        is_float = jnp.issubdtype(dtype, jnp.floating) or not jnp.issubdtype(own.dtype, jnp.floating)
+        if np.shape(leaf) != own.shape or not is_float:
+            found = f"{dtype}{list(np.shape(leaf))}"
+            text = f"params{jax.tree_util.keystr(path)} must be {own.dtype}{list(own.shape)}, or of another float dtype"
+            raise ValueError(f"{text}, got {found}")
+
+
+def _experts_shape(model: CausalLM, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Return the shape of routed_experts for tokens of this shape, and how many experts there are. Raises ValueError
+    for a model without experts.
+    """
+    experts = model.config.experts
+    if experts is None:
+        raise ValueError(f"routed_experts must be None for {model.config.architecture}, which has no experts")
+    return (*shape, len(_expert_layers(model)), experts.num_per_token), experts.num_experts
+
+
+def _expert_layers(model: CausalLM) -> list[int]:
+    assert model.config.experts is not None
+    return [layer for layer in range(model.config.num_layers) if layer not in model.config.experts.dense_layers]
+
+
+def _by_layer(model: CausalLM, experts: jax.Array) -> dict[int, jax.Array]:
+    rows = experts.reshape(-1, *experts.shape[2:])
+    return {layer: rows[:, number] for number, layer in enumerate(_expert_layers(model))}
+
+
+def _num_positions(model: CausalLM) -> int | None:
+    """Return how many positions have learned vectors; None for a model that computes them."""
+    form = model.config.declared
+    return None if form is None or form.positions is None else model.config.max_position_embeddings
+
+
+def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """Return the index of each token in its segment, int32[B, T]."""
+    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    if segment_ids is None:
+        return index
+    is_first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+
+
+def _check_axes(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for arrays over explicit mesh axes: XLA alone knows how to split what lies between layers."""
+    for name, tree in arguments.items():
+        for leaf in jax.tree.leaves(tree):
+            if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
+                wanted = "axis_types=(jax.sharding.AxisType.Auto,) * number of axes, of jax.make_mesh"
+                raise ValueError(f"{name} must be split over automatic mesh axes ({wanted}), got explicit {explicit}")
+
+
+def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> Any:
+    """Return integers as a numpy or jax array of their own dtype. Raises ValueError for others. shape: the shape that
+    they must have, None for any [B, T] that is not empty.
+    """
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    wanted = "[B, T] with B, T >= 1" if shape is None else list(shape)
+    fits = values.ndim == 2 and values.size > 0 if shape is None else values.shape == shape
+    if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers {wanted}, got {values.dtype}{list(values.shape)}")
+    return values
+
+
+def _in_range(name: str, values: Any, least: int, below: int, segment_ids: Any) -> jax.Array | None:
+    """Return whether the numbers of each token are at least `least` and below `below`, bool[B, T]; None if all are.
+
+    Padding, where segment_ids are negative, always fits. Raises ValueError for the first number that is known not to.
+    """
+    known = not any(isinstance(each, jax.core.Tracer) for each in (values, segment_ids))
+    if known and getattr(values, "is_fully_addressable", True):
+        values, segment_ids = jax.device_get((values, segment_ids))
+    else:
+        values, below = jnp.asarray(values, jnp.int32), min(below, _INT32.max)
+    wrong = (values < least) | (values >= below)
+    if segment_ids is not None:
+        wrong &= (segment_ids >= 0).reshape(segment_ids.shape + (1,) * (values.ndim - 2))
+    if not isinstance(wrong, np.ndarray):
+        return ~wrong.any(axis=tuple(range(2, wrong.ndim)))
+    if wrong.any():
+        raise ValueError(f"{name} must be at least {least} and below {below}, got {values[wrong][0]}")
+    return None
