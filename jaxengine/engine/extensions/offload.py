@@ -130,16 +130,10 @@ class Offload(LoopExtension):
         self._max_leaving = 1 << 30 if runner.on_cpu else MAX_LEAVING * SIZES[-1]
         self._generation = 0
 
-    @property
-    def _orders(self) -> Orders:
-        """The scheduler's part, which finds the tiers through this."""
-        found = self.loop.scheduler.extension(NAME)
-        found.store = self.tiers
-        return found
-
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
-        _ = self._orders
+        self._orders: Orders = loop.scheduler.extension(NAME)
+        self._orders.store = self.tiers
 
     def poll(self) -> Events:
         self._something.clear()
