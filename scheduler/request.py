@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -91,6 +91,7 @@ class Request:
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
       queued_time: when the engine got it, the same clock; None until then.
       first_scheduled_time, first_token_time, finished_time: likewise.
+      kv_transfer_params: by which another engine gets the pages of its prompt, once it has ended; None for none.
       last_token_time: when its last token came; kept here while it holds no slot, meaningless before the first.
     """
 
@@ -133,6 +134,7 @@ class Request:
     finished_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def features(self) -> int:

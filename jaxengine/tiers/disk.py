@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -36,10 +37,13 @@ class DiskTier:
     """Blocks u8[n] by key, in a folder. A thread writes; `read` may be called from any thread.
 
     Attributes:
+      is_far: False: reading waits for nobody else.
       num_bytes: of the files, as far as they have been seen.
       num_written, num_bad, num_failed: blocks written, files with a wrong checksum, and blocks that could not be
         written.
     """
+
+    is_far = False
 
     def __init__(self, folder: Path, capacity: int | None = None):
         """Open a folder, which is made if there is none, and find its blocks. capacity: most bytes of files; None for
@@ -100,6 +104,32 @@ class DiskTier:
             if key in self._known:
                 self._known.move_to_end(key)
         return np.frombuffer(body, np.uint8)
+
+    def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Yield the keys that `read` finds, with their blocks."""
+        for key in keys:
+            if (block := self.read(key)) is not None:
+                yield key, block
+
+    def touch(self, key: bytes) -> bool:
+        """Count a use of a key; return whether there is a file of it."""
+        try:
+            os.utime(self._path(key))
+        except OSError:
+            return False
+        return True
+
+    def remove_older(self, seconds: float) -> None:
+        """Remove the files last used or written more than `seconds` ago."""
+        oldest = time.time() - seconds
+        with self._lock:
+            known = list(self._known)
+        for key in known:
+            path = self._path(key)
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < oldest:
+                    self._remove(path)
+                    self._forget(key)
 
     def flush(self, seconds: float) -> bool:
         """Wait until all blocks so far are written, for `seconds` at most; return whether they are."""

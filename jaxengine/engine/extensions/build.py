@@ -20,6 +20,7 @@ from jaxengine.scheduler.token_params import CAPTURE, LOGPROBS, MASK, PROMPT_LOG
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
+    from jaxengine.engine.extensions.offload import Offload
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
     from jaxengine.engine.extensions.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
@@ -67,6 +68,7 @@ class Extensions:
             "sounds": "sounds" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
             "offload": "offload" in runner.extensions,
+            "kv_transfer": runner.config.hands_over_kv,
             "recording": "recording" in runner.extensions,
             "arrivals": runner.config.record_trace is not None,
             "routed_experts": "routed_experts" in runner.extensions,
@@ -121,6 +123,8 @@ class Extensions:
             self.require("routed_experts")
         if request.params.token_results:
             self.require("token_pooling")
+        if request.params.kv_transfer is not None:
+            self.require("kv_transfer")
         for each in self.active:
             each.prepare(request)
 
@@ -217,6 +221,14 @@ class Extensions:
         from jaxengine.engine.extensions.offload import Offload
 
         return Offload(self._runner)
+
+    def _kv_transfer(self) -> LoopExtension:
+        if not self._runner.config.hands_over_kv:
+            problem = "kv_transfer_params: the engine was started without a NixlConnector in kv_transfer_config"
+            raise RequestError(problem, param="kv_transfer_params")
+        from jaxengine.engine.extensions.kv_transfer import KVTransfer
+
+        return KVTransfer(self._runner, cast("Offload", self.require("offload")))
 
     def _sounds(self) -> LoopExtension:
         from jaxengine.engine.extensions.sounds import Sounds
@@ -327,6 +339,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "capture": _capture,
     "drafts": Extensions._drafts,
     "idle_sleep": _idle_sleep,
+    "kv_transfer": Extensions._kv_transfer,
     "logits_processors": _logits_processors,
     "offload": Extensions._offload,
     "pictures": Extensions._pictures,
