@@ -226,7 +226,7 @@ class RankOffload(RankExtension):
     def __init__(self, offload: Offload, rank: Rank):
         self._offload = offload
         self.pages, self.states = Orders(), Orders()
-        rank.pool.listener = _Listener(offload, self.pages, bytes)
+        rank.pool.listeners.append(_Listener(offload, self.pages, bytes))
         self._tables = rank.pages
         if rank.pages.snapshots is not None:
             rank.pages.snapshots.listener = _Listener(offload, self.states, state_key)

@@ -35,10 +35,8 @@ class PagePool:
     names it.
 
     Attributes:
-      listener: what observes the cached pages; None for nothing.
+      listeners: what observes the cached pages.
     """
-
-    listener: PageListener | None = None
 
     def __init__(self, num_pages: int, *, enable_caching: bool = True):
         if num_pages < 1:
@@ -57,6 +55,7 @@ class PagePool:
         self._named = np.zeros(num_pages + 1, np.bool_)
         self._named[num_pages] = True
         self._page_of: dict[bytes, int] = {}
+        self.listeners: list[PageListener] = []
 
     @property
     def num_free(self) -> int:
@@ -125,8 +124,8 @@ class PagePool:
             self._page_of[digest] = page
             self._digest_of[page] = digest
             self._named[page] = True
-            if self.listener is not None:
-                self.listener.registered(digest, page)
+            for each in self.listeners:
+                each.registered(digest, page)
 
     def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
         """Return the pages of the longest known prefix of a digest chain, i32[n]; n is 0 if the first digest is
@@ -157,8 +156,8 @@ class PagePool:
         self._blank[self._num_blank : self._num_blank + len(cached)] = cached
         self._num_blank += len(cached)
         self._num_cached = self._head = self._tail = 0
-        if self.listener is not None:
-            self.listener.forgotten()
+        for each in self.listeners:
+            each.forgotten()
 
     def page_states(self) -> np.ndarray:
         """Return u8[num_pages]: 0 blank, 1 cached, 2 referenced once, 3 shared by several. O(num_pages), for the status
@@ -214,8 +213,10 @@ class PagePool:
             taken += pages[valid].tolist()
             full = len(taken) == count
             self._head = int(window[valid[-1]]) + 1 if full else int(window[-1]) + 1
-        if self.listener is not None:
-            self.listener.evicted([self._digest_of[page] or b"" for page in taken], taken)
+        if self.listeners:
+            digests = [self._digest_of[page] or b"" for page in taken]
+            for each in self.listeners:
+                each.evicted(digests, taken)
         for page in taken:
             digest = self._digest_of[page]
             assert digest is not None

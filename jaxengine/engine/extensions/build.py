@@ -68,6 +68,7 @@ class Extensions:
             "sounds": "sounds" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
             "offload": "offload" in runner.extensions,
+            "kv_events": runner.config.publishes_kv_events,
             "kv_transfer": runner.config.hands_over_kv,
             "recording": "recording" in runner.extensions,
             "arrivals": runner.config.record_trace is not None,
@@ -327,6 +328,14 @@ def _idle_sleep(extensions: Extensions) -> LoopExtension:
     return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
 
 
+def _kv_events(extensions: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.kv_events import KVEvents
+
+    config = extensions._runner.config.kv_events_config
+    assert config is not None
+    return KVEvents(config, extensions._runner.num_ranks)
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -339,6 +348,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "capture": _capture,
     "drafts": Extensions._drafts,
     "idle_sleep": _idle_sleep,
+    "kv_events": _kv_events,
     "kv_transfer": Extensions._kv_transfer,
     "logits_processors": _logits_processors,
     "offload": Extensions._offload,

@@ -124,6 +124,20 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     return app
 
 
+def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: TrafficState) -> FastAPI:
+    """Creates the application of metrics_port: /metrics and probes, for everybody. traffic: of the whole server."""
+    limits = Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes, config.read_timeout)
+    app = FastAPI(middleware=[limits], docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.traffic = traffic
+    all_routes: list[BaseRoute] = []
+    errors.install(app, all_routes)
+    for router in (operations.router, prometheus.router):
+        routes = router(engine, config)
+        app.include_router(routes)
+        all_routes += routes.routes
+    return app
+
+
 def _needs(router: Any, engine: EngineClient) -> list[Any]:
     """Return dependencies of a router that raise RequestError, before a request is read, if the model does not support
     its routes: those of GENERATING or of POOLING. [] for routes that every model has. router: one of ROUTERS.
