@@ -81,6 +81,7 @@ class Request:
         while the engine's weights have never been replaced.
       media: the images and videos of the prompt, which has a placeholder for each of their embeddings.
       lora: the name of the adapter to run with, None for the model alone.
+      session: the conversation that it continues, by its owner's name and its own; "" for none.
       adapter: what the engine has found under that name; adapter_slot: where on the devices it is while this runs.
       per_step: report every token when it is known, not only the end.
       text_ends: its text may end it, so that whoever makes text of its tokens knows how it ended and with how many.
@@ -109,6 +110,7 @@ class Request:
     cache_salt: str | None = None
     media: Media | None = None
     lora: str | None = None
+    session: str = ""
     per_step: bool = False
     text_ends: bool = False
     wait: Wait = Wait.NONE

@@ -94,6 +94,8 @@ HELP = {
     "vllm:kv_offload_cpu_cache_usage_perc": "Share of the host memory for KV pages that is in use, 0 to 1.",
     "vllm:external_prefix_cache_queries": "Tokens that the pool lacked and requests looked for outside of the devices.",
     "vllm:external_prefix_cache_hits": "Tokens of these that came back and were not computed.",
+    "jaxengine:kv_sessions": "Conversations whose pages are kept in host memory.",
+    "jaxengine:kv_session_pages": "KV pages and states that conversations keep in host memory.",
     "jaxengine:kv_event_batches": "Batches of KV events that were published.",
     "jaxengine:kv_transfer_leases": "Requests whose pages are kept for other engines.",
     "jaxengine:kv_transfer_leased_pages": "KV pages and states that are kept for other engines.",

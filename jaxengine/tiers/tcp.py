@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import socket as sockets
 import threading
 import time
@@ -65,6 +66,7 @@ class TcpTransport(Transport):
         self._released: deque[str] = deque()
         self._resting: dict[tuple[str | None, int | None], float] = {}
         self._is_closing = False
+        self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         if listen is None:
             return
@@ -116,18 +118,18 @@ class TcpTransport(Transport):
         socket = _socket(self._context, zmq.DEALER, self._reader_keys, source.host)
         socket.curve_serverkey = self._server_keys[0]
         socket.set(zmq.LINGER, _LINGER_MS)
+        # Under a name of its own, as the numbers that pyzmq takes come back before libzmq has given up their names.
+        socket.get_monitor_socket(_GONE, f"inproc://kv-{next(self._numbers)}")
         socket.connect(_address(source.host, source.port))
         return socket
 
     def ask(self, socket: zmq.Socket[bytes], source: Source, keys: Sequence[bytes]) -> list[Any]:
         """Return the frames of a source's answer for keys. Raises ConnectionError if there is none in time."""
         socket.send_multipart([_READ, self._identity, *keys])
-        poller, monitor = zmq.Poller(), socket.get_monitor_socket(_GONE)
+        poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        ready = dict(poller.poll(int(self.patience * 1500)))
-        socket.disable_monitor()
-        if socket not in ready:
+        poller.register(socket.get_monitor_socket(), zmq.POLLIN)  # that of `connect`
+        if socket not in dict(poller.poll(int(self.patience * 1500))):
             self._resting[source.host, source.port] = time.monotonic() + _REST_SECONDS
             raise ConnectionError(f"{source.host}:{source.port} does not answer, or has another key")
         return socket.recv_multipart(copy=False)
@@ -172,15 +174,21 @@ class _TcpReader(Reader):
         self._socket: zmq.Socket[bytes] | None = None
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        if self._socket is None:
-            self._socket = self._transport.connect(self._source)
-        frames = self._transport.ask(self._socket, self._source, keys)
+        try:
+            if self._socket is None:
+                self._socket = self._transport.connect(self._source)
+            frames = self._transport.ask(self._socket, self._source, keys)
+        except zmq.ZMQError as error:  # such as a host without an address
+            raise ConnectionError(f"{self._source.host}:{self._source.port}: {error}") from None
         blocks = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
         return {key: block for key, block in zip(keys, blocks, strict=False) if len(block)}
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.send_multipart([_RELEASE, b"", self._source.lease.encode()])
+            monitor = self._socket.get_monitor_socket()
+            self._socket.disable_monitor()
+            monitor.close(0)
             self._socket.close()
 
 

@@ -84,6 +84,9 @@ class RankEvents(RankExtension):
     def registered(self, digest: bytes, page: int) -> None:
         self._new[digest] = None
 
+    def dropped(self, digest: bytes) -> None:
+        self.evicted([digest], [])
+
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
         by_group: dict[int, list[bytes]] = {}
         for key in digests:

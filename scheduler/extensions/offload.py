@@ -272,6 +272,10 @@ class _Listener:
         if self._offload.options.at_once and self._offload.is_due(key := self._key(digest)):
             self._orders.filled[key] = page
 
+    def dropped(self, digest: bytes) -> None:
+        for due in (self._orders.filled, self._orders.leaving):
+            due.pop(self._key(digest), None)
+
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
         for digest, page in zip(digests, pages, strict=True):
             key = self._key(digest)

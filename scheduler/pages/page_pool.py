@@ -20,6 +20,9 @@ class PageListener(Protocol):
     def registered(self, digest: bytes, page: int) -> None:
         """Note that a page can be found under a digest. The step being scheduled may be the one that fills it."""
 
+    def dropped(self, digest: bytes) -> None:
+        """Note that a page is no longer found under its digest, and is not to be."""
+
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
         """Note that pages have been taken for other content and are no longer found under their digests."""
 
@@ -144,6 +147,21 @@ class PagePool:
     def find(self, digest: bytes) -> int | None:
         """Return the page with a digest, None if there is none."""
         return self._page_of.get(digest)
+
+    def forget(self, digest: bytes) -> None:
+        """Forget a digest, if it is known; a cached page becomes blank, a referenced one stays with its owners."""
+        page = self._page_of.pop(digest, None)
+        if page is None:
+            return
+        self._digest_of[page] = None
+        if self._position[page] >= 0:
+            self._position[page] = -1
+            self._named[page] = False
+            self._num_cached -= 1
+            self._blank[self._num_blank] = page
+            self._num_blank += 1
+        for each in self.listeners:
+            each.dropped(digest)
 
     def reset_prefix_cache(self) -> None:
         """Forget every digest; cached pages become blank. Referenced pages stay with their owners."""

@@ -68,6 +68,7 @@ class Extensions:
             "sounds": "sounds" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
             "offload": "offload" in runner.extensions,
+            "sessions": "offload" in runner.extensions,
             "kv_events": runner.config.publishes_kv_events,
             "kv_transfer": runner.config.hands_over_kv,
             "recording": "recording" in runner.extensions,
@@ -223,14 +224,6 @@ class Extensions:
 
         return Offload(self._runner)
 
-    def _kv_transfer(self) -> LoopExtension:
-        if not self._runner.config.hands_over_kv:
-            problem = "kv_transfer_params: the engine was started without a NixlConnector in kv_transfer_config"
-            raise RequestError(problem, param="kv_transfer_params")
-        from jaxengine.engine.extensions.kv_transfer import KVTransfer
-
-        return KVTransfer(self._runner, cast("Offload", self.require("offload")))
-
     def _sounds(self) -> LoopExtension:
         from jaxengine.engine.extensions.sounds import Sounds
 
@@ -336,6 +329,21 @@ def _kv_events(extensions: Extensions) -> LoopExtension:
     return KVEvents(config, extensions._runner.num_ranks)
 
 
+def _kv_transfer(extensions: Extensions) -> LoopExtension:
+    if not extensions._runner.config.hands_over_kv:
+        problem = "kv_transfer_params: the engine was started without a NixlConnector in kv_transfer_config"
+        raise RequestError(problem, param="kv_transfer_params")
+    from jaxengine.engine.extensions.kv_transfer import KVTransfer
+
+    return KVTransfer(extensions._runner, cast("Offload", extensions.require("offload")))
+
+
+def _sessions(extensions: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.sessions import Sessions
+
+    return Sessions(cast("Offload", extensions.require("offload")))
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -349,7 +357,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "drafts": Extensions._drafts,
     "idle_sleep": _idle_sleep,
     "kv_events": _kv_events,
-    "kv_transfer": Extensions._kv_transfer,
+    "kv_transfer": _kv_transfer,
     "logits_processors": _logits_processors,
     "offload": Extensions._offload,
     "pictures": Extensions._pictures,
@@ -357,6 +365,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "recording": _recording,
     "routed_experts": _routed_experts,
     "scores": _scores,
+    "sessions": _sessions,
     "sounds": Extensions._sounds,
     "steering": _steering,
     "structured": Extensions._structured,

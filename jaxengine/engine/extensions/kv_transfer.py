@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,6 +21,7 @@ from jaxengine.cluster.channel import read_key
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.kv_transfer import CONSUMER, FAIL, FOLDER, PRODUCER, KVHandover
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.extensions.due_copies import DueCopies, found_columns, is_here
 from jaxengine.engine.extensions.offload import Offload
 from jaxengine.engine.extensions.page_loads import Place
 from jaxengine.engine.metric_types import Counter, Gauge, Metric
@@ -89,8 +89,7 @@ class KVTransfer(LoopExtension):
         self.transport, self.stats = _open_transport(runner, offload, self._options), TransferStats()
         self.leases: dict[str, tuple[float, list[bytes]]] = {}
         self._num_leases: dict[bytes, int] = {}
-        # Pages of leases that are still to be copied, which nobody may take until then: replica, key, page.
-        self._due: deque[tuple[int, bytes, int]] = deque()
+        self._due = DueCopies(offload)
         self._places: dict[Request, tuple[list[bytes], Elsewhere]] = {}
 
     def attach(self, loop: Loop) -> None:
@@ -178,32 +177,23 @@ class KVTransfer(LoopExtension):
         """Keep the pages of a request that has ended, and return the kv_transfer_params by which another engine gets
         them; None if there is no memory to keep them, or there are none.
         """
-        tables, tiers = self.loop.scheduler.ranks[request.rank].pages, self._offload.tiers
-        digests = request.page_hashes[: (request.num_prompt_tokens - 1) // tables.page_size]
-        pages: dict[bytes, int | None] = {}
-        states: dict[bytes, int | None] = {}
-        columns: list[list[int]] = []
-        for group in range(tables.num_groups):
-            found = {column: page_key(digest, group) for column, digest in enumerate(digests)}
-            pages |= {key: tables.pool.find(key) for key in found.values()}
-            columns.append([column for column, key in found.items() if pages[key] is not None or _is_here(tiers, key)])
-        if tables.snapshots is not None:
-            states = {state_key(digest): tables.snapshots.find(digest) for digest in digests}
-            own = [state_key(digest) for digest in digests]
-            columns.append([at for at, key in enumerate(own) if states[key] is not None or _is_here(tiers, key)])
+        rank, offload = self.loop.scheduler.ranks[request.rank], self._offload
+        digests = request.page_hashes[: (request.num_prompt_tokens - 1) // rank.config.page_size]
+        found = found_columns(rank.pages, digests)
+        columns = [
+            [column for column, (key, page) in enumerate(own.items()) if page is not None or is_here(offload, key)]
+            for own in found
+        ]
         keys = self._keys(request, columns)
         if not self._has_room(keys):
             self.stats.num_refused += 1
             return None
         lease = secrets.token_hex(16)
         self._keep(lease, keys)
+        there = {key: page for own in found for key, page in own.items() if page is not None}
+        self._due.add(rank, keys, there)
         for key in keys:
-            if _is_here(tiers, key):
-                self._offer(key)
-            elif (page := pages.get(key)) is not None:
-                tables.pool.acquire(np.array([page], np.int32))
-                self._due.append((request.rank, key, page))
-        self._copy(request.rank, {}, {key: row for key, row in states.items() if row is not None and key in set(keys)})
+            self._offer(key)
         self._advance()
         host, port = self.transport.address or (None, None)
         return dataclasses.asdict(
@@ -234,24 +224,12 @@ class KVTransfer(LoopExtension):
 
     def _advance(self) -> None:
         """Copy leased pages as there is room, and end the leases that are over."""
-        while self._due and self._offload.stores.room:
-            rank = self._due[0][0]
-            batch: list[tuple[int, bytes, int]] = []
-            while self._due and self._due[0][0] == rank and len(batch) < self._offload.stores.room:
-                batch.append(self._due.popleft())
-            self._copy(rank, {key: page for _, key, page in batch}, {})
-            pages = np.array([page for _, _, page in batch], np.int32)
-            self.loop.scheduler.ranks[rank].pool.free(pages)
+        for key in self._due.advance():
+            self._offer(key)
         now = time.monotonic()
         over = [lease for lease, (end, _) in self.leases.items() if end < now]
         for lease in {*over, *self.transport.released()} & self.leases.keys():
             self._end_lease(lease)
-
-    def _copy(self, rank: int, pages: dict[bytes, int], states: dict[bytes, int]) -> None:
-        """Dispatch copies to the host, which are offered when they arrive."""
-        self._offload.save(rank, pages, states)
-        for key in (*pages, *states):
-            self._offer(key)
 
     def _offer(self, key: bytes) -> None:
         """Offer what host memory has, or will have, under a key."""
@@ -286,11 +264,6 @@ class KVTransfer(LoopExtension):
             elsewhere[key].remove(place)  # pyright: ignore[reportArgumentType]
             if not elsewhere[key]:
                 del elsewhere[key]
-
-
-def _is_here(tiers: object, key: bytes) -> bool:
-    """Whether host memory has a key, or a copy brings it there."""
-    return key in tiers.host or key in tiers.arriving  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) -> Transport:

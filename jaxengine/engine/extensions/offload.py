@@ -45,7 +45,7 @@ class Offload(LoopExtension):
     Attributes:
       tiers, stats: what is stored, and counts.
       mover: copies pages. stores: what is on its way to the host.
-      done: loads that the last `poll` ended.
+      done: loads that the last `poll` ended. orders: the scheduler's part.
     """
 
     def __init__(self, runner: ModelRunner):
@@ -68,8 +68,8 @@ class Offload(LoopExtension):
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
-        self._orders: Orders = loop.scheduler.extension(NAME)
-        self._orders.store = self.tiers
+        self.orders: Orders = loop.scheduler.extension(NAME)
+        self.orders.store = self.tiers
 
     def poll(self) -> Events:
         self._something.clear()
@@ -87,7 +87,7 @@ class Offload(LoopExtension):
 
     def after_forward(self, step: InFlight | None) -> Events:
         self._save(filled=True)
-        orders, tiers = self._orders, self.tiers
+        orders, tiers = self.orders, self.tiers
         for load in orders.loads:
             self._loads.start(load, {key: tiers.find(key) for key in load.keys}, self._generation)
         orders.loads = []
@@ -98,7 +98,7 @@ class Offload(LoopExtension):
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
 
     def ended(self, request: Request) -> None:
-        self._orders.ended(request)
+        self.orders.ended(request)
         self._save(filled=True)
 
     def wait(self, seconds: float) -> bool:
@@ -132,7 +132,7 @@ class Offload(LoopExtension):
         return {"flush_kv_offload": self.flush}
 
     def metrics(self) -> Iterator[Metric]:
-        orders, tiers = self._orders, self.tiers
+        orders, tiers = self.orders, self.tiers
         for way in ("load", "store"):
             yield Counter(f"vllm:kv_offload_{way}_bytes", self.stats.bytes[way])
             yield Counter(f"vllm:kv_offload_{way}_time", self.stats.seconds[way])
@@ -155,7 +155,7 @@ class Offload(LoopExtension):
         if disk is not None:
             stored |= {"disk_bytes": disk.num_bytes, "disk_blocks": len(disk), "disk_bad_files": disk.num_bad}
         moved = {f"{way}_bytes": self.stats.bytes[way] for way in ("load", "store")}
-        return {"kv_offload": stored | moved | {"hits": self._orders.num_hits, "queries": self._orders.num_queries}}
+        return {"kv_offload": stored | moved | {"hits": self.orders.num_hits, "queries": self.orders.num_queries}}
 
     @cached_property
     def identity(self) -> str:
@@ -170,18 +170,18 @@ class Offload(LoopExtension):
 
     def save(self, rank: int, pages: dict[bytes, int], states: dict[bytes, int]) -> None:
         """Dispatch copies of a replica's pages and snapshots, by key, as they are now, as far as `stores` has room."""
-        orders = self._orders.ranks[rank]
+        orders = self.orders.ranks[rank]
         orders.pages.filled.update(pages)
         orders.states.filled.update(states)
         self._save(filled=True)
 
     def _save(self, filled: bool = False) -> None:
         """Dispatch the copies that are due. filled: also of pages that the newest step has filled."""
-        if not self._orders.is_own:
+        if not self.orders.is_own:
             self.tiers.disk = None
         for states in (False, True):
             ranks = []
-            for rank in self._orders.ranks:
+            for rank in self.orders.ranks:
                 orders = rank.states if states else rank.pages
                 due = orders.leaving | (orders.filled if filled else {})
                 orders.leaving.clear()
@@ -196,7 +196,7 @@ class Offload(LoopExtension):
         for loading, coming, size in self._loads.take_parts():
             if loading.generation != self._generation:
                 continue
-            rank = self._orders.ranks[coming.rank]
+            rank = self.orders.ranks[coming.rank]
             if coming.size:
                 entries = rank.take(coming.keys, loading.load.pages)
             else:
@@ -219,8 +219,8 @@ class Offload(LoopExtension):
 
     def _check_generation(self) -> None:
         """Forget what host memory has if the pools have forgotten theirs."""
-        if self._generation != self._orders.num_forgotten:
-            self._generation = self._orders.num_forgotten
+        if self._generation != self.orders.num_forgotten:
+            self._generation = self.orders.num_forgotten
             self.tiers.host.clear()
             self.tiers.arriving.clear()
 

@@ -61,6 +61,13 @@ class Tiers:
     def unpin(self, keys: Sequence[bytes]) -> None:
         self.host.unpin(keys)
 
+    def drop(self, key: bytes) -> None:
+        """Forget what is stored under a key, in host memory and in the folder; nothing that is on its way comes."""
+        self.arriving.pop(key, None)
+        self.host.drop(key)
+        if self.disk is not None:
+            self.disk.drop(key)
+
     def pays(self, num_stored: int, num_tokens: int) -> bool:
         """Whether bringing back pays. What has not been measured yet is tried."""
         loading, computing = self.loading.value, self.computing.value

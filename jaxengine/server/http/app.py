@@ -25,6 +25,7 @@ from jaxengine.server.http import (
     invocations,
     models,
     operations,
+    sessions,
     tokenize,
     weights,
 )
@@ -74,6 +75,7 @@ ROUTERS = (
     operations.admin_router,
     adapters.router,
     weights.router,
+    sessions.router,
     prometheus.router,
     status.router,
     api_docs.router,

@@ -247,7 +247,8 @@ class NamedRequest(RequestModel):
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
         """Return the scheduling options of the request. lora: name of its adapter, or None."""
         state, timeout = request.state, self.timeout or config.request_timeout
-        return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora, state.owner_tag)
+        own = state.owner_tag, request.headers.get("x-session-id")
+        return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora, *own)
 
     def register(self, prefix: str, request: Request) -> str:
         """Record the user in the request's state; return the request's id for response, engine and `abort`: `prefix`,
