@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -81,6 +81,7 @@ class Request:
         while the engine's weights have never been replaced.
       media: the images and videos of the prompt, which has a placeholder for each of their embeddings.
       lora: the name of the adapter to run with, None for the model alone.
+      session: the conversation that it continues, by its owner's name and its own; "" for none.
       adapter: what the engine has found under that name; adapter_slot: where on the devices it is while this runs.
       per_step: report every token when it is known, not only the end.
       text_ends: its text may end it, so that whoever makes text of its tokens knows how it ended and with how many.
@@ -91,6 +92,7 @@ class Request:
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
       queued_time: when the engine got it, the same clock; None until then.
       first_scheduled_time, first_token_time, finished_time: likewise.
+      kv_transfer_params: by which another engine gets the pages of its prompt, once it has ended; None for none.
       last_token_time: when its last token came; kept here while it holds no slot, meaningless before the first.
     """
 
@@ -108,6 +110,7 @@ class Request:
     cache_salt: str | None = None
     media: Media | None = None
     lora: str | None = None
+    session: str = ""
     per_step: bool = False
     text_ends: bool = False
     wait: Wait = Wait.NONE
@@ -133,6 +136,7 @@ class Request:
     finished_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def features(self) -> int:

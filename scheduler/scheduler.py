@@ -27,7 +27,7 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 logger = logging.getLogger(__name__)
 
 _PREEMPTED = (
-    "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space. "
+    "Request %s is preempted by PreemptionMode.%s mode because there is not enough KV cache space. "
     "This can affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size "
     "to provide more KV cache memory, or lower max_num_seqs or max_num_batched_tokens. "
     "total_num_cumulative_preemption=%d"
@@ -388,8 +388,8 @@ class Scheduler:
         self._put_back(request)
         modes = [mode for each in self.extensions if (mode := each.preempted(request))]
         if self.num_preemptions % 50 == 0:
-            text = _PREEMPTED.replace("RECOMPUTE", modes[0] if modes else "RECOMPUTE")
-            logger.warning(text, request.request_id, self.num_preemptions + 1)
+            mode = modes[0] if modes else "RECOMPUTE"
+            logger.warning(_PREEMPTED, request.request_id, mode, self.num_preemptions + 1)
         self.num_preemptions += 1
 
     def _put_back(self, request: Request) -> None:

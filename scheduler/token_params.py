@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import or_
 
+from jaxengine.scheduler.kv_transfer import KVTransferParams
 from jaxengine.scheduler.sampling_fields import PENALTIES, ROWS, SamplingFields
 
 # What a request needs beyond the best token, one bit each; the programs of a step skip what no row of it needs.
@@ -103,6 +104,7 @@ class TokenParams(SamplingFields):
       uses_counts: one of these counts tokens.
       reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache.
       token_results: each prompt token's own row of results is returned.
+      kv_transfer: what it says of pages that another engine gets or has; None for nothing.
       capabilities: features that no other field asks for.
     """
 
@@ -125,6 +127,7 @@ class TokenParams(SamplingFields):
     uses_counts: bool = False
     reads_prompt: bool = False
     token_results: bool = False
+    kv_transfer: KVTransferParams | None = None
     capabilities: int = 0
 
     @cached_property

@@ -248,6 +248,7 @@ def use_scheduler(llm, **changes):
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
     config = engine.extensions.configure(config)
     engine.scheduler.__init__(dataclasses.replace(config, **changes))  # the engine's parts know it
+    engine.extensions.attach(engine.extensions._loop)
     return engine.scheduler
 
 

@@ -85,6 +85,10 @@ NAMED = {
         r"offload|\bswap\b|\btiers?\b",
         "",
     ),
+    "kv_transfer": (
+        r"kv_transfer|KVTransfer",
+        "jaxengine/requests/output_processor.py scheduler/request.py scheduler/token_params.py",
+    ),
     "scores": (
         r"prompt_logprobs|prompt_scores|score_prompts",
         "jaxengine/requests/output_processor.py scheduler/token_params.py",

@@ -252,8 +252,9 @@ ROOMS = {
     "jaxengine.cluster": "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.runner",
     "jaxengine.engine": "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner.programs jaxengine.runner",
     "jaxengine.engine.extensions": (
-        "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions "
-        "jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records jaxengine.tiers "
+        "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler:loop "
+        "jaxengine.scheduler.extensions jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records "
+        "jaxengine.tiers jaxengine.cluster "
         "jaxengine.runner.extensions jaxengine.runner.extensions.adapters jaxengine.runner.extensions.sounds "
         "jaxengine.runner "
         "jaxengine.engine"

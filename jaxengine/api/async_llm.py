@@ -132,6 +132,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         priority: int = 0,
         timeout: float | None = None,
         client: str | None = None,
+        session: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs as `sampling_params.output_kind` specifies, until the request is finished.
@@ -142,7 +143,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         Args:
           sampling_params: None for the model's defaults.
           request_id: None for a new one.
-          priority, timeout, client: see `RequestOptions`.
+          priority, timeout, client, session: see `RequestOptions`.
           lora_request: the adapter to use; it is loaded unless it already is.
 
         Raises:
@@ -151,9 +152,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         """
         # A copy: the caller may change the fields for another request before the iteration begins.
         params = sampling_params.clone() if isinstance(sampling_params, SamplingParams) else sampling_params
-        options = RequestOptions(
-            priority, timeout, client, lora=None if lora_request is None else lora_request.lora_name
-        )
+        name = None if lora_request is None else lora_request.lora_name
+        options = RequestOptions(priority, timeout, client, lora=name, session=session)
         outputs = self.stream(prompt, params, request_id, options)
         return outputs if lora_request is None else self._with_adapter(lora_request, outputs)
 

@@ -86,7 +86,7 @@ def check_options(config: Any) -> None:
     check_lora(config, config.nnodes)
     check_encoder(config)
     check_recording(config)
-    check_offload(config, config.nnodes)
+    check_offload(config, config.nnodes, config.cluster_key_file)
     check_idle_sleep(config.sleep_idle_seconds, config.nnodes)
     check_bundle(config)
     check_fit(config.fit, config.nnodes)

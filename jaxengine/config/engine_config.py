@@ -23,6 +23,7 @@ from jaxengine.config.exact import settle_exact
 from jaxengine.config.extensions import extension_options
 from jaxengine.config.fit import FitOptions, refuse_fit
 from jaxengine.config.kv_cache import check_pages, kv_dtype
+from jaxengine.config.kv_events import KVEventOptions, KVEventsConfig, settle_kv_events
 from jaxengine.config.lengths import WORDS, given_length
 from jaxengine.config.logits_processors import (
     processor_classes,
@@ -67,6 +68,7 @@ SIZES = (
 # Readers of options with structure.
 _READERS = {
     "compilation_config": CompilationConfig.read,
+    "kv_events_config": KVEventsConfig.read,
     "kv_transfer_config": KVTransferConfig.read,
     "structured_outputs_config": StructuredOutputsConfig.read,
     "pooler_config": PoolerConfig.read,
@@ -89,6 +91,7 @@ class EngineConfig(
     BundleOptions,
     EncoderOptions,
     FitOptions,
+    KVEventOptions,
     KVOffloadOptions,
     LoraOptions,
     MediaOptions,
@@ -333,7 +336,7 @@ class EngineConfig(
         )
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"])
         chosen.update(settle_encoder(chosen, model, platform, pictures) | settle_prompt_embeds(chosen, model))
-        for settle in (settle_recording, settle_offload, check_speculation, check_training):
+        for settle in (settle_recording, settle_offload, settle_kv_events, check_speculation, check_training):
             settle(chosen, model)
         chosen.update(settle_exact(chosen, model, platform.name))
         # What a class without a file of its own does is not known to the next process.

@@ -37,4 +37,8 @@ def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
         at_once, transfer = config.kv_offloading_folder is not None, config.kv_transfer_config
         threshold = 0 if transfer is None else transfer.store_threshold
         options.append(OffloadOptions(at_once, config.preemption_mode, threshold))
+    if config.publishes_kv_events:
+        from jaxengine.scheduler.extensions.kv_events import KVEventOptions
+
+        options.append(KVEventOptions())
     return tuple(options)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.kv_transfer import AT_TOP, IN_EXTRA, TCP, KVHandover, read_handover
 
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
@@ -20,8 +21,9 @@ _GIB = 1 << 30
 _MAX_GIB = 2.0**20
 _NAME = "kv_transfer_config"
 _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
-# Fields of kv_transfer_config with the values that ask for nothing else than what is done.
-_TRANSFER = {"kv_connector": ("OffloadingConnector",), "kv_role": ("kv_both",)}
+_OFFLOADING, _NIXL = _CONNECTORS = ("OffloadingConnector", "NixlConnector")
+# vLLM's default of kv_buffer_size.
+_BUFFER_BYTES = 1e9
 _EXTRA = ("spec_name", "cpu_bytes_to_use", "eviction_policy", "store_threshold", "secondary_tiers")
 
 
@@ -34,12 +36,14 @@ class KVTransferConfig:
       eviction_policy: one of POLICIES.
       store_threshold: times that requests must have looked for a page before it is stored.
       root_dir: folder of the disk tier; None for none.
+      handover: how pages are handed over between engines; None if they are not.
     """
 
     cpu_bytes_to_use: int
     eviction_policy: str = "lru"
     store_threshold: int = 0
     root_dir: str | None = None
+    handover: KVHandover | None = None
 
     @staticmethod
     def read(value: Any) -> KVTransferConfig:
@@ -55,12 +59,21 @@ class KVTransferConfig:
                 raise ConfigError.because(_NAME, f"{_NAME} is no JSON: {error}", "write a JSON object") from None
         if not isinstance(value, Mapping):
             raise ConfigError(_NAME, value, "a dict, or a JSON object as text")
-        for name, allowed in _TRANSFER.items():
-            _check(name, value.get(name, allowed[0] if name == "kv_role" else None), allowed)
-        _only(value, (*_TRANSFER, "kv_connector_extra_config"), "")
+        if set(value) == set(KVTransferConfig.__dataclass_fields__):  # this record as a dict, from another process
+            handover = value["handover"]
+            return KVTransferConfig(**{**value, "handover": None if handover is None else KVHandover(**handover)})
+        _check("kv_connector", value.get("kv_connector"), _CONNECTORS)
         extra = value.get("kv_connector_extra_config") or {}
         if not isinstance(extra, Mapping):
             raise ConfigError(f"{_NAME}.kv_connector_extra_config", extra, "a dict")
+        shared = ("kv_connector", "kv_connector_extra_config")
+        if value["kv_connector"] == _NIXL:
+            _only(value, (*shared, *AT_TOP, "kv_buffer_size"), "")
+            _only(extra, IN_EXTRA, "kv_connector_extra_config.")
+            size = _number("kv_buffer_size", value.get("kv_buffer_size", _BUFFER_BYTES), 1, int(_MAX_GIB * _GIB))
+            return KVTransferConfig(size, handover=read_handover(value, extra))
+        _check("kv_role", value.get("kv_role", "kv_both"), ("kv_both",))
+        _only(value, (*shared, "kv_role"), "")
         _only(extra, _EXTRA, "kv_connector_extra_config.")
         _check("spec_name", spec := extra.get("spec_name", _SPECS[0]), _SPECS)
         _check("eviction_policy", policy := extra.get("eviction_policy", "lru"), POLICIES)
@@ -121,7 +134,8 @@ class KVOffloadOptions:
       kv_offloading_disk_size: GiB that the folder may take; None: no limit.
       kv_transfer_config: vLLM's long form of these options, a dict or JSON: its OffloadingConnector with
         CPUOffloadingSpec or TieringOffloadingSpec, cpu_bytes_to_use, eviction_policy ("lru" or "arc"),
-        store_threshold, and secondary_tiers of type fs.
+        store_threshold, and secondary_tiers of type fs. Or its NixlConnector, whose kv_role, engine_id, kv_ip, kv_port,
+        kv_buffer_size and kv_load_failure_policy hand pages over between engines, see docs/disaggregation.md.
       preemption_mode: how a request that lost its pages for want of memory gets them back: "recompute" computes them
         again, "swap" has them kept in host memory (needs kv_offloading_size) and copied back; "auto" swaps if that is
         faster, as measured.
@@ -141,6 +155,11 @@ class KVOffloadOptions:
         return int((self.kv_offloading_size or 0) * _GIB)
 
     @property
+    def hands_over_kv(self) -> bool:
+        """Whether pages are handed over between engines."""
+        return self.kv_transfer_config is not None and self.kv_transfer_config.handover is not None
+
+    @property
     def kv_offloading_folder(self) -> Path | None:
         """Folder for pages outside of the devices; None for none."""
         found = self.kv_transfer_config.root_dir if self.kv_transfer_config is not None else None
@@ -148,8 +167,11 @@ class KVOffloadOptions:
         return None if found is None else Path(found).expanduser()
 
 
-def check_offload(options: KVOffloadOptions, nnodes: int) -> None:
-    """Raise ConfigError for values that are not allowed, alone or together. nnodes: processes of the engine."""
+def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str | None) -> None:
+    """Raise ConfigError for values that are not allowed, alone or together.
+
+    nnodes: processes of the engine. cluster_key_file: of the engine.
+    """
     for name in ("kv_offloading_size", "kv_offloading_disk_size"):
         value = getattr(options, name)
         if value is not None and not 0 < value <= _MAX_GIB:
@@ -158,6 +180,10 @@ def check_offload(options: KVOffloadOptions, nnodes: int) -> None:
         raise ConfigError("kv_offloading_path", "", "the name of a folder, or None")
     transfer = options.kv_transfer_config
     if transfer is not None:
+        handover = transfer.handover
+        if handover is not None and handover.transport == TCP and cluster_key_file is None:
+            problem = f"{_NAME} sends pages over TCP, encrypted by a key that all engines share"
+            raise ConfigError.because("cluster_key_file", problem, "give cluster_key_file, or transport 'folder'")
         for name in ("kv_offloading_size", "kv_offloading_path"):
             if getattr(options, name) is not None:
                 raise ConfigError.because(name, f"{name} and {_NAME} say the same", "give one of them")

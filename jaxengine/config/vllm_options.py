@@ -120,7 +120,7 @@ _UNSET = """
     data_parallel_size_local data_parallel_start_rank dcp_comm_backend default_mm_loras device_ids diffusion_config
     distributed_timeout_seconds ec_manager_config ec_transfer_config elastic_ep_max_dp_size engram_config eplb_config
     fault_tolerance_config gdn_prefill_backend hf_config_path io_processor_plugin ir_op_priority
-    kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype_skip_layers kv_events_config
+    kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype_skip_layers
     log_config_file log_level logging_config
     lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm max_cudagraph_capture_size
     max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens mm_encoder_attn_backend

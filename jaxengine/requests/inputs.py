@@ -32,7 +32,7 @@ from jaxengine.requests.media.inputs import (
     has_media,
     one_prompt,
 )
-from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.options import RequestOptions, session_key
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.pooling_processor import PoolingProcessor
@@ -408,6 +408,7 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
         "priority": options.priority,
         "client": options.client or "",
         "lora": options.lora,
+        "session": session_key(options.owner, options.session),
         "arrival_time": options.arrival,
         "deadline": float("inf") if options.timeout is None else options.arrival + options.timeout,
     }

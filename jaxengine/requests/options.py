@@ -7,6 +7,7 @@ it takes effect.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from jaxengine.scheduler.errors import RequestError, show_value
 MAX_CLIENT_LENGTH = 256
 # Range of the scheduler's columns and of messages between processes.
 MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
+SESSION = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # About thirty years, in seconds.
 MAX_TIMEOUT = 1e9
 
@@ -33,6 +35,7 @@ class RequestOptions:
       arrival: time of arrival, in seconds of this machine's time.monotonic; default: when the options are created.
       lora: name of a loaded adapter; needs enable_lora. None for the base model.
       owner: whose request id it is, in a server with keys: owners may use the same ids. Empty for everybody else.
+      session: name of the conversation that it belongs to, of the owner's own; None for none. See docs/kv_offload.md.
     """
 
     priority: int = 0
@@ -41,6 +44,7 @@ class RequestOptions:
     arrival: float = field(default_factory=time.monotonic, compare=False)
     lora: str | None = None
     owner: str = ""
+    session: str | None = None
 
     def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
         """Raise RequestError for options that this engine does not support: invalid values, a priority (other than 0)
@@ -62,6 +66,10 @@ class RequestOptions:
         if self.lora is not None and not (enable_lora and isinstance(self.lora, str)):
             text = f"lora is {show_value(self.lora)}; it must be the name of an adapter, and needs enable_lora"
             raise _refuse("lora", self.lora, text)
+        session = self.session
+        if session is not None and not (isinstance(session, str) and SESSION.fullmatch(session)):
+            text = f"session is {show_value(session)}; allowed are 1 to 128 letters, digits, '.', '_', ':' and '-'"
+            raise _refuse("session", session, text)
         client = self.client
         if client is None:
             return
@@ -70,6 +78,11 @@ class RequestOptions:
             raise _refuse("client", client, f"client is {client!r}; allowed is {allowed}")
         if scheduling_policy != "fair":
             raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
+
+
+def session_key(owner: str, session: str | None) -> str:
+    """Return the name of an owner's session in the engine; "" for none."""
+    return "" if session is None else f"{owner}/{session}"
 
 
 def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:

@@ -304,6 +304,7 @@ class OutputProcessor:
             prompt_logprobs=self._prompt_logprobs(group),
             metrics=group.metrics,
             num_cached_tokens=cached if cached >= 0 else None,
+            kv_transfer_params=group.sequences[0].request.kv_transfer_params,
         )
 
     def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -195,6 +195,8 @@ class RequestOutput:
       outputs: those of the `n` outputs that changed, by ascending index.
       finished: whether all `n` have finished.
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
+      kv_transfer_params: by which another engine gets the pages of the prompt; None unless requested, and until it has
+        ended.
     """
 
     request_id: str
@@ -205,6 +207,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one, per output: appended (aggregate, for DELTA) or
@@ -226,6 +229,7 @@ class RequestOutput:
         self.metrics = later.metrics or self.metrics
         if later.num_cached_tokens is not None:
             self.num_cached_tokens = later.num_cached_tokens
+        self.kv_transfer_params = later.kv_transfer_params or self.kv_transfer_params
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
 

@@ -265,7 +265,7 @@ class SamplingParams(SamplingFields):
         with thinking_words.
       thinking_words: the words around reasoning: a dict with reasoning_end, for models that may omit reasoning
         reasoning_begin, and closing, the text that is written when the budget is used up.
-      extra_args: parameters of the engine's logits_processors, by name.
+      extra_args: parameters of the engine's logits_processors, by name; and kv_transfer_params, as of vLLM.
       return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang.
       capture: names of the engine's `capture` whose activations to return at every token; computes the prompt whole.
       steer: vectors that are added to activations at every token, prompt included: dicts with `at`, a name of the
@@ -400,18 +400,18 @@ class SamplingParams(SamplingFields):
         RequestError for extra_args that the processors do not have, and for a thinking_token_budget that would have no
         effect.
         """
-        own: dict[int, tuple[float | int | bool, ...]] = {}
+        more: dict[str, Any] = {}
         if self.extra_args or processors:
-            from jaxengine.scheduler.logits_processor import read_extra_args  # it needs numpy
+            from jaxengine.requests.extra_args import extra_fields  # it needs numpy
 
-            own = read_extra_args(self.extra_args, processors)
+            more = extra_fields(self.extra_args, processors, self.n)
         shape, allowed = self.structured_outputs, self.allowed_token_ids
         assert shape is None or isinstance(shape, StructuredOutputsParams)
         grammar = None if shape is None else shape.switched_on(json_switches).compiled_from(encode)
         if self.thinking_token_budget is not None:
             assert isinstance(self.thinking_words, ThinkingWords)
             grammar = limited(grammar, self.thinking_token_budget, self.thinking_words, encode)
-        more: dict[str, Any] = {"reads_prompt": bool(self.skip_reading_prefix_cache)}
+        more["reads_prompt"] = bool(self.skip_reading_prefix_cache)
         more |= captured_fields(self.return_hidden_states, self.capture) if self._captures else {}
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
@@ -424,8 +424,6 @@ class SamplingParams(SamplingFields):
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=tuple(map(tuple, bad_words)),
-            processors=own,
-            uses_counts=any(processors[number].uses_counts for number in own),
             grammar=grammar,
             **more,
         )

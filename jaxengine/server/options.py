@@ -22,6 +22,7 @@ _STORED_BYTES = 256 * MIB
 _BOUNDS = (
     ("port", 0, 65535),
     ("grpc_port", 0, 65535),
+    ("metrics_port", 0, 65535),
     ("api_server_count", 1, 64),
     ("max_num_queued_reqs", 1, 2**31),
     ("max_num_queued_tokens", 1, 2**53),
@@ -64,6 +65,8 @@ class ServerConfig:
       host: the address to listen on; use api_key with any other than loopback.
       port: port of HTTP; 0 takes a free one and prints it.
       grpc_port: port of gRPC; None for no gRPC, 0 takes a free one.
+      metrics_port: port that serves /metrics and /health alone, without a key and without TLS, for pickers and
+        collectors; None: only `port` serves them.
       api_server_count: processes that serve clients, tokenise and detokenise.
       served_model_name: names by which requests may call the model; answers carry the first.
       api_key: keys that clients may present as "Authorization: Bearer ..."; without any, no key is required. With
@@ -148,6 +151,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None
+    metrics_port: int | None = None
     api_server_count: int = 1
     served_model_name: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     api_key: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -36,10 +37,13 @@ class DiskTier:
     """Blocks u8[n] by key, in a folder. A thread writes; `read` may be called from any thread.
 
     Attributes:
+      is_far: False: reading waits for nobody else.
       num_bytes: of the files, as far as they have been seen.
       num_written, num_bad, num_failed: blocks written, files with a wrong checksum, and blocks that could not be
         written.
     """
+
+    is_far = False
 
     def __init__(self, folder: Path, capacity: int | None = None):
         """Open a folder, which is made if there is none, and find its blocks. capacity: most bytes of files; None for
@@ -54,6 +58,8 @@ class DiskTier:
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[tuple[bytes, np.ndarray] | None] = SimpleQueue()
         self._num_waiting = 0
+        # Keys that were dropped while they may have waited to be written.
+        self._unwanted: set[bytes] = set()
         self._has_warned = False
         self._own_name = secrets.token_hex(8)
         self._next_scan = 0.0
@@ -75,6 +81,7 @@ class DiskTier:
             return False
         with self._lock:
             self._num_waiting += 1
+            self._unwanted.discard(key)
         self._waiting.put((key, block))
         return True
 
@@ -91,7 +98,7 @@ class DiskTier:
         if raw[: len(header)] != header or raw[len(header) : len(header) + _CHECKSUM_BYTES] != _checksum(key, body):
             self.num_bad += 1
             logger.warning("%s is damaged, or not what its name says: it is removed", path)
-            self._remove(path)
+            _remove(path)
             self._forget(key)
             return None
         with contextlib.suppress(OSError):
@@ -100,6 +107,40 @@ class DiskTier:
             if key in self._known:
                 self._known.move_to_end(key)
         return np.frombuffer(body, np.uint8)
+
+    def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Yield the keys that `read` finds, with their blocks."""
+        for key in keys:
+            if (block := self.read(key)) is not None:
+                yield key, block
+
+    def touch(self, key: bytes) -> bool:
+        """Count a use of a key; return whether there is a file of it."""
+        try:
+            os.utime(self._path(key))
+        except OSError:
+            return False
+        return True
+
+    def remove_older(self, seconds: float) -> None:
+        """Remove the files last used or written more than `seconds` ago."""
+        oldest = time.time() - seconds
+        with self._lock:
+            known = list(self._known)
+        for key in known:
+            path = self._path(key)
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < oldest:
+                    _remove(path)
+                    self._forget(key)
+
+    def drop(self, key: bytes) -> None:
+        """Remove the file of a key, and do not write one that waits."""
+        with self._lock:
+            if self._num_waiting:
+                self._unwanted.add(key)
+        _remove(self._path(key))
+        self._forget(key)
 
     def flush(self, seconds: float) -> bool:
         """Wait until all blocks so far are written, for `seconds` at most; return whether they are."""
@@ -133,11 +174,13 @@ class DiskTier:
                     )
             with self._lock:
                 self._num_waiting -= 1
+                if not self._num_waiting:
+                    self._unwanted.clear()
             if time.monotonic() > self._next_scan:
                 self._scan()
 
     def _write(self, key: bytes, block: np.ndarray) -> None:
-        if key in self._known:
+        if key in self._known or key in self._unwanted:
             return
         path, body = self._path(key), block.data
         header = _MAGIC + key
@@ -152,7 +195,7 @@ class DiskTier:
                 file.write(body)
             os.replace(temporary, path)
         except OSError:
-            self._remove(temporary)
+            _remove(temporary)
             raise
         self.num_written += 1
         self._note(key, size)
@@ -168,7 +211,7 @@ class DiskTier:
                 key = next(iter(self._known), None)
             if key is None:
                 return False
-            self._remove(self._path(key))
+            _remove(self._path(key))
             self._forget(key)
         return True
 
@@ -214,7 +257,7 @@ class DiskTier:
     def _remove_rest(self, file: os.DirEntry[str]) -> None:
         """Remove what an engine that was killed has left of a file that it wrote, unless it may still be written."""
         if file.name.endswith(".tmp") and time.time() - file.stat().st_mtime > _REST_SECONDS:
-            self._remove(Path(file.path))
+            _remove(Path(file.path))
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -230,9 +273,10 @@ class DiskTier:
         with self._lock:
             self.num_bytes -= self._known.pop(key, 0)
 
-    def _remove(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _checksum(key: bytes, body: memoryview) -> bytes:

@@ -61,6 +61,14 @@ class HostTier:
         self.num_bytes += block.nbytes
         return True
 
+    def drop(self, key: bytes) -> None:
+        """Forget the block of a key, if there is one; pins stay."""
+        block = self._once.pop(key, None)
+        if block is None:
+            block = self._again.pop(key, None)
+        if block is not None:
+            self.num_bytes -= block.nbytes
+
     def pin(self, keys: Iterable[bytes]) -> None:
         """Keep the blocks of these keys, whether they are here or come later, until as many calls of `unpin`."""
         for key in keys:

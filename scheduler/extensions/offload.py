@@ -226,7 +226,7 @@ class RankOffload(RankExtension):
     def __init__(self, offload: Offload, rank: Rank):
         self._offload = offload
         self.pages, self.states = Orders(), Orders()
-        rank.pool.listener = _Listener(offload, self.pages, bytes)
+        rank.pool.listeners.append(_Listener(offload, self.pages, bytes))
         self._tables = rank.pages
         if rank.pages.snapshots is not None:
             rank.pages.snapshots.listener = _Listener(offload, self.states, state_key)
@@ -271,6 +271,10 @@ class _Listener:
     def registered(self, digest: bytes, page: int) -> None:
         if self._offload.options.at_once and self._offload.is_due(key := self._key(digest)):
             self._orders.filled[key] = page
+
+    def dropped(self, digest: bytes) -> None:
+        for due in (self._orders.filled, self._orders.leaving):
+            due.pop(self._key(digest), None)
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
         for digest, page in zip(digests, pages, strict=True):

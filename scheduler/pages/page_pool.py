@@ -20,6 +20,9 @@ class PageListener(Protocol):
     def registered(self, digest: bytes, page: int) -> None:
         """Note that a page can be found under a digest. The step being scheduled may be the one that fills it."""
 
+    def dropped(self, digest: bytes) -> None:
+        """Note that a page is no longer found under its digest, and is not to be."""
+
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
         """Note that pages have been taken for other content and are no longer found under their digests."""
 
@@ -35,10 +38,8 @@ class PagePool:
     names it.
 
     Attributes:
-      listener: what observes the cached pages; None for nothing.
+      listeners: what observes the cached pages.
     """
-
-    listener: PageListener | None = None
 
     def __init__(self, num_pages: int, *, enable_caching: bool = True):
         if num_pages < 1:
@@ -57,6 +58,7 @@ class PagePool:
         self._named = np.zeros(num_pages + 1, np.bool_)
         self._named[num_pages] = True
         self._page_of: dict[bytes, int] = {}
+        self.listeners: list[PageListener] = []
 
     @property
     def num_free(self) -> int:
@@ -125,8 +127,8 @@ class PagePool:
             self._page_of[digest] = page
             self._digest_of[page] = digest
             self._named[page] = True
-            if self.listener is not None:
-                self.listener.registered(digest, page)
+            for each in self.listeners:
+                each.registered(digest, page)
 
     def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
         """Return the pages of the longest known prefix of a digest chain, i32[n]; n is 0 if the first digest is
@@ -146,6 +148,21 @@ class PagePool:
         """Return the page with a digest, None if there is none."""
         return self._page_of.get(digest)
 
+    def forget(self, digest: bytes) -> None:
+        """Forget a digest, if it is known; a cached page becomes blank, a referenced one stays with its owners."""
+        page = self._page_of.pop(digest, None)
+        if page is None:
+            return
+        self._digest_of[page] = None
+        if self._position[page] >= 0:
+            self._position[page] = -1
+            self._named[page] = False
+            self._num_cached -= 1
+            self._blank[self._num_blank] = page
+            self._num_blank += 1
+        for each in self.listeners:
+            each.dropped(digest)
+
     def reset_prefix_cache(self) -> None:
         """Forget every digest; cached pages become blank. Referenced pages stay with their owners."""
         for page in self._page_of.values():
@@ -157,8 +174,8 @@ class PagePool:
         self._blank[self._num_blank : self._num_blank + len(cached)] = cached
         self._num_blank += len(cached)
         self._num_cached = self._head = self._tail = 0
-        if self.listener is not None:
-            self.listener.forgotten()
+        for each in self.listeners:
+            each.forgotten()
 
     def page_states(self) -> np.ndarray:
         """Return u8[num_pages]: 0 blank, 1 cached, 2 referenced once, 3 shared by several. O(num_pages), for the status
@@ -214,8 +231,10 @@ class PagePool:
             taken += pages[valid].tolist()
             full = len(taken) == count
             self._head = int(window[valid[-1]]) + 1 if full else int(window[-1]) + 1
-        if self.listener is not None:
-            self.listener.evicted([self._digest_of[page] or b"" for page in taken], taken)
+        if self.listeners:
+            digests = [self._digest_of[page] or b"" for page in taken]
+            for each in self.listeners:
+                each.evicted(digests, taken)
         for page in taken:
             digest = self._digest_of[page]
             assert digest is not None

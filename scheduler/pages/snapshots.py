@@ -66,6 +66,16 @@ class Snapshots:
         """Whether the state after the page with this digest is stored."""
         return digest in self._of
 
+    def find(self, digest: bytes) -> int | None:
+        """Return the snapshot of the state after the page with this digest, None if there is none."""
+        return self._of.get(digest)
+
+    def forget(self, digest: bytes) -> None:
+        """Forget the state after the page with this digest; steps in flight that write or read it are not affected."""
+        for own in (self._of, self._made):
+            if (snapshot := own.pop(digest, None)) is not None:
+                self._free.append(snapshot)
+
     def borders(self, hits: Hits, num_tokens: int) -> list[int]:
         """Return the numbers of tokens, ascending, after which a sequence's state is to be saved: where its prompt
         leaves the known prefix, and its last page boundary before its last token.

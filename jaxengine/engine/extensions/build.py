@@ -20,6 +20,7 @@ from jaxengine.scheduler.token_params import CAPTURE, LOGPROBS, MASK, PROMPT_LOG
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
+    from jaxengine.engine.extensions.offload import Offload
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
     from jaxengine.engine.extensions.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
@@ -67,6 +68,9 @@ class Extensions:
             "sounds": "sounds" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
             "offload": "offload" in runner.extensions,
+            "sessions": "offload" in runner.extensions,
+            "kv_events": runner.config.publishes_kv_events,
+            "kv_transfer": runner.config.hands_over_kv,
             "recording": "recording" in runner.extensions,
             "arrivals": runner.config.record_trace is not None,
             "routed_experts": "routed_experts" in runner.extensions,
@@ -121,6 +125,8 @@ class Extensions:
             self.require("routed_experts")
         if request.params.token_results:
             self.require("token_pooling")
+        if request.params.kv_transfer is not None:
+            self.require("kv_transfer")
         for each in self.active:
             each.prepare(request)
 
@@ -315,6 +321,29 @@ def _idle_sleep(extensions: Extensions) -> LoopExtension:
     return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
 
 
+def _kv_events(extensions: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.kv_events import KVEvents
+
+    config = extensions._runner.config.kv_events_config
+    assert config is not None
+    return KVEvents(config, extensions._runner.num_ranks)
+
+
+def _kv_transfer(extensions: Extensions) -> LoopExtension:
+    if not extensions._runner.config.hands_over_kv:
+        problem = "kv_transfer_params: the engine was started without a NixlConnector in kv_transfer_config"
+        raise RequestError(problem, param="kv_transfer_params")
+    from jaxengine.engine.extensions.kv_transfer import KVTransfer
+
+    return KVTransfer(extensions._runner, cast("Offload", extensions.require("offload")))
+
+
+def _sessions(extensions: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.sessions import Sessions
+
+    return Sessions(cast("Offload", extensions.require("offload")))
+
+
 def _weights(_: Extensions) -> LoopExtension:
     from jaxengine.engine.extensions.weights import Weights
 
@@ -327,6 +356,8 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "capture": _capture,
     "drafts": Extensions._drafts,
     "idle_sleep": _idle_sleep,
+    "kv_events": _kv_events,
+    "kv_transfer": _kv_transfer,
     "logits_processors": _logits_processors,
     "offload": Extensions._offload,
     "pictures": Extensions._pictures,
@@ -334,6 +365,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "recording": _recording,
     "routed_experts": _routed_experts,
     "scores": _scores,
+    "sessions": _sessions,
     "sounds": Extensions._sounds,
     "steering": _steering,
     "structured": Extensions._structured,

@@ -1,4 +1,4 @@
-"""Loads of stored pages: a thread reads them from files where host memory lacks them, and sends them to the devices.
+"""Loads of stored pages: threads read them where host memory lacks them, and send them to the devices.
 
 What has come to the devices is handed to the engine's thread part by part, and few parts are there at once.
 """
@@ -8,18 +8,36 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 
 from jaxengine.runner.extensions.offload import MAX_COMING, SIZES, Coming, PageMover
 from jaxengine.scheduler.extensions.offload import Load
-from jaxengine.tiers.disk import DiskTier
 
-# Content in host memory, a copy that brings it there, or neither.
-Block = np.ndarray | Future[dict[bytes, np.ndarray]] | None
+
+class Place(Protocol):
+    """Where pages are read outside of host memory.
+
+    Attributes:
+      is_far: reading waits for another machine, so that it is not to hold up what is here.
+    """
+
+    is_far: bool
+
+    def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Yield the keys that are there with their blocks u8[n]."""
+        ...
+
+
+# Content in host memory, a copy that brings it there, where it is read, or none of them.
+Block = np.ndarray | Future[dict[bytes, np.ndarray]] | Place | None
+# Threads that read from afar.
+_NUM_FAR = 4
 # Of the key of a page: a digest, and the number of a group.
 _PAGE_KEY_BYTES = 33
 
@@ -46,7 +64,7 @@ class PageLoads:
     def __init__(self, mover: PageMover, something: threading.Event):
         """Start without any. something: is set whenever there is something to take."""
         self._mover, self._something = mover, something
-        self._thread = ThreadPoolExecutor(1, "kv-loads")
+        self._threads = ThreadPoolExecutor(1, "kv-loads"), ThreadPoolExecutor(_NUM_FAR, "kv-far-loads")
         self._loading: list[Loading] = []
         self._come: deque[tuple[Loading, Coming, int]] = deque()
         self._room = threading.Semaphore(MAX_COMING)
@@ -57,12 +75,11 @@ class PageLoads:
         """Whether a load has begun and was not taken as done."""
         return bool(self._loading)
 
-    def start(self, load: Load, found: Mapping[bytes, Block], disk: DiskTier | None, generation: int) -> None:
-        """Begin a load. found: each of its keys, with its content if host memory has it. disk: for those that it lacks.
-        generation: as of Loading.
-        """
+    def start(self, load: Load, found: Mapping[bytes, Block], generation: int) -> None:
+        """Begin a load. found: each of its keys, with its content or where that is. generation: as of Loading."""
         self._loading.append(loading := Loading(load, generation))
-        self._thread.submit(self._run, loading, found, disk)
+        is_far = any(getattr(each, "is_far", False) for each in found.values())
+        self._threads[is_far].submit(self._run, loading, found)
 
     def take_parts(self) -> Iterator[tuple[Loading, Coming, int]]:
         """Yield what has come to the devices: the load, its part, and the part's bytes."""
@@ -80,14 +97,15 @@ class PageLoads:
         return done
 
     def shutdown(self) -> None:
-        """End the thread; loads that have begun do not end any more."""
+        """End the threads; loads that have begun do not end any more."""
         self._is_closing = True
-        self._thread.shutdown(cancel_futures=True)
+        for each in self._threads:
+            each.shutdown(cancel_futures=True)
 
-    def _run(self, loading: Loading, found: Mapping[bytes, Block], disk: DiskTier | None) -> None:
+    def _run(self, loading: Loading, found: Mapping[bytes, Block]) -> None:
         parts = 0
         try:
-            for size, send in self._parts(loading.load.rank, found, disk):
+            for size, send in self._parts(loading.load.rank, found):
                 if not self._make_room():
                     break
                 self._come.append((loading, self._sent(send), size))
@@ -98,21 +116,15 @@ class PageLoads:
         loading.num_parts = parts
         self._something.set()
 
-    def _parts(
-        self, rank: int, found: Mapping[bytes, Block], disk: DiskTier | None
-    ) -> Iterator[tuple[int, Callable[[], Coming]]]:
+    def _parts(self, rank: int, found: Mapping[bytes, Block]) -> Iterator[tuple[int, Callable[[], Coming]]]:
         """Yield bytes, and the function that sends them to the devices, of each part. Blocks of another size than the
         model's are left out.
         """
         mover = self._mover
         pages: list[tuple[bytes, np.ndarray]] = []
-        for key, block in found.items():
-            if isinstance(block, Future):
-                block = block.result().get(key)
-            elif block is None and disk is not None:
-                block = disk.read(key)
+        for key, block in _read(found):
             is_state = len(key) > _PAGE_KEY_BYTES
-            if block is None or block.nbytes != (mover.state_bytes if is_state else mover.page_bytes):
+            if block.nbytes != (mover.state_bytes if is_state else mover.page_bytes):
                 continue
             if is_state:
                 yield block.nbytes, partial(mover.send_state, rank, key, block)
@@ -137,3 +149,17 @@ class PageLoads:
             if self._room.acquire(timeout=0.1):
                 return True
         return False
+
+
+def _read(found: Mapping[bytes, Block]) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Yield the keys whose content there is, with it, in order."""
+    for _, group in groupby(found, key=lambda key: id(found[key])):
+        keys = list(group)
+        block = found[keys[0]]
+        if isinstance(block, np.ndarray):
+            yield keys[0], block
+        elif isinstance(block, Future):
+            arrived = block.result()
+            yield from ((key, arrived[key]) for key in keys if key in arrived)
+        elif block is not None:
+            yield from block.read_all(keys)

@@ -383,6 +383,9 @@ def _plain(field: str, value: Any, param: str, longest: int) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Struct):
+        if "kv_transfer_params" in value.fields:
+            problem = f"{field} has kv_transfer_params, which only HTTP takes and returns"
+            raise RequestError(problem, param=param, value="kv_transfer_params")
         return _with_integers(_read_struct(value, param, field))
     if len(value) > longest:
         raise RequestError(f"{field} has {len(value)} entries; allowed are {longest}", param=param, value=len(value))

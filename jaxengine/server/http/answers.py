@@ -22,14 +22,15 @@ class Answer(BaseModel):
 
 
 class NullBody(Answer):
-    """Keys that vLLM's complete answers always have, and that are null here: clients read them as attributes.
+    """Keys that vLLM's complete answers always have, and that are null unless said otherwise: clients read them as
+    attributes.
 
     A stream has only keys with a meaning, as vLLM's has: clients take a key for a value.
     """
 
     service_tier: None
     system_fingerprint: None
-    kv_transfer_params: None
+    kv_transfer_params: dict[str, Any] | None
     ec_transfer_params: None
     metrics: None
 

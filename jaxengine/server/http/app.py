@@ -26,6 +26,7 @@ from jaxengine.server.http import (
     invocations,
     models,
     operations,
+    sessions,
     tokenize,
     weights,
 )
@@ -82,6 +83,7 @@ ROUTERS = (
     operations.admin_router,
     adapters.router,
     weights.router,
+    sessions.router,
     prometheus.router,
     status.router,
     api_docs.router,
@@ -132,6 +134,20 @@ def create_app(
         app.include_router(routes, dependencies=_needs(router, engine))
         all_routes += routes.routes
     document.install(app, all_routes)
+    return app
+
+
+def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: TrafficState) -> FastAPI:
+    """Creates the application of metrics_port: /metrics and probes, for everybody. traffic: of the whole server."""
+    limits = Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes, config.read_timeout)
+    app = FastAPI(middleware=[limits], docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.traffic = traffic
+    all_routes: list[BaseRoute] = []
+    errors.install(app, all_routes)
+    for router in (operations.router, prometheus.router):
+        routes = router(engine, config)
+        app.include_router(routes)
+        all_routes += routes.routes
     return app
 
 

@@ -17,6 +17,7 @@ from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
+from jaxengine.server.http.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.protocol import (
@@ -77,7 +78,7 @@ class GenerateSampling(_Numbers, ClosedModel):
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
-    extra_args: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    extra_args: ExtraArgs | None = None
     repetition_detection: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     skip_reading_prefix_cache: bool | None = None
     stream_interval: int | None = None
@@ -89,6 +90,7 @@ class GenerateRequest(NamedRequest):
     Attributes:
       token_ids: the prompt.
       sampling_params: how its answers are chosen.
+      kv_transfer_params: the pages of the prompt that another engine gets or has, as of vLLM.
       return_token_ids: also return the prompt's.
     """
 
@@ -96,7 +98,6 @@ class GenerateRequest(NamedRequest):
         "content_parts": (),
         "ec_transfer_params": (),
         "features": (),
-        "kv_transfer_params": (),
         "output_mode": ("tokens",),
         "reasoning_ended": (),
         "reasoning_parser_kwargs": (),
@@ -106,6 +107,7 @@ class GenerateRequest(NamedRequest):
     # Checked by read_prompts, as those of completions.
     token_ids: Annotated[list[int], SkipValidation]
     sampling_params: GenerateSampling
+    kv_transfer_params: TransferParams | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -138,6 +140,8 @@ class GenerateRequest(NamedRequest):
         given = {name: getattr(asked, name) for name in type(asked).model_fields if getattr(asked, name) is not None}
         if asked.logit_bias is not None:
             given["logit_bias"] = bias_by_id(asked.logit_bias, inputs.model_config.vocab_size)
+        extra = with_kv_transfer(asked.extra_args, self.kv_transfer_params, bool(self.stream))
+        given |= {} if extra is None else {"extra_args": extra}
         given["detokenize"] = bool(asked.stop)
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**{"max_tokens": inputs.generation_defaults.get("max_tokens"), **given})
@@ -187,7 +191,7 @@ class Generated(Answer):
     choices: list[GenerateChoice]
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    kv_transfer_params: None
+    kv_transfer_params: dict[str, Any] | None
     usage: Usage
 
 
@@ -229,7 +233,7 @@ class _Writer:
                 "choices": sorted(choices, key=lambda choice: choice["index"]),
                 "prompt_logprobs": [json_position(each) for each in output.prompt_logprobs or ()] if scored else None,
                 "prompt_token_ids": output.prompt_token_ids if self._body.return_token_ids else None,
-                "kv_transfer_params": None,
+                "kv_transfer_params": output.kv_transfer_params,
                 "usage": self._usage(),
             }
         )

@@ -25,6 +25,7 @@ from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
+from jaxengine.server.http.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 
@@ -70,6 +71,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 _OF_TEXT = frozenset(
     (
         "capture",
+        "kv_transfer_params",
         "length_penalty",
         "logprob_token_ids",
         "prompt_logprob_start",
@@ -111,7 +113,16 @@ NULL_CHOICE = dict.fromkeys(("token_ids", "routed_experts"))
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 # A beam search samples nothing, and has no output before its end.
 _NOT_WITH_BEAMS = sorted(
-    {*_SAMPLING_FIELDS, "vllm_xargs", "stream", "echo", "top_logprobs", "response_format", "tools"}
+    {
+        *_SAMPLING_FIELDS,
+        "vllm_xargs",
+        "kv_transfer_params",
+        "stream",
+        "echo",
+        "top_logprobs",
+        "response_format",
+        "tools",
+    }
     - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output"}
 )
 
@@ -237,7 +248,8 @@ class NamedRequest(RequestModel):
         """Return the scheduling options of the request. lora: name of its adapter, or None."""
         state, timeout = request.state, self.timeout or config.request_timeout
         priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
-        return RequestOptions(priority, timeout, state.client, state.arrival, lora, state.owner_tag)
+        own = state.owner_tag, request.headers.get("x-session-id")
+        return RequestOptions(priority, timeout, state.client, state.arrival, lora, *own)
 
     def register(self, prefix: str, request: Request) -> str:
         """Record the user in the request's state; return the request's id for response, engine and `abort`: `prefix`,
@@ -268,7 +280,7 @@ class GenerationRequest(_Numbers, NamedRequest):
     skip_special_tokens: bool | None = None
     logit_bias: JsonObject | None = None
     structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
-    vllm_xargs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    vllm_xargs: ExtraArgs | None = None
     stream: bool | None = None
 
 
@@ -302,6 +314,7 @@ class TextRequest(GenerationRequest):
       steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
       repetition_detection: an object with the fields of RepetitionDetectionParams: ends an output that repeats itself.
       stream_interval: tokens of an output that are sent together with stream=true.
+      kv_transfer_params: an object of the pages of the prompt that another engine gets or has, as of vLLM.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
 
@@ -327,6 +340,7 @@ class TextRequest(GenerationRequest):
     routed_experts_prompt_start: int | None = None
     repetition_detection: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     stream_interval: int | None = None
+    kv_transfer_params: TransferParams | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: bool | None = None
@@ -408,7 +422,7 @@ class TextRequest(GenerationRequest):
         if self.logit_bias is not None:
             given["logit_bias"] = bias_by_id(self.logit_bias, inputs.model_config.vocab_size)
         given["structured_outputs"] = self._structure()
-        given["extra_args"] = self.vllm_xargs
+        given["extra_args"] = with_kv_transfer(self.vllm_xargs, self.kv_transfer_params, bool(self.stream))
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         given = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})

@@ -116,6 +116,7 @@ class Ended(msgspec.Struct, array_like=True):
     first_scheduled_time: float | None
     finished_time: float | None
     output_token_ids: bytes | None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Refused(msgspec.Struct, array_like=True):
@@ -343,12 +344,13 @@ def _ended(request: Request, handle: int) -> Ended:
         request.first_scheduled_time,
         request.finished_time,
         None if request.per_step else _bytes(request.output_token_ids, np.int32),
+        request.kv_transfer_params,
     )
 
 
 def _end(request: Request, ended: Ended) -> Request:
     request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason(ended.reason)
-    for name in ("stop_reason", "num_preemptions", "num_cached_tokens"):
+    for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "kv_transfer_params"):
         setattr(request, name, getattr(ended, name))
     for name in ("queued_time", "first_scheduled_time", "finished_time"):
         setattr(request, name, getattr(ended, name))

@@ -46,6 +46,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     per_step: bool
     text_ends: bool
     media: MediaMessage | None = None
+    session: str = ""
 
 
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
@@ -71,6 +72,7 @@ def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -
         per_step=first.per_step,
         text_ends=first.text_ends,
         media=media,
+        session=first.session,
     )
 
 
@@ -81,7 +83,7 @@ def requests_of(message: Submit, client: int, media: Media | None) -> list[Reque
     """
     params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
-    shared = {name: getattr(message, name) for name in (*names, "lora", "client", "per_step", "text_ends")}
+    shared = {name: getattr(message, name) for name in (*names, "lora", "session", "client", "per_step", "text_ends")}
     return [
         Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, media=media, **shared)
         for each in message.members

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import socket
 import ssl
@@ -20,7 +21,7 @@ from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.server.batch.service import BatchService
 from jaxengine.server.descriptors import raise_descriptor_limit
 from jaxengine.server.grpc.server import start_grpc
-from jaxengine.server.http.app import TrafficState, create_app
+from jaxengine.server.http.app import TrafficState, create_app, create_metrics_app
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.observe.prometheus import report
 from jaxengine.server.observe.spans import traced
@@ -29,7 +30,7 @@ from jaxengine.server.owned_ids import owned
 from jaxengine.server.processes.child import Child, alive_seconds
 from jaxengine.server.processes.connections import http_protocol
 from jaxengine.server.processes.memory import limit_memory, return_large_blocks
-from jaxengine.server.processes.sockets import cut_unread
+from jaxengine.server.processes.sockets import cut_unread, listen_too
 from jaxengine.server.stored.link import RemoteStore
 
 # Time after the last output of every stream to deliver it to the client.
@@ -78,6 +79,7 @@ async def serve(child: Child) -> None:
     cut_unread(listener, config.stream_write_timeout)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     grpc = None if config.grpc_port is None else await start_grpc(client, config)
+    metrics = None if config.metrics_port is None else _serve_metrics(client, config, app.state.traffic)
     while not http.started:
         await asyncio.wait([serving], timeout=0.01)
         if serving.done():
@@ -98,11 +100,25 @@ async def serve(child: Child) -> None:
         await grpc.stop(_LAST_WORDS_SECONDS)
     http.should_exit = True
     await serving
+    if metrics is not None:
+        metrics[0].should_exit = True
+        await metrics[1]
     beat.cancel()
     reports.cancel()
     if store is not None:
         store.close()
     engine.close()
+
+
+def _serve_metrics(
+    client: EngineClient, config: ServerConfig, traffic: TrafficState
+) -> tuple[_HttpServer, asyncio.Task[None]]:
+    """Begin to serve metrics_port, which the supervisor holds for all API processes; return the server and its task."""
+    assert config.metrics_port is not None
+    own = dataclasses.replace(config, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None, disable_access_log=True)
+    server = _HttpServer(http_options(create_metrics_app(client, own, traffic), own))
+    listener = listen_too("metrics_port", config.host, config.metrics_port)
+    return server, asyncio.create_task(server.serve(sockets=[listener]))
 
 
 async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -> None:

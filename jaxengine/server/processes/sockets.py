@@ -19,16 +19,25 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def reserve_port(host: str, port: int) -> socket.socket:
+def reserve_port(option: str, host: str, port: int) -> socket.socket:
     """Returns a bound socket that accepts nothing; processes of this user may listen on its port (SO_REUSEPORT).
 
-    Port 0 takes a free one. Raises ConfigError as `listen` does, naming grpc_port, also where another program has the
+    Port 0 takes a free one. Raises ConfigError as `listen` does, naming `option`, also where another program has the
     port.
     """
     # First without SO_REUSEPORT, to detect that another program has the port.
-    with contextlib.closing(_bind("grpc_port", host, port)) as alone:
+    with contextlib.closing(_bind(option, host, port)) as alone:
         port = alone.getsockname()[1]
-    return _bind("grpc_port", host, port, reuse=True)
+    return _bind(option, host, port, reuse=True)
+
+
+def listen_too(option: str, host: str, port: int) -> socket.socket:
+    """Returns a listening socket on a port that `reserve_port` holds, as several processes may have. Raises ConfigError
+    as `listen` does, naming `option`.
+    """
+    made = _bind(option, host, port, reuse=True)
+    made.listen(_BACKLOG)
+    return made
 
 
 def cut_unread(listener: socket.socket, seconds: float) -> None:

@@ -44,6 +44,8 @@ _END_SECONDS = 10.0
 _HEARS_SECONDS = 0.2
 # Time for a silent process to log its state before it is killed.
 _EXPLAIN_SECONDS = 2.0
+# Ports on which every API process listens.
+_SHARED_PORTS = ("grpc_port", "metrics_port")
 # Interval of the checks for silent processes.
 _LOOK_SECONDS = 1.0
 # A socket's path has at most 107 bytes, on some systems 103; names within the folder take up to 26.
@@ -105,14 +107,16 @@ class Supervisor:
     """Supervisor that runs a server until it is drained or fails."""
 
     def __init__(self, server: ServerConfig, engine: EngineConfig):
-        """Binds the ports of HTTP and, if it is not None, of gRPC; port 0 takes a free one. Starts no process.
+        """Binds the ports of HTTP and, if they are not None, of gRPC and metrics; port 0 takes a free one. Starts no
+        process.
 
         Raises ConfigError for an unusable host or port.
         """
         self._listener = listen(server.host, server.port)
-        self._grpc_port = None if server.grpc_port is None else reserve_port(server.host, server.grpc_port)
-        grpc_port = None if self._grpc_port is None else self._grpc_port.getsockname()[1]
-        self._server = dataclasses.replace(server, port=self._listener.getsockname()[1], grpc_port=grpc_port)
+        asked = {name: port for name in _SHARED_PORTS if (port := getattr(server, name)) is not None}
+        self._reserved = {name: reserve_port(name, server.host, port) for name, port in asked.items()}
+        ports = {name: each.getsockname()[1] for name, each in self._reserved.items()}
+        self._server = dataclasses.replace(server, port=self._listener.getsockname()[1], **ports)
         self._engine = engine
         self._children: list[_Child] = []
         self._deaths: dict[tuple[str, int], list[float]] = {}
@@ -311,10 +315,12 @@ class Supervisor:
                 child.order("stop")
 
     def urls(self) -> str:
-        """Returns the server's addresses for clients, of HTTP and of gRPC if it has a port, as one text."""
+        """Returns the server's addresses, of HTTP, and of gRPC and metrics if they have ports, as one text."""
         server, scheme = self._server, "https" if self._server.ssl_certfile else "http"
         host = f"[{server.host}]" if ":" in server.host else server.host
         grpc = "" if server.grpc_port is None else f", gRPC at {host}:{server.grpc_port}"
+        if server.metrics_port is not None:
+            grpc += f", metrics at http://{host}:{server.metrics_port}/metrics"
         return f"{scheme}://{host}:{server.port}{grpc}"
 
     def _warn(self) -> None:

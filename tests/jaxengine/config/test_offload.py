@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ def test_both_forms_of_vllm():
         ({"kv_offloading_size": 1, "kv_transfer_config": transfer(cpu_bytes_to_use=GIB)}, "say the same"),
         ({"kv_transfer_config": "{"}, "kv_transfer_config is no JSON"),
         ({"kv_transfer_config": [1]}, "kv_transfer_config is"),
-        ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, "kv_connector is 'NixlConnector'"),
+        ({"kv_transfer_config": {"kv_connector": "P2pNcclConnector"}}, "kv_connector is 'P2pNcclConnector'"),
         ({"kv_transfer_config": transfer() | {"kv_role": "kv_producer"}}, "kv_role is 'kv_producer'"),
         ({"kv_transfer_config": transfer() | {"kv_buffer_device": "cpu"}}, "has kv_buffer_device"),
         ({"kv_transfer_config": transfer()}, "cpu_bytes_to_use is None"),
@@ -99,3 +101,49 @@ def test_refused_options(options, message):
 def test_refused_combinations(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(kv_offloading_size=1, **options).resolved(read_folder(TINY_CHECKPOINT), PLATFORMS["cpu"])
+
+
+def nixl(extra: dict | None = None, **top) -> dict:
+    given = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **top}
+    return {"kv_transfer_config": given | {"kv_connector_extra_config": extra}, "cluster_key_file": "/key"}
+
+
+def test_pages_for_other_engines():
+    given = nixl({"kv_lease_duration": 5, "transport": "tcp"}, kv_port=7, kv_ip="::1", kv_buffer_size=5e8)
+    config = EngineConfig.from_options(**given, kv_offloading_path=None)
+    found = config.kv_transfer_config
+    assert found is not None and found.handover is not None and config.hands_over_kv
+    assert config.kv_offloading_bytes == 5 * 10**8 and config.kv_offloading_folder is None
+    assert (found.handover.kv_port, found.handover.kv_ip, found.handover.kv_lease_duration) == (7, "::1", 5)
+    assert found.handover.produces and found.handover.consumes and found.handover.kv_load_failure_policy == "recompute"
+    again = EngineConfig.from_options(**given | {"kv_transfer_config": dataclasses.asdict(found)})
+    assert again.kv_transfer_config == found  # as another process gets it
+    folder = EngineConfig.from_options(**nixl({"transport": "folder", "shared_storage_path": "/tmp"}))
+    assert folder.kv_transfer_config is not None and folder.kv_transfer_config.handover != found.handover
+
+
+@each_row(
+    "options, message",
+    (
+        (nixl(kv_role="kv_all"), "kv_role is 'kv_all'"),
+        (nixl(kv_role=None), "kv_role is None"),
+        (nixl(kv_port=65536), "kv_port is 65536"),
+        (nixl(kv_port=True), "kv_port is True"),
+        (nixl(kv_ip="0.0.0.0"), "kv_ip is '0.0.0.0'"),
+        (nixl(kv_ip="ipc:///tmp/x"), "kv_ip is 'ipc:///tmp/x'"),
+        (nixl(kv_load_failure_policy="retry"), "recompute, fail"),
+        (nixl(engine_id="a b"), "engine_id is 'a b'"),
+        (nixl(kv_buffer_size=0), "kv_buffer_size is 0"),
+        (nixl(kv_rank=0), "has kv_rank"),
+        (nixl({"backends": ["UCX"]}), "kv_connector_extra_config.backends"),
+        (nixl({"transport": "nixl"}), "tcp, folder"),
+        (nixl({"kv_lease_duration": float("nan")}), "kv_lease_duration is nan"),
+        (nixl({"transport": "folder"}), "shared_storage_path is None"),
+        (nixl({"shared_storage_path": "/tmp"}), "shared_storage_path is '/tmp'"),
+        (nixl() | {"cluster_key_file": None}, "encrypted by a key"),
+        (nixl() | {"kv_offloading_size": 1}, "say the same"),
+    ),
+)
+def test_refused_hand_overs(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig.from_options(**options)

@@ -85,7 +85,7 @@ def make_server(chat_options):
 
     def make(*, fresh: bool = False, **changes):
         key = next(numbers) if fresh else repr(sorted(changes.items()))
-        return made.get(key, lambda: start_server({**chat_options, "grpc_port": 0}, **changes))
+        return made.get(key, lambda: start_server({**chat_options, "grpc_port": 0, "metrics_port": 0}, **changes))
 
     yield make
     made.end_all()

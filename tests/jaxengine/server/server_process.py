@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_READY = re.compile(r"jaxengine is ready: (?P<url>https?://\S+?)(, gRPC at (?P<grpc>\S+))?$")
+_READY = re.compile(
+    r"jaxengine is ready: (?P<url>https?://[^\s,]+)"
+    r"(, gRPC at (?P<grpc>[^\s,]+))?(, metrics at (?P<metrics>\S+))?$"
+)
 
 
 @dataclass
@@ -25,13 +28,14 @@ class ServerProcess:
 
     Attributes:
       base_url: of HTTP, without a path.
-      grpc_address: host:port, None without gRPC.
+      grpc_address: host:port, None without gRPC. metrics_url: with path, None without a port of its own.
       run_dir_parent: where it makes its run folder.
     """
 
     process: subprocess.Popen[str]
     base_url: str
     grpc_address: str | None
+    metrics_url: str | None
     run_dir_parent: Path
     _errors: Any
 
@@ -97,7 +101,7 @@ def start_server(options: dict[str, Any], *, wait: float = 120.0, **changes: Any
     try:
         for line in process.stdout:
             if found := _READY.search(line.strip()):
-                return ServerProcess(process, found["url"], found["grpc"], parent, errors)
+                return ServerProcess(process, *found.group("url", "grpc", "metrics"), parent, errors)
     finally:
         timer.cancel()
     process.wait()

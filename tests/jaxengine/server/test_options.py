@@ -84,7 +84,7 @@ def test_a_port_that_is_taken_and_a_host_that_is_not_here():
             listen("127.0.0.1", port)
         assert error.value.param == "port"
         with pytest.raises(ConfigError, match="grpc_port .* give another --grpc-port, 0 for any that is free"):
-            reserve_port("127.0.0.1", port)
+            reserve_port("grpc_port", "127.0.0.1", port)
     with pytest.raises(ConfigError, match="host 'no.such.host.invalid' is not an address .*; give 127.0.0.1 for"):
         listen("no.such.host.invalid", 0)
     with pytest.raises(ConfigError, match="give --host an address that this machine has; 192.0.2.1 is not one"):

@@ -87,6 +87,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.freed = [page for page in self.freed if page not in expected]
             self.holdings.append(expected)
 
+    @rule(number=st.integers(0, 20))
+    def forget_one(self, number):
+        self.pool.forget(digest(number))
+        page = next((page for page, content in self.content.items() if content == digest(number)), None)
+        if page is not None:
+            del self.content[page]
+            self.freed = [each for each in self.freed if each != page]
+
     @rule()
     def forget(self):
         self.pool.reset_prefix_cache()

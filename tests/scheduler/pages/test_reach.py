@@ -99,21 +99,21 @@ class Listener:
 
 def test_a_listener_hears_of_pages_before_they_are_taken():
     pool = PagePool(4)
-    pool.listener = Listener()
+    pool.listeners = [listener := Listener()]
     pages = pool.allocate(3)
     for page, digest in zip(pages.tolist(), DIGESTS, strict=False):
         pool.register(page, digest)
         pool.register(page, digest)  # is registered already
     pool.free(pages)
-    assert pool.listener.events == [("registered", DIGESTS[at], int(pages[at])) for at in range(3)]
-    pool.listener.events.clear()
+    assert listener.events == [("registered", DIGESTS[at], int(pages[at])) for at in range(3)]
+    listener.events.clear()
     taken = pool.allocate(2)  # the blank one, and the last of the sequence
-    assert pool.listener.events == [("evicted", [DIGESTS[2]], [int(pages[2])])] and pages[2] in taken
+    assert listener.events == [("evicted", [DIGESTS[2]], [int(pages[2])])] and pages[2] in taken
     pool.reset_prefix_cache()
-    assert pool.listener.events[-1] == ("forgotten",)
-    pool.listener.events.clear()
+    assert listener.events[-1] == ("forgotten",)
+    listener.events.clear()
     pool.allocate(2)  # which nobody could find any more
-    assert pool.listener.events == []
+    assert listener.events == []
 
 
 def test_a_listener_hears_of_snapshots():

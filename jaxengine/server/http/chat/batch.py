@@ -36,6 +36,7 @@ class BatchChatRequest(ChatRequest):
     # A choice has one conversation's answer, and no place for what the prompt was.
     refused = {
         **ChatRequest.refused,
+        "kv_transfer_params": (),
         "n": (1,),
         "prompt_logprobs": (),
         "return_prompt_text": (False,),

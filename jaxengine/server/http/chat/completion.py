@@ -72,6 +72,7 @@ class ChatAnswer:
             output, outputs = await anext(pieces)
         choices = [self._writer.whole(*piece) for piece in outputs]
         about = {**NULL_BODY, "prompt_logprobs": None, **self._about_prompt(output)}
+        about["kv_transfer_params"] = output.kv_transfer_params
         body = {**self._head, "choices": choices, "usage": self._usage(), **about}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._writer.prompt_logprobs(output.prompt_logprobs)

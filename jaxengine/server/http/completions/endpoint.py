@@ -105,6 +105,8 @@ class _Completion:
             self._add(prompt)
         check_captured(inputs, self._config, self.params, (len(each["prompt_token_ids"]) for each in self._prompts))
         if len(self._prompts) > 1:
+            if body.kv_transfer_params is not None:
+                raise RequestError("kv_transfer_params needs a single prompt", param="kv_transfer_params")
             for prompt in self._prompts:
                 inputs.prepare(prompt, self.params, options=self._options)
 
@@ -128,15 +130,16 @@ class _Completion:
 
     async def whole(self) -> Response:
         """Runs the prompts and returns the complete response, with choices by index. Raises the errors of `outputs`."""
-        choices = []
+        choices, about = [], dict[str, Any](NULL_BODY)
         writer = self._writer()
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
+                about["kv_transfer_params"] = output.kv_transfer_params
                 for each in output.outputs:
                     choices.append(writer.choice(prompt, output, each) | {"routed_experts": encoded_experts(each)})
         choices.sort(key=lambda choice: choice["index"])
         choices = [{**NULL_CHOICE, "prompt_logprobs": None, **choice} for choice in choices]
-        return json_response({**self._head, "choices": choices, "usage": self._usage(), **NULL_BODY})
+        return json_response({**self._head, "choices": choices, "usage": self._usage(), **about})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Runs the prompts and yields the response as server-sent events, without [DONE]: for each output any number of

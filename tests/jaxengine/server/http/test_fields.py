@@ -106,6 +106,13 @@ CASES: dict[str, Case] = {
         {"favour": 1.5},
         lambda before, after: (before.params.extra_args, after.params.extra_args) == (None, {"favour": 1.5}),
     ),
+    "kv_transfer_params": Case(
+        {"do_remote_prefill": False},
+        lambda before, after: (
+            after.params.extra_args == {"kv_transfer_params": {"do_remote_prefill": False}}
+            and before.params.extra_args is None
+        ),
+    ),
     "add_special_tokens": Case(False, lambda before, after: (before.special, after.special) == ([True], [False])),
     # Only n is allowed, which asks for nothing.
     "best_of": Case(2, lambda before, after: after.answer.error["param"] == "best_of"),

@@ -129,7 +129,10 @@ def test_every_field_of_sampling_params_is_known():
         ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
         ({"output_mode": "text"}, "output_mode"),
         ({"features": {"mm_hashes": {}}}, "features"),
-        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"do_remote_prefill": 1}}, "kv_transfer_params.do_remote_prefill"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"kv_transfer_params": [1]}, "kv_transfer_params"),
+        ({"sampling_params": {"extra_args": {"kv_transfer_params": {}}}}, "sampling_params"),
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from jaxengine.engine.output import EngineOutput, Found
 from jaxengine.scheduler.batch import TokenRows, TokenScores
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.request import FinishReason, Request
 from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.messages import Update
@@ -112,6 +112,15 @@ def test_rows_of_capabilities_reach_their_process():
         (own,) = messages.output_of(read, {handle: wanted.request}.__getitem__).found
         assert own.request is wanted.request and own.name == wanted.name and own.rows.dtype == wanted.rows.dtype
         assert own.rows.tobytes() == wanted.rows.tobytes()
+
+
+def test_the_end_of_a_request_says_who_has_its_pages():
+    request, known = (Request("1", np.array([1], np.int32), TokenParams(), 1, tag=1 << 32 | 7) for _ in range(2))
+    request.finish_reason, request.kv_transfer_params = FinishReason.LENGTH, {"remote_block_ids": [[0, 1]]}
+    read = messages.decode_from_engine(messages.encode(messages.updates_of(EngineOutput(finished=[request]), [1])[1]))
+    assert isinstance(read, Update)
+    messages.output_of(read, {7: known}.__getitem__)
+    assert known.kv_transfer_params == request.kv_transfer_params
 
 
 def test_a_result_that_no_message_can_have_fails_its_call_alone():

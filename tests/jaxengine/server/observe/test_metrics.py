@@ -7,12 +7,14 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from jaxengine.engine.extensions.adapters import Adapters
 from jaxengine.engine.metrics import HELP, Metrics
 from jaxengine.engine.stats import Histogram, Recent, bounds_up_to
 from jaxengine.server.http.app import create_app
@@ -121,6 +123,27 @@ async def test_every_name_is_there_and_was_observed(served):
     # `_created` is prometheus_client's own.
     moved = {name for values in (middle, after) for (name, _), value in values.items() if value}
     assert names - moved - MAY_BE_ZERO == set(), "always 0"
+
+
+# What llm-d's picker and that of the Gateway API inference extension read, with the labels that they look for.
+PICKED = {
+    "vllm:num_requests_waiting": (),
+    "vllm:num_requests_running": (),
+    "vllm:kv_cache_usage_perc": (),
+    "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
+    "vllm:lora_requests_info": ("running_lora_adapters", "waiting_lora_adapters", "max_lora"),
+}
+
+
+async def test_fields_that_pickers_read(app, chat_engine):
+    families = {each.name: each for each in parse((await scrape(app)).text)}
+    loop = SimpleNamespace(scheduler=SimpleNamespace(requests=()), runner=chat_engine.core.runner)
+    (lora,) = Adapters.metrics(SimpleNamespace(loop=loop))  # pyright: ignore[reportArgumentType]
+    for name, labels in PICKED.items():
+        found = [lora] if name == lora.name else families[name].samples
+        assert len(found) == 1 and set(labels) <= found[0].labels.keys(), name
+    pages = families["vllm:cache_config_info"].samples[0].labels
+    assert int(pages["block_size"]) > 0 and int(pages["num_gpu_blocks"]) > 0
 
 
 async def test_what_was_asked_for_is_what_was_counted(served):

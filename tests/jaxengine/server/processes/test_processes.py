@@ -114,6 +114,17 @@ def test_answers_equal_those_of_one_process(server, chat_engine):
     asyncio.run(run())
 
 
+def test_metrics_have_a_port_of_their_own(server):
+    """For pickers, which have no key; nothing else is served there."""
+    found = httpx.get(server.metrics_url)
+    assert found.status_code == 200 and "vllm:num_requests_waiting{" in found.text
+    base = server.metrics_url.removesuffix("/metrics")
+    assert httpx.get(f"{base}/health").status_code == 200
+    for path in ("/v1/models", "/", "/status.json", "/server_info", "/v1/completions"):
+        answer = httpx.get(base + path)
+        assert answer.status_code == 404, path
+
+
 def test_many_streams_at_once_equal_one_alone(server):
     async def run():
         async with connected(server) as engine, connected(server, INDEX + 1) as other:

@@ -1,0 +1,195 @@
+"""Events of pages in vLLM's form: MessagePack over ZeroMQ, numbered, with replay of earlier batches.
+
+A batch is [seconds, events, replica], an event a map with its type. Digests are shortened to 64 bits, as vLLM's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.kv_events import KVEventsConfig
+from jaxengine.engine.extension import Events, Loop, LoopExtension
+from jaxengine.engine.in_flight import InFlight
+from jaxengine.engine.metric_types import Counter, Metric
+from jaxengine.engine.output import EngineOutput
+from jaxengine.scheduler.batch import StepResult
+from jaxengine.scheduler.extensions.kv_events import NAME, Cleared, Removed, Stored
+
+logger = logging.getLogger(__name__)
+
+_MEDIUM = "GPU"  # vLLM's word for the memory of devices
+_END = (-1).to_bytes(8, "big", signed=True)
+_NUMBER_BYTES = 8
+# Between two looks of an idle engine for events of calls such as reset_prefix_cache.
+_REST_SECONDS = 0.1
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
+    pass
+
+
+class Publisher:
+    """Publisher of one replica's batches.
+
+    Attributes:
+      number: of the next batch.
+    """
+
+    def __init__(self, config: KVEventsConfig, rank: int):
+        """Open the sockets. Raises ConfigError for an address that cannot be used."""
+        self.number = 0
+        self._rank, self._topic = rank, config.topic.encode()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._context = zmq.Context()
+        self._is_closing = False
+        self._socket = self._context.socket(zmq.PUB)
+        self._socket.set_hwm(config.hwm)
+        self._open(self._socket, "endpoint", config.endpoint)
+        self._thread: threading.Thread | None = None
+        if config.replay_endpoint is not None:
+            self._replay = self._context.socket(zmq.ROUTER)
+            self._open(self._replay, "replay_endpoint", config.replay_endpoint, binds=True)
+            self._thread = threading.Thread(target=self._answer, name="kv-events", daemon=True)
+            self._thread.start()
+
+    def publish(self, events: Sequence[Any]) -> None:
+        """Send a batch of events, and keep it for replay. Never waits."""
+        payload = self._encode((time.time(), events, self._rank))
+        number = self.number.to_bytes(_NUMBER_BYTES, "big")
+        self._kept.append((self.number, payload))
+        self.number += 1
+        self._socket.send_multipart((self._topic, number, payload))
+
+    def shutdown(self) -> None:
+        """Close the sockets."""
+        self._is_closing = True
+        if self._thread is not None:
+            self._thread.join()
+            self._replay.close(0)
+        self._socket.close(1000)
+        self._context.term()
+
+    def _open(self, socket: zmq.Socket[bytes], name: str, address: str, *, binds: bool = False) -> None:
+        """Bind or connect a socket to an address, of which each replica has its own port or file."""
+        if self._rank:
+            head, _, port = address.rpartition(":")
+            is_tcp = address.startswith("tcp:")
+            address = f"{head}:{int(port) + self._rank}" if is_tcp else f"{address}_dp{self._rank}"
+        socket.set(zmq.IPV6, "[" in address)
+        try:
+            if binds or "*" in address or "::" in address or address.startswith("ipc:"):
+                socket.bind(address)
+            else:
+                socket.connect(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            problem = f"kv_events_config.{name} {address} cannot be used: {error}"
+            raise ConfigError.because("kv_events_config", problem, "give another address") from None
+
+    def _answer(self) -> None:
+        """Send those who ask all batches kept from a number on, and a last one without content."""
+        while not self._is_closing:
+            if not self._replay.poll(100):
+                continue
+            frames = self._replay.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != _NUMBER_BYTES:
+                logger.warning("a replay of KV events was asked for in a form that is not known")
+                continue
+            first = int.from_bytes(frames[2], "big")
+            for number, payload in list(self._kept):
+                if number >= first:
+                    self._replay.send_multipart((frames[0], b"", number.to_bytes(_NUMBER_BYTES, "big"), payload))
+            self._replay.send_multipart((frames[0], b"", _END, b""))
+
+
+class KVEvents(LoopExtension):
+    """Loop extension that publishes the events of every replica after each step."""
+
+    def __init__(self, config: KVEventsConfig, num_ranks: int):
+        self.publishers = [Publisher(config, rank) for rank in range(num_ranks)]
+
+    def attach(self, loop: Loop) -> None:
+        super().attach(loop)
+        self._ranks = loop.scheduler.extension(NAME).ranks
+        self._page_size = loop.scheduler.config.page_size
+        self._windows = loop.scheduler.config.windows
+
+    def after_forward(self, step: InFlight | None) -> Events:
+        self._publish()
+        return super().after_forward(step)
+
+    def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        self._publish()
+
+    def rest(self) -> float:
+        self._publish()
+        return _REST_SECONDS
+
+    def shutdown(self) -> None:
+        """Close the publishers' sockets."""
+        for each in self.publishers:
+            each.shutdown()
+
+    def metrics(self) -> Iterator[Metric]:
+        yield Counter("jaxengine:kv_event_batches", sum(each.number for each in self.publishers))
+
+    def _publish(self) -> None:
+        for rank, publisher in zip(self._ranks, self.publishers, strict=True):
+            if rank.events:
+                publisher.publish([self._event(each) for each in rank.events])
+                rank.events.clear()
+
+    def _event(self, event: Stored | Removed | Cleared) -> BlockStored | BlockRemoved | AllBlocksCleared:
+        if isinstance(event, Cleared):
+            return AllBlocksCleared()
+        hashes = [_shortened(digest) for digest in event.digests]
+        if isinstance(event, Removed):
+            return BlockRemoved(hashes, _MEDIUM, event.group)
+        window = self._windows[event.group]
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if event.parent is None else _shortened(event.parent),
+            token_ids=event.token_ids,
+            block_size=self._page_size,
+            lora_id=None,
+            medium=_MEDIUM,
+            lora_name=event.lora,
+            extra_keys=event.extra_keys,
+            group_idx=event.group,
+            kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
+            kv_cache_spec_sliding_window=window,
+        )
+
+
+def _shortened(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")

@@ -1,0 +1,285 @@
+"""Pages that engines hand over to each other: an engine that prefills keeps them under a lease, one that decodes reads
+them as it reads its own tiers.
+
+A producer copies a prompt's pages to host memory when the request ends, whence its transport offers them. A consumer's
+tiers find what a request says is elsewhere, so that the request waits for it as for stored pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from jaxengine.cluster.channel import read_key
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.kv_transfer import CONSUMER, FAIL, FOLDER, PRODUCER, KVHandover
+from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.extensions.due_copies import DueCopies, found_columns, is_here
+from jaxengine.engine.extensions.offload import Offload
+from jaxengine.engine.extensions.page_loads import Place
+from jaxengine.engine.metric_types import Counter, Gauge, Metric
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.extensions.offload import NAME as OFFLOAD
+from jaxengine.scheduler.kv_transfer import KVTransferParams
+from jaxengine.scheduler.pages.groups import page_key
+from jaxengine.scheduler.pages.reach import state_key
+from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.tiers.transport import MAX_KEYS, FolderTransport, Source, Transport
+
+logger = logging.getLogger(__name__)
+
+NOT_LOADED = "the pages of its prompt did not come from the engine that computed them"
+# Between two looks while copies are due, and while there are leases.
+_SOON_SECONDS, _LATER_SECONDS = 0.005, 0.25
+
+
+class Elsewhere(Place):
+    """Pages of one request that another engine has."""
+
+    is_far = True
+
+    def __init__(self, transport: Transport, source: Source, stats: TransferStats):
+        self._transport, self._source, self._stats = transport, source, stats
+
+    def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
+        reader = self._transport.open(self._source)
+        try:
+            for first in range(0, len(keys), MAX_KEYS):
+                found = reader.read(keys[first : first + MAX_KEYS])
+                self._stats.num_received += len(found)
+                yield from found.items()
+        except OSError as error:
+            self._stats.num_failed += 1
+            logger.warning("pages of lease %s did not come, and are computed: %s", self._source.lease, error)
+        finally:
+            reader.close()
+
+
+@dataclasses.dataclass
+class TransferStats:
+    """Counts. num_received: pages and states; num_failed: sources that did not answer; num_refused: requests that got
+    no lease because the host memory was full of others.
+    """
+
+    num_received: int = 0
+    num_failed: int = 0
+    num_refused: int = 0
+
+
+class KVTransfer(LoopExtension):
+    """Loop extension that hands over pages and takes those of other engines.
+
+    Attributes:
+      transport: how pages go. leases: (end in time.monotonic seconds, keys) by name, the oldest first.
+      stats: counts.
+    """
+
+    def __init__(self, runner: ModelRunner, offload: Offload):
+        transfer = runner.config.kv_transfer_config
+        assert transfer is not None and transfer.handover is not None
+        self._options, self._offload = transfer.handover, offload
+        self.transport, self.stats = _open_transport(runner, offload, self._options), TransferStats()
+        self.leases: dict[str, tuple[float, list[bytes]]] = {}
+        self._num_leases: dict[bytes, int] = {}
+        self._due = DueCopies(offload)
+        self._places: dict[Request, tuple[list[bytes], Elsewhere]] = {}
+
+    def attach(self, loop: Loop) -> None:
+        super().attach(loop)
+        self._orders = loop.scheduler.extension(OFFLOAD)
+
+    def prepare(self, request: Request) -> None:
+        """Raise RequestError for a request that asks for what the engine's kv_role is not for."""
+        asked = request.params.kv_transfer
+        if asked is None:
+            return
+        role, field = (CONSUMER, "do_remote_decode") if asked.do_remote_decode else (PRODUCER, "do_remote_prefill")
+        if self._options.kv_role == role:
+            problem = f"kv_transfer_params.{field} is true, but the engine's kv_role is {role}"
+            raise RequestError(problem, param="kv_transfer_params", value=field)
+        host, way = asked.remote_host, self._options.transport
+        if asked.do_remote_prefill and (host is None) != (way == FOLDER):
+            problem = f"kv_transfer_params.remote_host is {host!r}, but the engine's transport is {way}"
+            raise RequestError(problem, param="kv_transfer_params", value="remote_host")
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        """Let the tiers find the pages that other engines have for these requests."""
+        for request in requests:
+            asked = request.params.kv_transfer
+            if asked is None or not asked.do_remote_prefill or not self._orders.is_own:
+                continue
+            source = Source(asked.remote_host, asked.remote_port, asked.remote_request_id or "")
+            place, keys = Elsewhere(self.transport, source, self.stats), self._keys(request, asked.remote_block_ids)
+            self._places[request] = keys, place
+            for key in keys:
+                self._offload.tiers.elsewhere.setdefault(key, []).append(place)
+
+    def poll(self) -> Events:
+        self._advance()
+        failed: list[Request] = []
+        for each in self._offload.done:
+            request, load = each.load.request, each.load
+            if request not in self._places:
+                continue
+            pool = self.loop.scheduler.ranks[load.rank].pool
+            if self._options.kv_load_failure_policy == FAIL and any(pool.find(key) is None for key in load.pages):
+                failed.append(request)
+            self._forget(request)
+        return Events(ended=[(each, FinishReason.ERROR, NOT_LOADED) for each in failed]) if failed else NO_EVENTS
+
+    def ended(self, request: Request) -> None:
+        self._forget(request)
+        asked = request.params.kv_transfer
+        has_pages = request.finish_reason in (FinishReason.LENGTH, FinishReason.STOP) and self._orders.is_own
+        if asked is not None and asked.do_remote_decode and has_pages:
+            request.kv_transfer_params = self._lease(request)
+
+    def rest(self) -> float:
+        self._advance()
+        return _SOON_SECONDS if self._due else _LATER_SECONDS if self.leases else float("inf")
+
+    def shutdown(self) -> None:
+        """End the transport's threads."""
+        self.transport.shutdown()
+
+    def metrics(self) -> Iterator[Metric]:
+        yield Gauge("jaxengine:kv_transfer_leases", len(self.leases))
+        yield Gauge("jaxengine:kv_transfer_leased_pages", len(self._num_leases))
+        yield Counter("jaxengine:kv_transfer_received_pages", self.stats.num_received)
+        yield Counter("jaxengine:kv_transfer_failed_sources", self.stats.num_failed)
+        yield Counter("jaxengine:kv_transfer_refused_leases", self.stats.num_refused)
+
+    def _keys(self, request: Request, columns: Sequence[Sequence[int]]) -> list[bytes]:
+        """Return the keys of columns of a request's prompt, of each cache group and then of states. Columns that it
+        does not have, or has to compute, are left out.
+        """
+        rank = self.loop.scheduler.ranks[0]
+        request.compute_with(rank.weights_digest)
+        digests, num_groups = rank.findable(request, request.prompt_token_ids), rank.pages.num_groups
+        keys = []
+        for group, own in enumerate(columns):
+            known = [digests[column] for column in own if column < len(digests)]
+            if group < num_groups:
+                keys += [page_key(digest, group) for digest in known]
+            elif rank.pages.snapshots is not None:
+                keys += map(state_key, known)
+        return list(dict.fromkeys(keys))
+
+    def _lease(self, request: Request) -> dict[str, object] | None:
+        """Keep the pages of a request that has ended, and return the kv_transfer_params by which another engine gets
+        them; None if there is no memory to keep them, or there are none.
+        """
+        rank, offload = self.loop.scheduler.ranks[request.rank], self._offload
+        digests = request.page_hashes[: (request.num_prompt_tokens - 1) // rank.config.page_size]
+        found = found_columns(rank.pages, digests)
+        columns = [
+            [column for column, (key, page) in enumerate(own.items()) if page is not None or is_here(offload, key)]
+            for own in found
+        ]
+        keys = self._keys(request, columns)
+        if not self._has_room(keys):
+            self.stats.num_refused += 1
+            return None
+        lease = secrets.token_hex(16)
+        self._keep(lease, keys)
+        there = {key: page for own in found for key, page in own.items() if page is not None}
+        self._due.add(rank, keys, there)
+        for key in keys:
+            self._offer(key)
+        self._advance()
+        host, port = self.transport.address or (None, None)
+        return dataclasses.asdict(
+            KVTransferParams(
+                do_remote_prefill=True,
+                remote_engine_id=self._options.engine_id,
+                remote_request_id=lease,
+                remote_block_ids=tuple(map(tuple, columns)),
+                remote_host=host,
+                remote_port=port,
+                tp_size=self.loop.runner.config.tensor_parallel_size,
+            )
+        )
+
+    def _has_room(self, keys: Sequence[bytes]) -> bool:
+        """Whether host memory can keep these keys beside those of other leases; False for no keys."""
+        size = max(self._offload.mover.page_bytes, self._offload.mover.state_bytes)
+        total = len(self._num_leases) + sum(key not in self._num_leases for key in keys)
+        return bool(keys) and total * size <= self._offload.tiers.host.capacity
+
+    def _keep(self, lease: str, keys: list[bytes]) -> None:
+        """Pin keys in host memory, and promise them, until the lease ends."""
+        self.leases[lease] = time.monotonic() + self._options.kv_lease_duration, keys
+        self._offload.tiers.pin(keys)
+        for key in keys:
+            self._num_leases[key] = self._num_leases.get(key, 0) + 1
+            self.transport.offer(key, None)
+
+    def _advance(self) -> None:
+        """Copy leased pages as there is room, and end the leases that are over."""
+        for key in self._due.advance():
+            self._offer(key)
+        now = time.monotonic()
+        over = [lease for lease, (end, _) in self.leases.items() if end < now]
+        for lease in {*over, *self.transport.released()} & self.leases.keys():
+            self._end_lease(lease)
+
+    def _offer(self, key: bytes) -> None:
+        """Offer what host memory has, or will have, under a key."""
+        tiers = self._offload.tiers
+        if (block := tiers.host.get(key)) is not None:
+            self.transport.offer(key, block)
+        elif (copy := tiers.arriving.get(key)) is not None:
+            copy.add_done_callback(lambda done: self._offer_copied(done, key))
+
+    def _offer_copied(self, copy: Future[dict[bytes, np.ndarray]], key: bytes) -> None:
+        if copy.exception() is None and (block := copy.result().get(key)) is not None:
+            self.transport.offer(key, block)
+            if key not in self._num_leases:  # the engine's thread has ended its last lease
+                self.transport.withdraw([key])
+
+    def _end_lease(self, lease: str) -> None:
+        _, keys = self.leases.pop(lease)
+        self._offload.tiers.unpin(keys)
+        gone = []
+        for key in keys:
+            if (count := self._num_leases.pop(key) - 1) > 0:
+                self._num_leases[key] = count
+            else:
+                gone.append(key)
+        self.transport.withdraw(gone)
+
+    def _forget(self, request: Request) -> None:
+        """Have the tiers no longer find what other engines have for a request."""
+        keys, place = self._places.pop(request, ((), None))
+        elsewhere = self._offload.tiers.elsewhere
+        for key in keys:
+            elsewhere[key].remove(place)  # pyright: ignore[reportArgumentType]
+            if not elsewhere[key]:
+                del elsewhere[key]
+
+
+def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) -> Transport:
+    """Return the transport that the options name. Raises ConfigError if it cannot be opened."""
+    if options.transport == FOLDER:
+        assert options.shared_storage_path is not None
+        folder = Path(options.shared_storage_path).expanduser() / offload.identity
+        try:
+            return FolderTransport(folder, options.kv_lease_duration, options.produces)
+        except OSError as error:
+            name = "kv_transfer_config.shared_storage_path"
+            raise ConfigError.because(name, str(error), "name another folder") from None
+    from jaxengine.tiers.tcp import TcpTransport  # it needs pyzmq
+
+    listen = (options.kv_ip, options.kv_port) if options.produces else None
+    try:
+        return TcpTransport(read_key(runner.config.cluster_key_file), offload.identity, listen)
+    except OSError as error:
+        raise ConfigError.because("kv_transfer_config.kv_ip", str(error), "name an address of this host") from None

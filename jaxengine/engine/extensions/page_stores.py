@@ -1,0 +1,163 @@
+"""What is stored outside of the devices, and pages and states on their way there.
+
+A thread waits for copies to the host; the engine's thread dispatches them and looks which are done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from jaxengine.engine.extensions.page_loads import Block, Place
+from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, PageMover
+from jaxengine.tiers.disk import DiskTier
+from jaxengine.tiers.host import HostTier
+
+# How much a new measurement of a rate counts.
+_WEIGHT = 0.2
+
+
+class Rate:
+    """Amount per second, as the mean of measurements in which later ones count more; None before the first."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def observe(self, amount: float, seconds: float) -> None:
+        """Add a measurement; one that took no time is left out."""
+        if seconds > 0:
+            new = amount / seconds
+            self.value = new if self.value is None else (1 - _WEIGHT) * self.value + _WEIGHT * new
+
+
+class Tiers:
+    """Host memory and a folder as one store (jaxengine.scheduler.extensions.offload.Store). For the engine's thread.
+
+    Attributes:
+      disk: None for no folder, or once pages may be other than their keys say.
+      arriving: keys on their way to the host, with the copy that has them.
+      elsewhere: keys that other engines have, with where they are read.
+      loading, computing: stored pages brought back and tokens computed per second.
+    """
+
+    def __init__(self, host: HostTier, disk: DiskTier | None):
+        self.host, self.disk = host, disk
+        self.arriving: dict[bytes, Future[dict[bytes, np.ndarray]]] = {}
+        self.elsewhere: dict[bytes, list[Place]] = {}
+        self.loading, self.computing = Rate(), Rate()
+
+    def has(self, key: bytes) -> bool:
+        is_here = key in self.host or key in self.arriving or (self.disk is not None and key in self.disk)
+        return is_here or key in self.elsewhere
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        self.host.pin(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        self.host.unpin(keys)
+
+    def drop(self, key: bytes) -> None:
+        """Forget what is stored under a key, in host memory and in the folder; nothing that is on its way comes."""
+        self.arriving.pop(key, None)
+        self.host.drop(key)
+        if self.disk is not None:
+            self.disk.drop(key)
+
+    def pays(self, num_stored: int, num_tokens: int) -> bool:
+        """Whether bringing back pays. What has not been measured yet is tried."""
+        loading, computing = self.loading.value, self.computing.value
+        return loading is None or computing is None or num_stored / loading < num_tokens / computing
+
+    def find(self, key: bytes) -> Block:
+        """Return a key's content if host memory has it, the copy that brings it there, or where it is to be read."""
+        found = self.host.get(key)
+        if found is not None or (found := self.arriving.get(key)) is not None:
+            return found
+        is_elsewhere = key in self.elsewhere and (self.disk is None or key not in self.disk)
+        return self.elsewhere[key][-1] if is_elsewhere else self.disk
+
+
+class OffloadStats:
+    """Counts of moved pages and states: of each way ("load", "store") the number, bytes and seconds, of dropped ones
+    the number.
+    """
+
+    def __init__(self) -> None:
+        self.counts = {"load": 0, "store": 0}
+        self.bytes = {"load": 0, "store": 0}
+        self.seconds = {"load": 0.0, "store": 0.0}
+        self.num_dropped = 0
+
+    def count(self, way: str, number: int, size: int, seconds: float) -> None:
+        """Count pages moved. way: "load" or "store"."""
+        self.counts[way] += number
+        self.bytes[way] += size
+        self.seconds[way] += seconds
+
+
+class PageStores:
+    """Copies to the host that have begun. Methods are for the engine's thread."""
+
+    def __init__(
+        self, mover: PageMover, tiers: Tiers, stats: OffloadStats, something: threading.Event, *, is_bounded: bool
+    ):
+        """Start without any. something: is set when a copy has arrived. is_bounded: copies hold memory of devices."""
+        self._mover, self._tiers, self._stats, self._something = mover, tiers, stats, something
+        self._copies = ThreadPoolExecutor(1, "kv-copies")
+        self._leaving: deque[tuple[Leaving, Future[dict[bytes, np.ndarray]], float]] = deque()
+        self._max_leaving = MAX_LEAVING * SIZES[-1] if is_bounded else 1 << 30
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy is on its way."""
+        return bool(self._leaving)
+
+    @property
+    def room(self) -> int:
+        """Return how many more pages may be on their way to the host."""
+        return max(0, self._max_leaving - sum(len(leaving.entries) for leaving, _, _ in self._leaving))
+
+    def send(self, ranks: list[list[tuple[bytes, int]]], states: bool) -> None:
+        """Dispatch copies of each replica's pages, or of its snapshots: (key, row). What there is no room for is
+        dropped.
+        """
+        room = self.room
+        for index, own in enumerate(ranks):
+            ranks[index] = own[:room]
+            self._stats.num_dropped += len(own) - len(ranks[index])
+            room -= len(ranks[index])
+        for leaving in self._mover.save_states(ranks) if states else self._mover.save(ranks):
+            future = self._copies.submit(leaving.blocks)
+            future.add_done_callback(lambda _: self._something.set())
+            self._leaving.append((leaving, future, time.monotonic()))
+            self._tiers.arriving |= dict.fromkeys((key for key, _ in leaving.entries), future)
+
+    def keep(self) -> None:
+        """Store what has arrived in host memory."""
+        while self._leaving and self._leaving[0][1].done():
+            leaving, future, start = self._leaving.popleft()
+            blocks = future.result()
+            for key in [key for key in blocks if self._tiers.arriving.get(key) is not future]:
+                del blocks[key]  # forgotten meanwhile
+            size = sum(block.nbytes for block in blocks.values())
+            self._stats.count("store", len(blocks), size, time.monotonic() - start)
+            for key, block in blocks.items():
+                del self._tiers.arriving[key]
+                self._tiers.host.put(key, block)
+                if self._tiers.disk is not None:
+                    self._tiers.disk.write(key, block)
+
+    def flush(self, end: float) -> None:
+        """Wait for the copies so far, until `end` in time.monotonic seconds at most, and store them."""
+        while self._leaving and time.monotonic() < end:
+            self._leaving[0][1].exception(max(0.0, end - time.monotonic()))
+            self.keep()
+
+    def shutdown(self) -> None:
+        """Wait for the copies so far, and end the thread."""
+        self._copies.shutdown()

@@ -1,0 +1,112 @@
+"""Sessions: conversations whose pages stay in the tiers while they are idle, and can be dropped."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.extensions.due_copies import DueCopies, found_columns, is_here
+from jaxengine.engine.extensions.offload import Offload
+from jaxengine.engine.metric_types import Gauge, Metric
+from jaxengine.scheduler.pages.reach import state_key
+from jaxengine.scheduler.request import FinishReason, Request
+
+# Share of host memory that sessions may pin, and number of them.
+_SHARE, _MAX_SESSIONS = 0.5, 1 << 16
+_SOON_SECONDS = 0.005
+
+
+class Sessions(LoopExtension):
+    """Loop extension that copies a conversation's pages to host memory when a request of it ends, and keeps them there.
+
+    Together sessions keep half of host memory at most: those that were used least recently give way, to what anybody
+    stores.
+
+    Attributes:
+      kept: keys of each session's pages, the one used least recently first.
+    """
+
+    def __init__(self, offload: Offload):
+        self.kept: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._offload, self._due = offload, DueCopies(offload)
+        self._num_of: dict[bytes, int] = {}
+        size = max(offload.mover.page_bytes, offload.mover.state_bytes)
+        self._most = int(offload.tiers.host.capacity * _SHARE) // size
+
+    def attach(self, loop: Loop) -> None:
+        super().attach(loop)
+        self._ranks = loop.scheduler.ranks
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.session in self.kept:
+                self.kept.move_to_end(request.session)
+
+    def poll(self) -> Events:
+        self._due.advance()
+        return NO_EVENTS
+
+    def ended(self, request: Request) -> None:
+        if not request.session or request.finish_reason is FinishReason.ERROR or request.rank < 0:
+            return
+        found = found_columns(self._ranks[request.rank].pages, request.page_hashes)
+        there = {key: page for own in found for key, page in own.items() if page is not None}
+        keys = [key for own in found for key in own if key in there or is_here(self._offload, key)][: self._most]
+        if not keys:
+            return
+        self._keep(keys)
+        self._release(request.session)
+        self.kept[request.session] = keys
+        while len(self._num_of) > self._most or len(self.kept) > _MAX_SESSIONS:
+            self._release(next(iter(self.kept)))
+        self._due.add(self._ranks[request.rank], keys, there)
+        self._due.advance()
+
+    def rest(self) -> float:
+        self._due.advance()
+        return _SOON_SECONDS if self._due else float("inf")
+
+    def drop(self, session: str) -> bool:
+        """Forget the pages that a session alone keeps, on the devices, in host memory and in the folder. Returns False
+        for a session that keeps none. Requests that run go on, and their end begins the session anew.
+        """
+        keys = self.kept.get(session)
+        if keys is None:
+            return False
+        alone = self._release(session)
+        self._due.discard(set(alone))
+        for key in alone:
+            for rank in self._ranks:
+                if not key.endswith(state_key(b"")):
+                    rank.pool.forget(key)
+                elif rank.pages.snapshots is not None:
+                    rank.pages.snapshots.forget(key.removesuffix(state_key(b"")))
+            self._offload.tiers.drop(key)
+        return True
+
+    @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        return {"drop_session": self.drop}
+
+    def metrics(self) -> Iterator[Metric]:
+        yield Gauge("jaxengine:kv_sessions", len(self.kept))
+        yield Gauge("jaxengine:kv_session_pages", len(self._num_of))
+
+    def _keep(self, keys: list[bytes]) -> None:
+        self._offload.tiers.pin(keys)
+        for key in keys:
+            self._num_of[key] = self._num_of.get(key, 0) + 1
+
+    def _release(self, session: str) -> list[bytes]:
+        """Let a session's pages give way to others; return those that no other session keeps."""
+        keys = self.kept.pop(session, [])
+        self._offload.tiers.unpin(keys)
+        alone = []
+        for key in keys:
+            if (count := self._num_of.pop(key) - 1) > 0:
+                self._num_of[key] = count
+            else:
+                alone.append(key)
+        return alone

@@ -1,0 +1,35 @@
+"""DELETE /v1/sessions/{id}: drops the pages that a conversation keeps. A session is its key's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.options import session_key
+from jaxengine.server.http.answers import Answer, answers
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.options import ServerConfig
+
+
+class DroppedSession(Answer):
+    id: str
+    deleted: bool
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["sessions"])
+    if not engine.inputs.config.kv_offloading_bytes:
+        return routes
+
+    @routes.delete("/v1/sessions/{session_id}")
+    @answers(DroppedSession)
+    async def drop_session(session_id: str, request: Request) -> dict[str, Any]:
+        """Drops the keys and values that the conversation alone keeps, on the devices and in the tiers."""
+        owner = request.scope["state"]["owner_tag"]
+        if not await engine.utility("drop_session", session_key(owner, session_id)):
+            raise ApiError(404, f"there is no session {session_id[:128]!r}")
+        return {"id": session_id, "deleted": True}
+
+    return routes

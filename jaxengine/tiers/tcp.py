@@ -1,0 +1,221 @@
+"""Pages by TCP: ZeroMQ's CURVE authenticates both ends by a key that all engines share, and encrypts what they send."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import socket as sockets
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from jaxengine.tiers.transport import MAX_KEYS, PATIENCE_SECONDS, Reader, Source, Transport
+
+_READ, _RELEASE = b"read", b"release"
+_MAX_FRAME_BYTES = 1024  # of what a reader sends
+_LINGER_MS = 1000
+# For so long a source that did not answer is not asked again.
+_REST_SECONDS = 10.0
+# Between two looks for pages that were promised.
+_LOOK_MS = 2
+# What says that a source is gone, or another one than was meant.
+_GONE = (
+    zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class _Asked(NamedTuple):
+    """Question that waits for promised pages. until: time.monotonic seconds."""
+
+    reader: bytes
+    keys: list[bytes]
+    until: float
+
+
+class TcpTransport(Transport):
+    """Transport by TCP. A thread answers those who read; readers wait in their own threads.
+
+    Attributes:
+      patience: seconds that a reader waits for an answer, and an answer for pages that were promised.
+    """
+
+    patience = PATIENCE_SECONDS
+
+    def __init__(self, key: bytes, identity: str, listen: tuple[str, int] | None = None):
+        """Begin to listen, if the engine offers pages.
+
+        key: secret of all engines. identity: what the pages mean; engines with another one get none. listen: host and
+        port, 0 for any free one. Raises OSError if that is impossible.
+        """
+        self.address = None
+        self._identity = identity.encode()
+        self._server_keys, self._reader_keys = _key_pair(key, b"kv offer"), _key_pair(key, b"kv read")
+        self._context = zmq.Context()
+        self._pages: dict[bytes, np.ndarray | None] = {}
+        self._released: deque[str] = deque()
+        self._resting: dict[tuple[str | None, int | None], float] = {}
+        self._is_closing = False
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        if listen is None:
+            return
+        self._auth = ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback("*", _Allowed(self._reader_keys[0]))
+        self._socket = _socket(self._context, zmq.ROUTER, self._server_keys, listen[0])
+        self._socket.curve_server = True
+        self._socket.set(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        try:
+            own = sockets.getaddrinfo(listen[0].strip("[]"), listen[1], type=sockets.SOCK_STREAM)[0][4]
+            self._socket.bind(_address(str(own[0]), listen[1]))
+        except (zmq.ZMQError, OSError) as error:
+            self.shutdown()
+            raise OSError(f"{listen[0]}:{listen[1]}: {error}") from None
+        port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.address = listen[0], port
+        self._thread = threading.Thread(target=self._answer_all, name="kv-offers", daemon=True)
+        self._thread.start()
+
+    def offer(self, key: bytes, block: np.ndarray | None) -> None:
+        if block is not None or key not in self._pages:
+            self._pages[key] = block
+
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._pages.pop(key, None)
+
+    def released(self) -> list[str]:
+        return [self._released.popleft() for _ in range(len(self._released))]
+
+    def open(self, source: Source) -> Reader:
+        return _TcpReader(self, source)
+
+    def shutdown(self) -> None:
+        self._is_closing = True
+        if self._thread is not None:
+            self._thread.join()
+        if hasattr(self, "_auth"):
+            self._socket.close(0)
+            self._auth.stop()
+        self._context.destroy(linger=_LINGER_MS)
+
+    def connect(self, source: Source) -> zmq.Socket[bytes]:
+        """Return a socket to a source. Raises ConnectionError for one that has failed to answer not long ago."""
+        if time.monotonic() < self._resting.get((source.host, source.port), 0.0):
+            raise ConnectionError(f"{source.host}:{source.port} has failed to answer not long ago")
+        assert source.host is not None and source.port is not None
+        socket = _socket(self._context, zmq.DEALER, self._reader_keys, source.host)
+        socket.curve_serverkey = self._server_keys[0]
+        socket.set(zmq.LINGER, _LINGER_MS)
+        # Under a name of its own, as the numbers that pyzmq takes come back before libzmq has given up their names.
+        socket.get_monitor_socket(_GONE, f"inproc://kv-{next(self._numbers)}")
+        socket.connect(_address(source.host, source.port))
+        return socket
+
+    def ask(self, socket: zmq.Socket[bytes], source: Source, keys: Sequence[bytes]) -> list[Any]:
+        """Return the frames of a source's answer for keys. Raises ConnectionError if there is none in time."""
+        socket.send_multipart([_READ, self._identity, *keys])
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(socket.get_monitor_socket(), zmq.POLLIN)  # that of `connect`
+        if socket not in dict(poller.poll(int(self.patience * 1500))):
+            self._resting[source.host, source.port] = time.monotonic() + _REST_SECONDS
+            raise ConnectionError(f"{source.host}:{source.port} does not answer, or has another key")
+        return socket.recv_multipart(copy=False)
+
+    def _answer_all(self) -> None:
+        waiting: list[_Asked] = []
+        while not self._is_closing:
+            if self._socket.poll(_LOOK_MS if waiting else 100):
+                frames = self._socket.recv_multipart()
+                if (asked := self._read(frames)) is not None:
+                    waiting.append(asked)
+            now = time.monotonic()
+            due = [each for each in waiting if now > each.until or not any(map(self._is_promised, each.keys))]
+            waiting = [each for each in waiting if each not in due]
+            for each in due:
+                found = [self._pages.get(key) for key in each.keys]
+                blocks: list[Any] = [b"" if block is None else block.data for block in found]
+                self._socket.send_multipart([each.reader, *blocks], copy=False)
+
+    def _read(self, frames: Sequence[bytes]) -> _Asked | None:
+        """Return what a message asks for; None for one that needs no answer."""
+        if len(frames) < 3:
+            return None
+        reader, kind, identity, *keys = frames
+        if kind == _RELEASE and len(keys) == 1:
+            self._released.append(keys[0].decode(errors="replace"))
+        if kind != _READ or not 1 <= len(keys) <= MAX_KEYS:
+            return None
+        if identity != self._identity:
+            return _Asked(reader, [b""] * len(keys), 0.0)
+        return _Asked(reader, keys, time.monotonic() + self.patience)
+
+    def _is_promised(self, key: bytes) -> bool:
+        return key in self._pages and self._pages[key] is None
+
+
+class _TcpReader(Reader):
+    """Reader of one source."""
+
+    def __init__(self, transport: TcpTransport, source: Source):
+        self._transport, self._source = transport, source
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
+        try:
+            if self._socket is None:
+                self._socket = self._transport.connect(self._source)
+            frames = self._transport.ask(self._socket, self._source, keys)
+        except zmq.ZMQError as error:  # such as a host without an address
+            raise ConnectionError(f"{self._source.host}:{self._source.port}: {error}") from None
+        blocks = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
+        return {key: block for key, block in zip(keys, blocks, strict=False) if len(block)}
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.send_multipart([_RELEASE, b"", self._source.lease.encode()])
+            monitor = self._socket.get_monitor_socket()
+            self._socket.disable_monitor()
+            monitor.close(0)
+            self._socket.close()
+
+
+class _Allowed:
+    """Readers that may connect: those with the shared key."""
+
+    def __init__(self, key: bytes):
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a reader with this public key may connect."""
+        return key == self._key
+
+
+def _key_pair(secret: bytes, person: bytes) -> tuple[bytes, bytes]:
+    """Return the public and the secret key of one end, as text, from the secret of all engines."""
+    own = z85.encode(hashlib.blake2b(secret, digest_size=32, person=person).digest())
+    return zmq.curve_public(own), own
+
+
+def _socket(context: zmq.Context[Any], kind: int, keys: tuple[bytes, bytes], host: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.curve_publickey, socket.curve_secretkey = keys
+    socket.set(zmq.IPV6, ":" in host)
+    return socket
+
+
+def _address(host: str, port: int) -> str:
+    plain = host.strip("[]")
+    return f"tcp://[{plain}]:{port}" if ":" in plain else f"tcp://{plain}:{port}"

@@ -1,0 +1,30 @@
+"""What a request says of pages that another engine gets from this one, or has for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTransferParams:
+    """vLLM's kv_transfer_params of a request.
+
+    Attributes:
+      do_remote_decode: another engine goes on with the request, and gets the pages of its prompt.
+      do_remote_prefill: another engine has computed the pages of the prompt; the other fields say which and where.
+      remote_engine_id: of that engine.
+      remote_request_id: the lease under which it keeps them.
+      remote_block_ids: columns of the prompt whose pages it has, of each cache group; then those with a recurrent
+        state after them, if the model has any.
+      remote_host, remote_port: where it listens; None for nowhere.
+      tp_size: its tensor_parallel_size.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: tuple[tuple[int, ...], ...] = ()
+    remote_host: str | None = None
+    remote_port: int | None = None
+    tp_size: int | None = None

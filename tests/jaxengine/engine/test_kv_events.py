@@ -1,0 +1,203 @@
+"""Events of pages: vLLM's structs decode them, and who follows them knows what the pool has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.errors import ConfigError
+from tests.conftest import TINY_OPTIONS
+from tests.tables import each_row
+
+
+# vLLM's structs, of its field names and options since its events are maps.
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+
+
+class Follower:
+    """Index of pages, by what an engine publishes: (parent, tokens) of each page by its hash and group."""
+
+    def __init__(self, events: str, replay: str):
+        self.context = zmq.Context()
+        self.events = self.context.socket(zmq.SUB)
+        self.events.connect(events)
+        self.events.subscribe(b"kv@")
+        self.replay = self.context.socket(zmq.DEALER)
+        self.replay.connect(replay)
+        self.pages: dict[tuple[Any, int], tuple[Any, list[int]]] = {}
+        self.stored: list[BlockStored] = []
+        self.number = 0
+
+    def catch_up(self) -> list[Any]:
+        """Apply what was published since the last call; return the events."""
+        self.replay.send_multipart([b"", self.number.to_bytes(8, "big")])
+        found = []
+        while True:
+            _, number, payload = self.replay.recv_multipart()
+            if not payload:
+                assert number == b"\xff" * 8
+                break
+            assert int.from_bytes(number, "big") == self.number
+            self.number += 1
+            batch = decode(payload)
+            assert batch.ts > 1.7e9 and batch.data_parallel_rank == 0
+            found += batch.events
+        for event in found:
+            self.apply(event)
+        return found
+
+    def apply(self, event: Any) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.pages.clear()
+        elif isinstance(event, BlockRemoved):
+            for each in event.block_hashes:
+                del self.pages[each, event.group_idx]
+        else:
+            self.stored.append(event)
+            parent, size = event.parent_block_hash, event.block_size
+            assert len(event.token_ids) == size * len(event.block_hashes) == size * len(event.extra_keys or ())
+            for at, each in enumerate(event.block_hashes):
+                self.pages[each, event.group_idx] = parent, event.token_ids[at * size : (at + 1) * size]
+                parent = each
+
+    def knows(self, token_ids: list[int], group: int = 0) -> int:
+        """How many leading pages of a sequence are known, as a router finds them."""
+        count, parent = 0, None
+        by_parent = {
+            (where, tuple(tokens)): page for (page, own), (where, tokens) in self.pages.items() if own == group
+        }
+        while (page := by_parent.get((parent, tuple(token_ids[4 * count : 4 * count + 4])))) is not None:
+            count, parent = count + 1, page
+        return count
+
+    def close(self) -> None:
+        self.context.destroy(0)
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kv")
+    return f"ipc://{folder}/events", f"ipc://{folder}/replay"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_options, addresses):
+    config = {"enable_kv_cache_events": True, "endpoint": addresses[0], "replay_endpoint": addresses[1]}
+    with LLM(**tiny_options | {"kv_events_config": config | {"topic": "kv@pod@tiny"}}) as llm:
+        yield llm
+
+
+def test_who_follows_the_events_knows_the_pool(llm, addresses):
+    follower = Follower(*addresses)
+    pool = llm.core.engine.scheduler.ranks[0].pool
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 128, int(length)).tolist() for length in rng.integers(1, 60, 30)]
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    for first in range(0, 30, 10):
+        asked = [{"prompt_token_ids": each} for each in prompts[first : first + 10]]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        follower.catch_up()
+        assert {page for page, _ in follower.pages} == {int.from_bytes(each[-8:], "big") for each in pool._page_of}
+        for output in outputs[-3:]:
+            whole = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            assert follower.knows(whole) == (len(whole) - 1) // 4  # the last token has no keys
+    assert all(
+        (each.medium, each.lora_name, each.kv_cache_spec_kind) == ("GPU", None, "full_attention")
+        for each in follower.stored
+    )
+    assert follower.number > 3 and len(follower.stored) > 30
+    llm.generate([{"prompt_token_ids": prompts[0], "cache_salt": "mine"}], params, use_tqdm=False)
+    follower.catch_up()
+    assert any(each.extra_keys and each.extra_keys[0] == ("mine",) for each in follower.stored)
+    llm.reset_prefix_cache()
+    llm.core.rest()
+    assert isinstance(follower.catch_up()[-1], AllBlocksCleared) and not follower.pages
+    # What is published has the same form.
+    llm.generate([{"prompt_token_ids": prompts[-1]}], params, use_tqdm=False)
+    assert follower.events.poll(5000)
+    topic, number, payload = follower.events.recv_multipart()
+    assert topic == b"kv@pod@tiny" and len(number) == 8 and decode(payload).events
+    follower.close()
+
+
+def test_pages_that_make_room_are_removed(llm, addresses):
+    follower = Follower(*addresses)
+    follower.catch_up()
+    pool, params = llm.core.engine.scheduler.ranks[0].pool, SamplingParams(max_tokens=1)
+    seen = []
+    for index in range(2 * pool.num_pages // 20):
+        llm.generate([{"prompt_token_ids": [(index * 7 + at) % 128 for at in range(80)]}], params, use_tqdm=False)
+        seen += follower.catch_up()
+    assert any(isinstance(each, BlockRemoved) for each in seen)
+    assert {page for page, _ in follower.pages} == {int.from_bytes(each[-8:], "big") for each in pool._page_of}
+    follower.close()
+
+
+@each_row(
+    "config, message",
+    (
+        ("{", "is no JSON"),
+        ([1], "kv_events_config is"),
+        ({"publisher": "nats"}, "null, zmq"),
+        ({"endpoint": "http://x"}, "kv_events_config.endpoint is 'http://x'"),
+        ({"endpoint": "tcp://*:0"}, "kv_events_config.endpoint is"),
+        ({"replay_endpoint": "inproc://x"}, "kv_events_config.replay_endpoint is"),
+        ({"buffer_steps": 0}, "buffer_steps is 0"),
+        ({"hwm": True}, "hwm is True"),
+        ({"topic": "x" * 2000}, "at most 1024"),
+        ({"max_queue_size": 7}, "has max_queue_size"),
+        ({"enable_kv_cache_events": 1}, "enable_kv_cache_events is 1"),
+    ),
+)
+def test_refused_options(config, message):
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig.from_options(kv_events_config=config)
+    assert message in str(raised.value)
+
+
+def test_options_that_publish_nothing():
+    for config in (None, {}, {"enable_kv_cache_events": False}, {"enable_kv_cache_events": True, "publisher": "null"}):
+        assert not EngineConfig.from_options(kv_events_config=config).publishes_kv_events
+    with pytest.raises(ConfigError, match="enable_prefix_caching is off"):
+        config = {"enable_kv_cache_events": True}
+        LLM(**TINY_OPTIONS, kv_events_config=config, enable_prefix_caching=False)

@@ -1,0 +1,78 @@
+"""Pages go to those who have the key and mean the same by them, and to nobody else; what does not come is a miss."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from jaxengine.tiers.tcp import TcpTransport
+from jaxengine.tiers.transport import FolderTransport, Source
+from tests.jaxengine.tiers.test_disk import block, key
+
+SECRET = b"of all engines, 32 bytes of them"
+
+
+def test_pages_by_tcp():
+    producer, consumer = TcpTransport(SECRET, "model", ("localhost", 0)), TcpTransport(SECRET, "model")
+    assert producer.address is not None and consumer.address is None
+    source = Source(*producer.address, "a lease")
+    producer.offer(key(1), block(1, 300_000))
+    producer.offer(key(2), None)
+    threading.Timer(0.1, producer.offer, (key(2), block(2))).start()
+    reader = consumer.open(source)
+    found = reader.read([key(1), key(2), key(3)])
+    assert list(found) == [key(1), key(2)]
+    assert (found[key(1)] == block(1, 300_000)).all() and (found[key(2)] == block(2)).all()
+    producer.withdraw([key(1)])
+    assert list(reader.read([key(1), key(2)])) == [key(2)]
+    reader.close()
+    end = time.monotonic() + 5
+    while not (released := producer.released()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert released == ["a lease"] and producer.released() == []
+
+    foreign, stranger = TcpTransport(SECRET, "another model"), TcpTransport(SECRET[::-1], "model")
+    assert foreign.open(source).read([key(2)]) == {}
+    with pytest.raises(ConnectionError, match="has another key"):
+        stranger.open(source).read([key(2)])
+    reader = consumer.open(source)
+    assert list(reader.read([key(2)])) == [key(2)]
+    producer.shutdown()
+    start = time.monotonic()
+    for each in (reader, consumer.open(source)):  # the second is not even tried
+        with pytest.raises(ConnectionError):
+            each.read([key(2)])
+    assert time.monotonic() - start < consumer.patience
+    for each in (consumer, foreign, stranger):
+        each.shutdown()
+
+
+def test_a_port_that_is_taken():
+    first = TcpTransport(SECRET, "model", ("127.0.0.1", 0))
+    assert first.address is not None
+    with pytest.raises(OSError, match="in use"):
+        TcpTransport(SECRET, "model", first.address)
+    first.shutdown()
+
+
+def test_pages_by_a_folder(tmp_path):
+    producer, consumer = (FolderTransport(tmp_path, 1.0, produces) for produces in (True, False))
+    reader = consumer.open(Source(None, None, "a lease"))
+    threading.Timer(0.05, producer.offer, (key(1), block(1))).start()
+    assert (reader.read([key(1)])[key(1)] == block(1)).all()
+    (path,) = (each for each in tmp_path.rglob("*") if each.is_file())
+    os.utime(path, (0, 0))
+    producer.offer(key(1), block(1))  # another lease of it
+    assert path.stat().st_mtime > 1
+    end = time.monotonic() + 10
+    while path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not path.exists()
+    reader._deadline = 0.0
+    with pytest.raises(TimeoutError):
+        reader.read([key(1)])
+    producer.shutdown()
+    consumer.shutdown()
