@@ -9,6 +9,8 @@ from typing import Any
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.declared_dense import ropes_of_layers
+from jaxengine.models.families.declared_rows import full_first_of_four
 from jaxengine.models.families.granite import granite_multipliers
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
 
@@ -42,3 +44,15 @@ class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
         return fields.integer("shared_intermediate_size", 0, minimum=0)
+
+
+class GraniteMoeSWAForCausalLM(GraniteMoeSharedForCausalLM):
+    """Granite with experts, sinks, windows in three of four layers, and a base of rope by layer (Granite Swash)."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(sliding_window=128, attention_multiplier=1.0)
+        fields = ConfigFields({**fields.raw, **full_first_of_four(fields)})
+        shared = super().read_hf(fields)
+        layers = (ropes_of_layers(fields, number, layer) for number, layer in enumerate(shared["attention"]))
+        return shared | {"attention": tuple(layers)}
