@@ -25,6 +25,7 @@ from jaxengine.models.families.apertus import ApertusForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
+from jaxengine.models.families.deberta_v2 import DebertaV2Model
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_dense import DENSE_ROWS
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
@@ -203,6 +204,7 @@ ENCODERS: dict[str, type[Encoder]] = {
     "JinaEmbeddingsV3Model": JinaEmbeddingsV3Model,
     "MPNetModel": MPNetModel,
     "ElectraModel": ElectraModel,
+    "DebertaV2Model": DebertaV2Model,
     "AlbertModel": AlbertModel,
     "T5EncoderModel": T5EncoderModel,
 }

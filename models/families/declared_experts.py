@@ -101,7 +101,9 @@ def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)
     fields.require(swa_head_dim=fields.integer("head_dim"), swa_v_head_dim=fields.integer("v_head_dim"))
-    slides = _switches(fields, "hybrid_layer_pattern", [int(layer and (layer + 1) % 6) for layer in range(count)])
+    slides = _switches(
+        fields, "hybrid_layer_pattern", [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(count)]
+    )
     sparse = _switches(fields, "moe_layer_freq", [int(layer > 0) for layer in range(count)])
     return {
         "layer_types": fields.value("layer_types", [SLIDING if each else FULL for each in slides]),
