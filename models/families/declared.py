@@ -36,6 +36,7 @@ from jaxengine.models.config.declared import (
 )
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.hf import Activation, hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.hf_latent import hf_latent_fields
 from jaxengine.models.config.model_config import ModelConfig
@@ -109,6 +110,23 @@ def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
     return None
 
 
+class GGUFRow(NamedTuple):
+    """What of a family's GGUF files its row leaves open.
+
+    Attributes:
+      architecture: llama.cpp's name.
+      eps: field with the epsilon of norms.
+      bias: whether projections have biases, which files do not say. rotates: whether layers have rope.
+      choose: as of Row, from the metadata.
+    """
+
+    architecture: str
+    eps: str = "attention.layer_norm_rms_epsilon"
+    bias: bool = False
+    rotates: bool = True
+    choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
+
+
 class Row(NamedTuple):
     """One family.
 
@@ -132,6 +150,7 @@ class Row(NamedTuple):
       experts: function that reads the experts; None for none. experts_in: module of a layer that they, their router and
         their shared MLP are in. expert_names: names there. stacked_experts: as of CheckpointNames.
       latent: whether attention is multi-head latent attention.
+      gguf: reading of GGUF files; None where there is none.
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read. unused: the same for beginnings.
     """
@@ -157,6 +176,7 @@ class Row(NamedTuple):
     experts_in: str = "mlp"
     expert_names: ExpertNames = MLP_NAMES
     latent: bool = False
+    gguf: GGUFRow | None = None
     transposed: tuple[str, ...] = ()
     unused_ends: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -183,6 +203,16 @@ class Row(NamedTuple):
         experts = None if self.experts is None else self.experts(fields)
         more = {} if self.more is None else self.more(fields)
         return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
+
+    def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
+        """Read GGUF metadata: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
+        assert self.gguf is not None
+        own, form = self.gguf, self.form
+        form = form if own.choose is None else own.choose(gguf.fields, form)
+        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, bias=own.bias, output_bias=own.bias)
+        if not own.rotates:
+            shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
+        return shared | {"mlp_bias": own.bias, "declared": form}
 
     def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
         """Read the fields that families share. attention: of every layer."""
@@ -312,6 +342,10 @@ class DeclaredForCausalLM(Decoder):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return cls.row.read(fields)
 
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return cls.row.read_gguf(gguf)
+
     def __init__(self, config: ModelConfig, build: Build):
         assert config.declared is not None
         self.form = form = config.declared
@@ -424,5 +458,12 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
         unused=row.unused,
         stacked_experts=row.stacked_experts,
     )
-    members = {"row": row, "checkpoint_names": names, "__doc__": row.about, "__module__": __name__}
+    architecture = None if row.gguf is None else row.gguf.architecture
+    members = {
+        "row": row,
+        "gguf_architecture": architecture,
+        "checkpoint_names": names,
+        "__doc__": row.about,
+        "__module__": __name__,
+    }
     return type(name, (DeclaredForCausalLM,), members)

@@ -10,7 +10,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import AROUND, FIXED_RMS, OFFSET, RMS, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import layer_kinds, read_head_dim, read_rope
-from jaxengine.models.families.declared import EPS, Row, no_rope
+from jaxengine.models.families.declared import EPS, GGUFRow, Row, no_rope
 from jaxengine.models.families.declared_rows import full_first_of_four, windowed
 from jaxengine.models.families.gemma2 import read_cap
 from jaxengine.models.families.granite import granite_multipliers
@@ -87,6 +87,7 @@ DENSE_ROWS: dict[str, Row] = {
             "activation_function": "hidden_act",
         },
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, **_UNBIASED},
+        gguf=GGUFRow("exaone"),
         **_LLAMA,
     ),
     "IQuestCoderForCausalLM": Row(

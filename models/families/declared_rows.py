@@ -27,6 +27,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, windows_by_kind
 from jaxengine.models.families.declared import (
     EPS,
+    GGUFRow,
     Row,
     neighbours,
     no_rope,
@@ -172,6 +173,16 @@ ROWS_BY_NAME: dict[str, Row] = {
         adapt=four_times,
         each_layer=_gpt2_layer,
         transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+        gguf=GGUFRow(
+            "gpt2",
+            eps="attention.layer_norm_epsilon",
+            bias=True,
+            rotates=False,
+            # Names of their own: matrices are not transposed in these files.
+            choose=lambda fields, form: replace(
+                form, qkv=("attn.qkv",), out="attn.out", up=("mlp.up",), down="mlp.down"
+            ),
+        ),
         unused_ends=_MASKS,
     ),
     "GPTBigCodeForCausalLM": Row(
@@ -255,6 +266,12 @@ ROWS_BY_NAME: dict[str, Row] = {
         output_bias="attention_bias",
         choose=_parallel("use_parallel_residual"),
         unused_ends=(*_MASKS, ".attention.rotary_emb.inv_freq"),
+        gguf=GGUFRow(
+            "gptneox",
+            eps="attention.layer_norm_epsilon",
+            bias=True,
+            choose=lambda fields, form: _parallel("use_parallel_residual")(fields, replace(form, joined=ROWS)),
+        ),
     ),
     "PersimmonForCausalLM": Row(
         "Persimmon (Adept 2023): GPT-NeoX's projections, norms on each head of q and k, a squared ReLU.",
@@ -286,6 +303,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         defaults={EPS: 1e-5, "partial_rotary_factor": 0.5, "qk_layernorm": False},
         rope=parts_of_heads,
         choose=_qk_norms("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        gguf=GGUFRow("phi2", eps="attention.layer_norm_epsilon", bias=True),
     ),
     "FalconForCausalLM": Row(
         "Falcon (Almazrouei et al. 2023, arXiv:2311.16867): attention and MLP in parallel, one head of keys and values "
@@ -381,6 +399,11 @@ ROWS_BY_NAME: dict[str, Row] = {
         output_bias="attention_bias",
         mlp_bias=False,
         choose=lambda fields, form: replace(form, clip=fields.number("clip_qkv", None)),
+        gguf=GGUFRow(
+            "olmo",
+            eps="attention.layer_norm_epsilon",
+            choose=lambda fields, form: replace(form, clip=fields.number("attention.clamp_kqv", None)),
+        ),
     ),
     "ArceeForCausalLM": Row(
         "AFM-4.5B (Arcee AI 2025): Llama with a squared ReLU without a gate.",
@@ -391,6 +414,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
+        gguf=GGUFRow("arcee"),
     ),
     "Jais2ForCausalLM": Row(
         "Jais 2 (MBZUAI, Inception and Cerebras 2025): layer norms, biases, a squared ReLU without a gate.",
