@@ -234,7 +234,10 @@ class Row(NamedTuple):
 
 
 class DeclaredLayer(nnx.Module):
-    """Layer of a DeclaredForm, made of the given attention and MLP."""
+    """Layer of a DeclaredForm, made of the given attention and MLP. It has the norms that its placement needs."""
+
+    input_norm: Any
+    mlp_norm: Any
 
     def __init__(self, config: ModelConfig, form: DeclaredForm, attention: nnx.Module, mlp: nnx.Module, build: Build):
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)

@@ -33,6 +33,8 @@ _COUNTS |= {"num_shared_experts": "n_shared_experts"}
 _RMS_EPS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
 _PLAIN: dict[str, Any] = {"bias": False, "output_bias": False, **_RMS_EPS}
 _BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", **_RMS_EPS}
+_BIASED_BEFORE: dict[str, Any] = {**_BIASED, "output_bias": False}
+_ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -344,7 +346,7 @@ EXPERT_ROWS: dict[str, Row] = {
         only={"num_nextn_predict_layers": 0},
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
-        **_BIASED | {"mlp_bias": "mlp_bias"},
+        **_ALL_BIASED,
     ),
     "Mistral4ForCausalLM": Row(
         "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",
@@ -406,7 +408,7 @@ EXPERT_ROWS: dict[str, Row] = {
         },
         adapt=lambda fields: {"intermediate_size": fields.integer("moe_intermediate_size")},
         experts=sigmoid_experts,
-        **_BIASED | {"output_bias": False},
+        **_BIASED_BEFORE,
     ),
     "FlexOlmoForCausalLM": Row(
         "FlexOlmo (Shi et al. 2025, arXiv:2507.07024): OLMo 2's layers with experts.",
