@@ -25,7 +25,11 @@ from jaxengine.models.families.apertus import ApertusForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
-from jaxengine.models.families.declared_rows import DECLARED
+from jaxengine.models.families.deberta_v2 import DebertaV2Model
+from jaxengine.models.families.declared import declared_class
+from jaxengine.models.families.declared_dense import DENSE_ROWS
+from jaxengine.models.families.declared_experts import EXPERT_ROWS
+from jaxengine.models.families.declared_rows import ROWS_BY_NAME
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
@@ -34,7 +38,7 @@ from jaxengine.models.families.dots1 import Dots1ForCausalLM
 from jaxengine.models.families.electra import ElectraModel
 from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
 from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
-from jaxengine.models.families.exaone4 import Exaone4ForCausalLM
+from jaxengine.models.families.exaone4 import Exaone4_5_ForConditionalGeneration, Exaone4ForCausalLM
 from jaxengine.models.families.falcon_h1 import FalconH1ForCausalLM
 from jaxengine.models.families.gemma import GemmaForCausalLM
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
@@ -49,7 +53,11 @@ from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
 from jaxengine.models.families.gpt_oss import GptOssForCausalLM
 from jaxengine.models.families.granite import GraniteForCausalLM
-from jaxengine.models.families.granite_moe import GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM
+from jaxengine.models.families.granite_moe import (
+    GraniteMoeForCausalLM,
+    GraniteMoeSharedForCausalLM,
+    GraniteMoeSWAForCausalLM,
+)
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from jaxengine.models.families.gte import GteModel
 from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
@@ -138,6 +146,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "CohereForCausalLM": CohereForCausalLM,
     "Cohere2ForCausalLM": Cohere2ForCausalLM,
     "Exaone4ForCausalLM": Exaone4ForCausalLM,
+    "Exaone4_5_ForConditionalGeneration": Exaone4_5_ForConditionalGeneration,
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
     "WhisperForConditionalGeneration": WhisperForConditionalGeneration,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioForConditionalGeneration,
@@ -174,6 +183,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "NemotronHForCausalLM": NemotronHForCausalLM,
     "GraniteMoeForCausalLM": GraniteMoeForCausalLM,
     "GraniteMoeSharedForCausalLM": GraniteMoeSharedForCausalLM,
+    "GraniteMoeSWAForCausalLM": GraniteMoeSWAForCausalLM,
     "PhiMoEForCausalLM": PhiMoEForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
@@ -191,7 +201,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
     "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
     "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
-    **DECLARED,
+    **{name: declared_class(name, row) for name, row in {**ROWS_BY_NAME, **DENSE_ROWS, **EXPERT_ROWS}.items()},
 }
 # The same of models that only pool.
 ENCODERS: dict[str, type[Encoder]] = {
@@ -206,6 +216,7 @@ ENCODERS: dict[str, type[Encoder]] = {
     "JinaEmbeddingsV3Model": JinaEmbeddingsV3Model,
     "MPNetModel": MPNetModel,
     "ElectraModel": ElectraModel,
+    "DebertaV2Model": DebertaV2Model,
     "AlbertModel": AlbertModel,
     "T5EncoderModel": T5EncoderModel,
 }

@@ -119,6 +119,7 @@ class LayerAttention:
       kv_source: number of the layer before this one whose keys and values it attends to, as that layer has cached them;
         None for its own. It projects queries only and has no pages.
       keys_as_values: the projection to keys gives the values as well, before norm and rope; there is no other.
+      value_size: size of a value where it is not head_dim; None where it is, or where there is a latent.
     """
 
     num_heads: int
@@ -142,6 +143,7 @@ class LayerAttention:
     feed_forward_only: bool = False
     kv_source: int | None = None
     keys_as_values: bool = False
+    value_size: int | None = None
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)
@@ -164,6 +166,10 @@ class LayerAttention:
             )
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
             raise ModelConfigError(f"rotary_dim must be at most head_dim = {self.head_dim}, got {self.rope.rotary_dim}")
+        if self.value_size is not None:
+            check_size("v_head_dim", self.value_size, MAX_HEAD_DIM)
+            if self.latent is not None or self.keys_as_values:
+                raise ModelConfigError("values computed from a latent, or that are keys, have no size of their own")
         if self.latent is not None:
             width = self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
             if (self.num_kv_heads, self.head_dim) != (1, width):
@@ -171,13 +177,13 @@ class LayerAttention:
                     f"a latent needs one kv head of kv_lora_rank + qk_rope_head_dim = {width}, got num_kv_heads "
                     f"{self.num_kv_heads} and head_dim {self.head_dim}"
                 )
-            if self.qk_norm or self.sinks or self.temperature is not None:
-                raise ModelConfigError("latent attention takes no qk_norm, no sinks and no temperature")
+            if self.qk_norm or self.sinks:
+                raise ModelConfigError("latent attention takes no qk_norm and no sinks")
         if self.index is not None:
             if self.latent is None or self.latent.q_lora_rank is None:
                 raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
-            if self.reach is not None or self.soft_cap is not None:
-                raise ModelConfigError("attention to selected keys takes no window, no chunk and no soft cap")
+            if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
+                raise ModelConfigError("attention to selected keys takes no window, chunk, soft cap or temperature")
             if self.latent.qk_rope_head_dim > self.index.head_dim:
                 allowed = f"index_head_dim must be at least qk_rope_head_dim = {self.latent.qk_rope_head_dim}"
                 raise ModelConfigError(f"{allowed}, got {self.index.head_dim}")
@@ -199,7 +205,7 @@ class LayerAttention:
         """
         if self.index is not None:
             return self.index.head_dim
-        return self.head_dim if self.latent is None else self.latent.kv_lora_rank
+        return (self.value_size or self.head_dim) if self.latent is None else self.latent.kv_lora_rank
 
     @property
     def values_in_keys(self) -> bool:

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Kinds of norms: RMS; layer norms with weights and biases, with weights alone, without either.
-RMS, LAYER, UNBIASED, FIXED = "rms", "layer", "unbiased", "fixed"
-# Places of norms: x + part(norm(x)), one part after the other; both parts beside each other; norm(x + part(x)).
-BEFORE, PARALLEL, AFTER = "before", "parallel", "after"
+# Kinds of norms: RMS, with weights, with their difference to one, without; layer norms with weights and biases, with
+# weights alone, without either. Of queries and keys also: RMS over all heads at once, and a layer norm with weights
+# alone for each head.
+RMS, OFFSET, FIXED_RMS = "rms", "offset rms", "fixed rms"
+LAYER, UNBIASED, FIXED = "layer", "unbiased", "fixed"
+ALL_HEADS, EACH_HEAD = "all heads", "each head"
+# Places of norms: x + part(norm(x)), one part after the other; both parts beside each other; norm(x + part(x));
+# x + norm(part(x)); x + norm(part(norm(x))).
+BEFORE, PARALLEL, AFTER, OUTPUT, AROUND = "before", "parallel", "after", "output", "around"
 # Rows of a joined projection: all of q, all of k, all of v; queries, a key and a value of each group of heads; queries,
 # values and keys of each quarter of the heads.
 ROWS, GROUPS, QUARTERS = "rows", "groups", "quarters"
@@ -23,17 +28,24 @@ class DeclaredForm:
     Attributes:
       norm: kind of all norms.
       placement: of norms.
-      norms: names of a layer's norms, one where both parts share it.
+      norms: names of a layer's norms in the order of their use, one where both parts share it.
       qkv: projections of queries, keys and values, or one name where they are joined.
       joined: order of a joined projection's rows.
       out: projection after attention.
       clip: bound of projected queries, keys and values; None for none.
-      qk_norms: norms of each head's q and k, () for none. qk_norm: their kind.
+      qk_norms: norms of each head's q and k, () for none. qk_norm: their kind. qk_norms_last: they follow rope.
+      reversed_rope: rope turns the other way.
+      gate: projection whose `gate_activation` multiplies the results of heads, each with one number if `gates_heads`;
+        None for none.
+      value_scale: factor of values.
       up: the MLP's projections before its activation: gate and up, or up alone.
       down: its projection after that.
+      experts_norm: norm after experts, which a layer with a dense MLP lacks; None for none.
       activation: name of its activation.
       positions: table of positions, whose rows are added to embeddings; None for none.
       first_position: row of the first position.
+      root_scaled: whether embeddings are multiplied by the root of their size, rounded to their dtype.
+      embedding_norm: whether a norm without weights follows the embedding.
       final_norm: whether a norm follows the last layer.
       head_bias: whether logits have a bias.
       embedding_size: elements of an embedding that is projected to the hidden size, and back before the logits; None
@@ -49,11 +61,20 @@ class DeclaredForm:
     clip: float | None = None
     qk_norms: tuple[str, ...] = ()
     qk_norm: str = LAYER
+    qk_norms_last: bool = False
+    reversed_rope: bool = False
+    gate: str | None = None
+    gates_heads: bool = False
+    gate_activation: str = "sigmoid"
+    value_scale: float = 1.0
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    experts_norm: str | None = None
     activation: str = "silu"
     positions: str | None = None
     first_position: int = 0
+    root_scaled: bool = False
+    embedding_norm: bool = False
     final_norm: bool = True
     head_bias: bool = False
     embedding_size: int | None = None

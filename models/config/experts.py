@@ -21,6 +21,7 @@ class ExpertsConfig:
       scoring_func: function from the router's logits to scores: over all experts (softmax), or of each alone (sigmoid).
       correction_bias: a learned number is added to each expert's score when experts are picked, not when they are
         weighed (Wang et al. 2024, arXiv:2408.15664).
+      corrects_logits: that number is added to the router's logits and not to scores.
       num_expert_group, topk_group: number of equal groups of experts; a token's experts are picked among its
         best `topk_group` groups (DeepSeek-AI 2024, arXiv:2412.19437).
       routed_scaling_factor: factor of all weights.
@@ -31,6 +32,7 @@ class ExpertsConfig:
       shared_intermediate_size: feed-forward size of the shared dense MLP that every token goes to in addition, 0 for
         none.
       shared_gate: the shared MLP's output is weighed by a sigmoid gate of its own.
+      output_scale: factor of the sum of the experts' and the shared MLP's outputs.
       router_jitter_noise: half of the relative distance from the best score within which others count, for families
         that weigh experts so.
       latent_size: elements of an expert's input and output, projected from and to the hidden state; None for the hidden
@@ -44,6 +46,7 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
     scoring_func: str = "softmax"
     correction_bias: bool = False
+    corrects_logits: bool = False
     num_expert_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
@@ -54,6 +57,7 @@ class ExpertsConfig:
     bias: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    output_scale: float = 1.0
     router_jitter_noise: float = 0.01
     latent_size: int | None = None
 
@@ -77,6 +81,13 @@ class ExpertsConfig:
             raise ModelConfigError(
                 f"experts: scoring_func must be one of {', '.join(SCORING_FUNCS)}, got {self.scoring_func!r}"
             )
-        for name in ("routed_scaling_factor", "min_weight_sum", "swiglu_alpha", "swiglu_limit", "router_jitter_noise"):
+        for name in (
+            "routed_scaling_factor",
+            "min_weight_sum",
+            "swiglu_alpha",
+            "swiglu_limit",
+            "output_scale",
+            "router_jitter_noise",
+        ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ModelConfigError(f"experts: {name} must be a finite number > 0, got {getattr(self, name)!r}")

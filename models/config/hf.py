@@ -209,15 +209,28 @@ def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
     return tuple(kinds)
 
 
+def listed_dense(fields: ConfigFields) -> tuple[int, ...] | None:
+    """Return the numbers of the layers that `mlp_layer_types` lists as dense, the others being sparse; None without it.
+
+    Raises ModelConfigError for a list with other kinds or of another length.
+    """
+    kinds, num_layers = fields.value("mlp_layer_types", None), fields.integer("num_hidden_layers")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in ("dense", "sparse") for k in kinds):
+        raise fields.fail("mlp_layer_types", f"a list of {num_layers} of dense, sparse")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
 def windows_by_kind(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:
     """Return the window of each layer, given its kind: `window` for SLIDING ones, None for the others."""
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def ropes_by_kind(
-    fields: ConfigFields, head_dim: int, kinds: Sequence[str], *, sliding_theta: str = "rope_theta"
+    fields: ConfigFields, head_dim: int, kinds: Sequence[str], *, sliding_theta: str = "rope_theta", **options: Any
 ) -> tuple[Rope, ...]:
-    """Read the rope of each layer of these kinds, FULL or SLIDING. Raises ModelConfigError.
+    """Read the rope of each layer of these kinds, FULL or SLIDING. options: as for read_rope. Raises ModelConfigError.
 
     transformers 5 writes a mapping for each kind into `rope_parameters`; transformers 4 `rope_theta` and `rope_scaling`
     for FULL layers, and the field `sliding_theta` for SLIDING ones, which are not scaled.
@@ -231,7 +244,7 @@ def ropes_by_kind(
                 raise fields.fail("rope_parameters", f"a mapping that has one for {kind}")
         theta = fields.number("rope_theta" if kind == FULL else sliding_theta)
         flat = {**fields.raw, "rope_parameters": own, "rope_scaling": None, "rope_theta": theta}
-        by_kind[kind] = read_rope(ConfigFields(flat), head_dim)
+        by_kind[kind] = read_rope(ConfigFields(flat), head_dim, **options)
     return tuple(by_kind[kind] for kind in kinds)
 
 

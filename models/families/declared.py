@@ -19,8 +19,14 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import (
     AFTER,
+    ALL_HEADS,
+    AROUND,
+    EACH_HEAD,
     FIXED,
+    FIXED_RMS,
     LAYER,
+    OFFSET,
+    OUTPUT,
     PARALLEL,
     QUARTERS,
     RMS,
@@ -28,28 +34,49 @@ from jaxengine.models.config.declared import (
     UNBIASED,
     DeclaredForm,
 )
+from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import (
-    Activation,
-    hf_fields,
-    read_head_dim,
-    read_rope,
-)
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import Activation, hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.hf_latent import hf_latent_fields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs, head_copies
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.embedding import Embedding, vocab_source
 from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mla import LatentAttention
 from jaxengine.models.layers.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared
-from jaxengine.models.layers.norm import FixedLayerNorm, LayerNorm, NormClass, RMSNorm, UnbiasedLayerNorm
+from jaxengine.models.layers.moe import MLP_NAMES, ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.norm import (
+    FixedLayerNorm,
+    FixedRMSNorm,
+    HeadLayerNorms,
+    HeadsRMSNorm,
+    LayerNorm,
+    NormClass,
+    OffsetRMSNorm,
+    RMSNorm,
+    UnbiasedLayerNorm,
+    rms_normalized,
+)
+from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-NORMS: dict[str, NormClass] = {RMS: RMSNorm, LAYER: LayerNorm, UNBIASED: UnbiasedLayerNorm, FIXED: FixedLayerNorm}
+NORMS: dict[str, NormClass] = {
+    RMS: RMSNorm,
+    OFFSET: OffsetRMSNorm,
+    FIXED_RMS: FixedRMSNorm,
+    LAYER: LayerNorm,
+    UNBIASED: UnbiasedLayerNorm,
+    FIXED: FixedLayerNorm,
+}
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_fast": gelu_tanh,
@@ -83,13 +110,30 @@ def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
     return None
 
 
+class GGUFRow(NamedTuple):
+    """What of a family's GGUF files its row leaves open.
+
+    Attributes:
+      architecture: llama.cpp's name.
+      eps: field with the epsilon of norms.
+      bias: whether projections have biases, which files do not say. rotates: whether layers have rope.
+      choose: as of Row, from the metadata.
+    """
+
+    architecture: str
+    eps: str = "attention.layer_norm_rms_epsilon"
+    bias: bool = False
+    rotates: bool = True
+    choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
+
+
 class Row(NamedTuple):
     """One family.
 
     Attributes:
       about: first sentence of its documentation.
       form: its layers and ends, where the configuration says nothing else.
-      names: beginnings of the names of weights outside of layers, and the model's.
+      names: beginnings of the names of weights outside of layers, and the model's. suffixes: the same for ends.
       spelled: names of fields that it spells otherwise, and what others call them.
       defaults: values of fields that a configuration may leave out.
       only: values of fields that nothing else is read for.
@@ -102,8 +146,13 @@ class Row(NamedTuple):
       adapt: function that makes fields of others' meaning of its own; None for none.
       choose: function from the fields and the form to the form of a checkpoint; None where all have the same.
       each_layer: function from the fields, a layer's number and its attention to its own; None where all are alike.
+      more: function that reads further arguments of ModelConfig; None for none.
+      experts: function that reads the experts; None for none. experts_in: module of a layer that they, their router and
+        their shared MLP are in. expert_names: names there. stacked_experts: as of CheckpointNames.
+      latent: whether attention is multi-head latent attention.
+      gguf: reading of GGUF files; None where there is none.
       transposed: ends of the names of matrices that are stored as [in, out].
-      unused_ends: ends of the names of tensors that are not read.
+      unused_ends: ends of the names of tensors that are not read. unused: the same for beginnings.
     """
 
     about: str
@@ -122,8 +171,17 @@ class Row(NamedTuple):
     adapt: Callable[[ConfigFields], Mapping[str, Any]] | None = None
     choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
     each_layer: Callable[[ConfigFields, int, LayerAttention], LayerAttention] | None = None
+    more: Callable[[ConfigFields], Mapping[str, Any]] | None = None
+    experts: Callable[[ConfigFields], ExpertsConfig | None] | None = None
+    experts_in: str = "mlp"
+    expert_names: ExpertNames = MLP_NAMES
+    latent: bool = False
+    gguf: GGUFRow | None = None
     transposed: tuple[str, ...] = ()
     unused_ends: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
+    stacked_experts: StackedExperts | None = None
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:
         """Read a config.json: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
@@ -138,21 +196,32 @@ class Row(NamedTuple):
             fields.boolean(each) if isinstance(each, str) else each
             for each in (self.bias, self.output_bias, self.mlp_bias)
         )
-        rope = self.rope(fields, read_head_dim(fields))
-        shared = hf_fields(
-            fields,
-            ropes=[rope] * fields.integer("num_hidden_layers"),
-            activation=Activation("hidden_act", (activation,)),
-            tied=self.tied,
-            eps=self.eps,
-            bias=bias,
-            output_bias=output_bias,
-            qk_norm=bool(form.qk_norms),
-        )
+        shared = self._shared(fields, activation, bias=bias, output_bias=output_bias)
         if self.each_layer is not None:
             numbered = enumerate(shared["attention"])
             shared["attention"] = tuple(self.each_layer(fields, number, layer) for number, layer in numbered)
-        return shared | {"mlp_bias": mlp_bias, "declared": form}
+        experts = None if self.experts is None else self.experts(fields)
+        more = {} if self.more is None else self.more(fields)
+        return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
+
+    def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
+        """Read GGUF metadata: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
+        assert self.gguf is not None
+        own, form = self.gguf, self.form
+        form = form if own.choose is None else own.choose(gguf.fields, form)
+        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, bias=own.bias, output_bias=own.bias)
+        if not own.rotates:
+            shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
+        return shared | {"mlp_bias": own.bias, "declared": form}
+
+    def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
+        """Read the fields that families share. attention: of every layer."""
+        named = Activation("hidden_act", (activation,))
+        options: dict[str, Any] = {"activation": named, "tied": self.tied, "eps": self.eps, **attention}
+        if self.latent:
+            return hf_latent_fields(fields, interleaved=fields.boolean("rope_interleave", True), **options)
+        ropes = [self.rope(fields, read_head_dim(fields))] * fields.integer("num_hidden_layers")
+        return hf_fields(fields, ropes=ropes, **options)
 
     def _canonical(self, fields: ConfigFields) -> ConfigFields:
         """Return the fields under the names that most families use, with defaults."""
@@ -165,41 +234,106 @@ class Row(NamedTuple):
 
 
 class DeclaredLayer(nnx.Module):
-    """Layer of a DeclaredForm, made of the given attention and MLP."""
+    """Layer of a DeclaredForm, made of the given attention and MLP. It has the norms that its placement needs."""
+
+    input_norm: Any
+    mlp_norm: Any
 
     def __init__(self, config: ModelConfig, form: DeclaredForm, attention: nnx.Module, mlp: nnx.Module, build: Build):
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
-        first, *second = (norm(source=f"{LAYER_NAME}.{name}") for name in form.norms)
-        self.input_norm, self.mlp_norm = first, second[0] if second else None
+        norms = [norm(source=f"{LAYER_NAME}.{name}") for name in form.norms]
+        if form.placement == AROUND:
+            self.input_norm, self.attended_norm, self.mlp_norm, self.output_norm = norms
+        elif form.placement == OUTPUT:
+            self.attended_norm, self.output_norm = norms
+        else:
+            self.input_norm, *rest = norms
+            self.mlp_norm = rest[0] if rest else None
         self.attention, self.mlp, self.placement = attention, mlp, form.placement
+        self.multiplier = config.residual_multiplier
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        after = self.placement == AFTER
-        normed = x if after else self.input_norm(x)
+        late, norms_output = self.placement in (AFTER, OUTPUT), self.placement in (OUTPUT, AROUND)
+        normed = x if late else self.input_norm(x)
         with jax.named_scope("attention"):
             attended, kv = self.attention(normed, kv, pages, step)
+            attended = scaled(self.attended_norm(attended) if norms_output else attended, self.multiplier)
         with jax.named_scope("mlp"):
             if self.placement == PARALLEL:
                 normed = normed if self.mlp_norm is None else self.mlp_norm(x)
-                return x + attended + self.mlp(normed, step.rows), kv
-            assert self.mlp_norm is not None
-            x = self.input_norm(x + attended) if after else x + attended
-            added = self.mlp(x if after else self.mlp_norm(x), step.rows)
-            return self.mlp_norm(x + added) if after else x + added, kv
+                return x + attended + scaled(self.mlp(normed, step.rows), self.multiplier), kv
+            x = self.input_norm(x + attended) if self.placement == AFTER else x + attended
+            added = self.mlp(x if late else self.mlp_norm(x), step.rows)
+            x = x + scaled(self.output_norm(added) if norms_output else added, self.multiplier)
+            return self.mlp_norm(x) if self.placement == AFTER else x, kv
 
 
-class ClippedAttention(Attention):
-    """Attention whose projected queries, keys and values are bounded by -clip and clip; None for no bound."""
+class NormedMLP(nnx.Module):
+    """norm(mlp(x))."""
 
-    def __init__(self, clip: float | None, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.clip = clip
+    def __init__(self, mlp: nnx.Module, norm: nnx.Module):
+        self.mlp, self.norm = mlp, norm
+
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        return self.norm(self.mlp(x, rows))
+
+
+class DeclaredAttention(Attention):
+    """Attention of a DeclaredForm. eps: of the norms of queries and keys."""
+
+    def __init__(self, form: DeclaredForm, attention: LayerAttention, hidden_size: int, *, eps: float, build: Build):
+        norms = _qk_norms(form, attention, eps, build)
+        super().__init__(
+            attention,
+            hidden_size,
+            eps=eps,
+            source=f"{LAYER_NAME}.self_attn",
+            build=build,
+            qkv=_qkv(form, attention),
+            out=Source(f"{LAYER_NAME}.{form.out}", hidden_size),
+            qk_norms=[None, None] if form.qk_norms_last else norms,
+        )
+        self.form = form
+        self.late_norms = nnx.List(norms if form.qk_norms_last else [])
+        if form.gate is not None:
+            size = 1 if form.gates_heads else attention.v_head_dim
+            gate = Source(f"{LAYER_NAME}.{form.gate}", attention.num_heads * size, group=size)
+            self.gate = Linear(hidden_size, (gate,), axes=("embed", "heads"), build=build)
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        return super().rotate(self.values(q), self.values(k), step)
+        if step.rope is not None and self.form.reversed_rope:
+            step = step._replace(rope=(step.rope[0], -step.rope[1]))
+        q, k = super().rotate(self._clipped(q), self._clipped(k), step)
+        if not self.late_norms:
+            return q, k
+        with jax.named_scope("qk_norm"):
+            return self.late_norms[0](q), self.late_norms[1](k)
 
     def values(self, v: jax.Array) -> jax.Array:
-        return v if self.clip is None else jnp.clip(v, -self.clip, self.clip)
+        return scaled(self._clipped(v), self.form.value_scale)
+
+    def _clipped(self, x: jax.Array) -> jax.Array:
+        clip = self.form.clip
+        return x if clip is None else jnp.clip(x, -clip, clip)
+
+    def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        if self.form.gate is None:
+            return o
+        factors = GATES[self.form.gate_activation](self.gate(x, step.rows).astype(jnp.float32))
+        return (o.astype(jnp.float32) * factors.reshape(*o.shape[:2], -1)).astype(o.dtype)
+
+
+def _qk_norms(form: DeclaredForm, attention: LayerAttention, eps: float, build: Build) -> list[nnx.Module]:
+    """Make the norms of queries and of keys; none if the form has none."""
+    names = [f"{LAYER_NAME}.{name}" for name in form.qk_norms]
+    if form.qk_norm in NORMS:
+        return [NORMS[form.qk_norm](attention.head_dim, eps, source=name, build=build) for name in names]
+    norm = {ALL_HEADS: HeadsRMSNorm, EACH_HEAD: HeadLayerNorms}[form.qk_norm]
+    counts = ((attention.num_heads, 1), (attention.num_kv_heads, head_copies(attention, build.mesh)))
+    return [
+        norm(count, attention.head_dim, eps, source=name, copies=copies, build=build)
+        for name, (count, copies) in zip(names, counts, strict=False)
+    ]
 
 
 class DeclaredForCausalLM(Decoder):
@@ -210,6 +344,10 @@ class DeclaredForCausalLM(Decoder):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return cls.row.read(fields)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return cls.row.read_gguf(gguf)
 
     def __init__(self, config: ModelConfig, build: Build):
         assert config.declared is not None
@@ -244,15 +382,23 @@ class DeclaredForCausalLM(Decoder):
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, form, own = self.config, self.form, self.config.attention[layer]
-        size, eps, norm = config.hidden_size, config.rms_norm_eps, NORMS[form.qk_norm]
-        norms = [norm(own.head_dim, eps, source=f"{LAYER_NAME}.{name}", build=build) for name in form.qk_norms]
-        modules = {"qkv": _qkv(form, own), "out": Source(f"{LAYER_NAME}.{form.out}", size), "qk_norms": norms}
-        attention = ClippedAttention(form.clip, own, size, eps=eps, source=LAYER_NAME, build=build, **modules)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        if own.latent is None:
+            attention: nnx.Module = DeclaredAttention(form, own, size, eps=eps, build=build)
+        else:
+            attention = LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build)
         return DeclaredLayer(config, form, attention, self.make_mlp(layer, build), build)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         """Make the feed-forward part of a layer: ([T, D], Rows) -> [T, D]."""
-        config, form = self.config, self.form
+        config, form, experts = self.config, self.form, self.config.experts
+        if experts is not None and layer not in experts.dense_layers:
+            source, names = f"{LAYER_NAME}.{self.row.experts_in}", self.row.expert_names
+            mixture = MixtureOfExperts(config, source=source, names=names, router_dtype=jnp.float32, build=build)
+            if form.experts_norm is None:
+                return mixture
+            norm = {"source": f"{LAYER_NAME}.{form.experts_norm}", "build": build}
+            return NormedMLP(mixture, NORMS[form.norm](config.hidden_size, config.rms_norm_eps, **norm))
         size, ffn = config.hidden_size, config.intermediate_size
         options: dict[str, Any] = {"activation": ACTIVATIONS[form.activation], "bias": config.mlp_bias, "build": build}
         if len(form.up) == 1:
@@ -270,11 +416,18 @@ class DeclaredForCausalLM(Decoder):
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
         x = super().embed_tokens(token_ids)
-        return x if self.form.embedding_size is None else self.project_in(x)
+        x = x if self.form.embedding_size is None else self.project_in(x)
+        if self.form.root_scaled:
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        if not self.form.embedding_norm:
+            return x
+        return rms_normalized(x, self.config.rms_norm_eps).astype(x.dtype)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         logits = super().token_logits(hidden if self.form.embedding_size is None else self.project_out(hidden))
-        return logits + self.head_bias[...].astype(jnp.float32) if self.form.head_bias else logits
+        logits = logits + self.head_bias[...].astype(jnp.float32) if self.form.head_bias else logits
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _unchanged(x: jax.Array) -> jax.Array:
@@ -284,7 +437,7 @@ def _unchanged(x: jax.Array) -> jax.Array:
 def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
     """Return the modules of queries, keys and values, in this order, or their rows of a joined one."""
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    sizes = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    sizes = heads * head_dim, kv_heads * head_dim, kv_heads * attention.v_head_dim
     names = [f"{LAYER_NAME}.{name}" for name in form.qkv]
     if len(names) == len(sizes):
         return [Source(name, size) for name, size in zip(names, sizes, strict=True)]
@@ -300,6 +453,20 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
 
 def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
     """Make the class of one row."""
-    names = CheckpointNames(prefixes=tuple(row.names), transposed=row.transposed, unused_ends=row.unused_ends)
-    members = {"row": row, "checkpoint_names": names, "__doc__": row.about, "__module__": __name__}
+    names = CheckpointNames(
+        prefixes=tuple(row.names),
+        suffixes=row.suffixes,
+        transposed=row.transposed,
+        unused_ends=row.unused_ends,
+        unused=row.unused,
+        stacked_experts=row.stacked_experts,
+    )
+    architecture = None if row.gguf is None else row.gguf.architecture
+    members = {
+        "row": row,
+        "gguf_architecture": architecture,
+        "checkpoint_names": names,
+        "__doc__": row.about,
+        "__module__": __name__,
+    }
     return type(name, (DeclaredForCausalLM,), members)

@@ -13,6 +13,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import (
     AFTER,
     BEFORE,
+    EACH_HEAD,
     FIXED,
     GROUPS,
     LAYER,
@@ -26,9 +27,8 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, windows_by_kind
 from jaxengine.models.families.declared import (
     EPS,
-    DeclaredForCausalLM,
+    GGUFRow,
     Row,
-    declared_class,
     neighbours,
     no_rope,
     parts_of_heads,
@@ -67,6 +67,12 @@ def _qk_norms(*names: str) -> Callable[[ConfigFields, DeclaredForm], DeclaredFor
     return lambda fields, form: replace(form, qk_norms=names if fields.boolean("qk_layernorm") else ())
 
 
+def _stablelm_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    if fields.boolean("qk_layernorm"):
+        form = replace(form, qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"), qk_norm=EACH_HEAD)
+    return _parallel("use_parallel_residual", norms=("input_layernorm",))(fields, form)
+
+
 def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     scale = attention.sm_scale if fields.boolean("scale_attn_weights") else 1.0
     return replace(attention, scale=scale / (layer + 1 if fields.boolean("scale_attn_by_inverse_layer_idx") else 1))
@@ -82,12 +88,12 @@ def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
     return replace(attention, scale=1.0, window=fields.integer("window_size") if kinds[layer] == "local" else None)
 
 
-def _windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+def windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window", None))
     return replace(attention, window=windows[layer])
 
 
-def _full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
+def full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
     """Default of the kinds of layers: every fourth one sees all keys, from the first on."""
     count = fields.integer("num_hidden_layers")
     kinds = [FULL if layer % 4 == 0 else SLIDING for layer in range(count)]
@@ -167,6 +173,16 @@ ROWS_BY_NAME: dict[str, Row] = {
         adapt=four_times,
         each_layer=_gpt2_layer,
         transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+        gguf=GGUFRow(
+            "gpt2",
+            eps="attention.layer_norm_epsilon",
+            bias=True,
+            rotates=False,
+            # Names of their own: matrices are not transposed in these files.
+            choose=lambda fields, form: replace(
+                form, qkv=("attn.qkv",), out="attn.out", up=("mlp.up",), down="mlp.down"
+            ),
+        ),
         unused_ends=_MASKS,
     ),
     "GPTBigCodeForCausalLM": Row(
@@ -250,6 +266,12 @@ ROWS_BY_NAME: dict[str, Row] = {
         output_bias="attention_bias",
         choose=_parallel("use_parallel_residual"),
         unused_ends=(*_MASKS, ".attention.rotary_emb.inv_freq"),
+        gguf=GGUFRow(
+            "gptneox",
+            eps="attention.layer_norm_epsilon",
+            bias=True,
+            choose=lambda fields, form: _parallel("use_parallel_residual")(fields, replace(form, joined=ROWS)),
+        ),
     ),
     "PersimmonForCausalLM": Row(
         "Persimmon (Adept 2023): GPT-NeoX's projections, norms on each head of q and k, a squared ReLU.",
@@ -281,6 +303,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         defaults={EPS: 1e-5, "partial_rotary_factor": 0.5, "qk_layernorm": False},
         rope=parts_of_heads,
         choose=_qk_norms("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        gguf=GGUFRow("phi2", eps="attention.layer_norm_epsilon", bias=True),
     ),
     "FalconForCausalLM": Row(
         "Falcon (Almazrouei et al. 2023, arXiv:2311.16867): attention and MLP in parallel, one head of keys and values "
@@ -348,7 +371,8 @@ ROWS_BY_NAME: dict[str, Row] = {
         choose=_opt_form,
     ),
     "StableLmForCausalLM": Row(
-        "StableLM (Bellagente et al. 2024, arXiv:2402.17834): Llama with layer norms, rope on a part of each head.",
+        "StableLM (Bellagente et al. 2024, arXiv:2402.17834): Llama with layer norms, in some models also on each head "
+        "of q and k, rope on a part of each head.",
         DeclaredForm(),
         grouped=True,
         defaults={
@@ -356,13 +380,13 @@ ROWS_BY_NAME: dict[str, Row] = {
             "partial_rotary_factor": 0.25,
             "use_qkv_bias": False,
             "use_parallel_residual": False,
+            "qk_layernorm": False,
         },
-        only={"qk_layernorm": False},
         rope=parts_of_heads,
         bias="use_qkv_bias",
         output_bias=False,
         mlp_bias=False,
-        choose=_parallel("use_parallel_residual", norms=("input_layernorm",)),
+        choose=_stablelm_form,
     ),
     "OlmoForCausalLM": Row(
         "OLMo (Groeneveld et al. 2024, arXiv:2402.00838): Llama with layer norms without weights, and in some models "
@@ -375,6 +399,11 @@ ROWS_BY_NAME: dict[str, Row] = {
         output_bias="attention_bias",
         mlp_bias=False,
         choose=lambda fields, form: replace(form, clip=fields.number("clip_qkv", None)),
+        gguf=GGUFRow(
+            "olmo",
+            eps="attention.layer_norm_epsilon",
+            choose=lambda fields, form: replace(form, clip=fields.number("attention.clamp_kqv", None)),
+        ),
     ),
     "ArceeForCausalLM": Row(
         "AFM-4.5B (Arcee AI 2025): Llama with a squared ReLU without a gate.",
@@ -385,6 +414,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
+        gguf=GGUFRow("arcee"),
     ),
     "Jais2ForCausalLM": Row(
         "Jais 2 (MBZUAI, Inception and Cerebras 2025): layer norms, biases, a squared ReLU without a gate.",
@@ -415,10 +445,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         bias=False,
         output_bias=False,
         mlp_bias="mlp_bias",
-        adapt=_full_first_of_four,
-        each_layer=_windowed,
+        adapt=full_first_of_four,
+        each_layer=windowed,
     ),
 }
-
-
-DECLARED: dict[str, type[DeclaredForCausalLM]] = {name: declared_class(name, row) for name, row in ROWS_BY_NAME.items()}

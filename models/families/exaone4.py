@@ -12,9 +12,18 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from jaxengine.models.config.hf import SLIDING, hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
+from jaxengine.models.config.hf import (
+    SLIDING,
+    hf_fields,
+    layer_kinds,
+    read_head_dim,
+    read_rope,
+    text_fields,
+    windows_by_kind,
+)
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.olmo2 import PostNormLayer
+from jaxengine.models.params.source import CheckpointNames
 
 
 class Exaone4ForCausalLM(LlamaForCausalLM):
@@ -44,3 +53,19 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return PostNormLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)
+
+
+class Exaone4_5_ForConditionalGeneration(Exaone4ForCausalLM):
+    """Text part of EXAONE 4.5 (LG AI Research 2026), read from checkpoints that also have a vision tower."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.language_model.", "model."),), unused=("model.visual.", "mtp.")
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = text_fields(fields)
+        if text.text("model_type", "exaone4") not in ("exaone4", "exaone4_5_text"):
+            raise text.fail("model_type", "exaone4 in text_config")
+        return super().read_hf(text)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.hf import hf_fields, listed_dense
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
@@ -38,12 +38,13 @@ def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
             raise fields.fail(name, f"{value!r} or absent")
     size = fields.integer("moe_intermediate_size")
     first = min(fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("num_hidden_layers"))
+    dense = listed_dense(fields)
     return ExpertsConfig(
         num_experts=fields.integer("n_routed_experts"),
         num_per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=size,
         norm_weights=fields.boolean("norm_topk_prob", True),
-        dense_layers=tuple(range(first)),
+        dense_layers=tuple(range(first)) if dense is None else dense,
         scoring_func="sigmoid",
         correction_bias=True,
         num_expert_group=fields.integer("n_group", 1),

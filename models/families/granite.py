@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.hf import hf_fields
@@ -49,11 +50,17 @@ class GraniteForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         fields = gguf.fields
-        return gguf_fields(gguf, scale=fields.number("attention.scale", None)) | {
+        experts = cls.gguf_experts(fields)
+        return gguf_fields(gguf, scale=fields.number("attention.scale", None), experts=experts) | {
             "embedding_multiplier": fields.number("embedding_scale", 1.0),
             "residual_multiplier": fields.number("residual_scale", 1.0),
             "logit_scale": 1 / fields.number("logit_scale", 1.0),
         }
+
+    @classmethod
+    def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
+        """Read the experts of a GGUF file; None for a family without. Raises ModelConfigError."""
+        return None
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return ScaledResidualLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)

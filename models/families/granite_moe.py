@@ -4,17 +4,33 @@ in some checkpoints beside a shared MLP.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_experts
 from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.families.declared_dense import ropes_of_layers
+from jaxengine.models.families.declared_rows import full_first_of_four
 from jaxengine.models.families.granite import granite_multipliers
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
 
 
 class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
     """Granite 4's layers, with attention and rope in all of them."""
+
+    gguf_architecture: ClassVar[str | None] = "granitemoe"
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        name = "expert_shared_feed_forward_length"
+        if gguf.fields.integer(name, 0, minimum=0):
+            raise gguf.fields.fail(name, "0 or absent: a shared MLP is not read from GGUF")
+        return super().read_gguf(gguf)
+
+    @classmethod
+    def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
+        return gguf_experts(fields, norm_weights=True)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -39,6 +55,20 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
     """Granite with experts and a shared MLP."""
 
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
         return fields.integer("shared_intermediate_size", 0, minimum=0)
+
+
+class GraniteMoeSWAForCausalLM(GraniteMoeSharedForCausalLM):
+    """Granite with experts, sinks, windows in three of four layers, and a base of rope by layer (Granite Swash)."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(sliding_window=128, attention_multiplier=1.0)
+        fields = ConfigFields({**fields.raw, **full_first_of_four(fields)})
+        shared = super().read_hf(fields)
+        layers = (ropes_of_layers(fields, number, layer) for number, layer in enumerate(shared["attention"]))
+        return shared | {"attention": tuple(layers)}

@@ -33,6 +33,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         suffixes=(
+            (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
             (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
             (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
             (".block_sparse_moe.input_linear.weight_scale_inv", ".block_sparse_moe.experts.gate_up_proj_scale_inv"),

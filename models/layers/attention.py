@@ -168,6 +168,14 @@ TEMPERATURE = StepInput(
 )
 
 
+def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
+    """Return queries [T, N, .] multiplied by the step's temperature, if it has one."""
+    if step.temperature is None:
+        return q
+    with jax.named_scope("temperature"):
+        return (q.astype(jnp.float32) * step.temperature[:, None, None]).astype(q.dtype)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with or without rope, configured by a LayerAttention.
 
@@ -199,10 +207,12 @@ class Attention(nnx.Module):
         q_size, kv_size = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
         if qkv is None:
             own = 0 if attention.kv_source is not None else 1 if attention.keys_as_values else 2
-            sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+            values = attention.num_kv_heads * attention.v_head_dim
+            sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": values}
             qkv = [Source(f"{source}.{name}", size) for name, size in list(sizes.items())[: 1 + own]]
         copies = head_copies(attention, build.mesh)
-        q, *kv = (part._replace(group=head_dim) for part in qkv)
+        dims = head_dim, head_dim, attention.v_head_dim
+        q, *kv = (part._replace(group=dim) for part, dim in zip(qkv, dims, strict=False))
         self.num_kv_parts, self.has_gate = len(kv), gate is not None
         gates = [] if gate is None else [gate._replace(group=head_dim)]
         self.qkv = Linear(
@@ -213,7 +223,8 @@ class Attention(nnx.Module):
             build=build,
         )
         out = out or Source(f"{source}.o_proj", hidden_size)
-        self.out = Linear(q_size, (out,), axes=("heads", "embed"), bias=attention.output_bias, build=build)
+        o_size = attention.num_heads * attention.v_head_dim
+        self.out = Linear(o_size, (out,), axes=("heads", "embed"), bias=attention.output_bias, build=build)
         if attention.qk_norm and qk_norms is None:
             qk_norms = [RMSNorm(head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
         self.q_norm, self.k_norm = qk_norms or (None, None)
@@ -223,21 +234,41 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x[T, D] to ([T, D], the pool with this step's keys and values of this layer written, if it has own)."""
-        spec = self.spec
         with jax.named_scope("qkv"):
-            heads = self.qkv(x, step.rows).reshape(x.shape[0], -1, spec.head_dim)
-            ends = np.cumsum([spec.num_q_heads, *[spec.num_kv_heads] * self.num_kv_parts])
-            q, *own, gate = jnp.split(heads, ends, axis=1)
+            q, *own, gate = self._heads(self.qkv(x, step.rows))
         if own:
             (q, k), v = self.rotate(q, own[0], step), self.values(own[-1])
             o, kv = self.attend(q, (k, v), kv, pages, step)
         else:
             o, kv = self.attend(self.rotate_queries(q, step), None, kv, pages, step)
-        if self.has_gate:
-            with jax.named_scope("gate"):
-                o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
+        with jax.named_scope("gate"):
+            o = self.gated(o, gate, x, step)
         with jax.named_scope("o_proj"):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
+
+    def _heads(self, joined: jax.Array) -> list[jax.Array]:
+        """Split the product of `qkv` into queries, keys and values, as far as there are, and gates, each [T, heads, .];
+        values come last where their size is their own, and there are no gates then.
+        """
+        spec = self.spec
+        if spec.v_head_dim == spec.head_dim:
+            heads = joined.reshape(joined.shape[0], -1, spec.head_dim)
+            ends = np.cumsum([spec.num_q_heads, *[spec.num_kv_heads] * self.num_kv_parts])
+            return jnp.split(heads, ends, axis=1)
+        ends = np.cumsum([spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim])
+        q, k, v = jnp.split(joined, ends, axis=1)
+        sizes = spec.head_dim, spec.head_dim, spec.v_head_dim
+        heads = [part.reshape(len(part), -1, size) for part, size in zip((q, k, v), sizes, strict=True)]
+        return [*heads, heads[0][:, :0]]
+
+    def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the results of heads, o [T, N, Hv], multiplied by the sigmoid of their gates if there are any.
+
+        gate: [T, N, H] or [T, 0, H]. x: [T, D], the layer's input.
+        """
+        if not self.has_gate:
+            return o
+        return (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
 
     def attend(
         self,
@@ -271,11 +302,11 @@ class Attention(nnx.Module):
         multiplies q alone.
         """
         q, k = (self._rotated(x, norm, step) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
-        return self._tempered(q, step), k
+        return tempered(q, step), k
 
     def rotate_queries(self, q: jax.Array, step: StepInputs) -> jax.Array:
         """Return projected q [T, N, H] as `rotate` does, for a layer without keys of its own."""
-        return self._tempered(self._rotated(q, self.q_norm, step), step)
+        return tempered(self._rotated(q, self.q_norm, step), step)
 
     def _rotated(self, x: jax.Array, norm: Any, step: StepInputs) -> jax.Array:
         if norm is not None:
@@ -285,12 +316,6 @@ class Attention(nnx.Module):
             return x
         with jax.named_scope("rope"):
             return apply_rope(x, *step.rope, interleaved=self.interleaved)
-
-    def _tempered(self, q: jax.Array, step: StepInputs) -> jax.Array:
-        if step.temperature is None:
-            return q
-        with jax.named_scope("temperature"):
-            return (q.astype(jnp.float32) * step.temperature[:, None, None]).astype(q.dtype)
 
     def values(self, v: jax.Array) -> jax.Array:
         """Return the values [T, K, H] to cache, made from projected ones."""

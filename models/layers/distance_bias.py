@@ -1,4 +1,4 @@
-"""Attention of encoders whose logits have a learned bias by the distance of key and query (T5, MPNet)."""
+"""Attention of encoders whose logits depend on the distance of key and query, as by a learned bias (T5, MPNet)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxengine.pallas_kernels.attention.whole_prompts import (
 )
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-# The kernel with biases: plain XLA, which any device runs.
+# The kernel with parts by distance: plain XLA, which any device runs.
 _KERNEL = "cpu"
 
 
@@ -43,17 +43,12 @@ def distance_table(source: str, num_buckets: int, num_heads: int) -> nnx.Param:
     return declare((num_buckets, num_heads), jnp.float32, ParamDecl((None, "heads"), (table,)))
 
 
-class BiasedAttention(Attention):
-    """Attention of whole prompts with biases by distance. `table`: from `distance_table`; all layers have the same one.
+class DistanceAttention(Attention):
+    """Attention of whole prompts whose logits have parts that depend on distances."""
 
-    farthest: distances from here on have the last bucket.
-    """
-
-    def __init__(
-        self, attention: LayerAttention, hidden_size: int, *, table: nnx.Param, farthest: int = 128, **names: Any
-    ):
-        super().__init__(attention, hidden_size, **names)
-        self.table, self.farthest = table, farthest
+    def added(self, num_tokens: int) -> dict[str, Any]:
+        """Return `biases` or `relative` of whole_prompt_attention, for a step of so many tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has no parts by distance")
 
     def attend(
         self,
@@ -67,8 +62,24 @@ class BiasedAttention(Attention):
         schedule, cu_q_lens, num_seqs = step.schedule, pages.ragged.cu_q_lens, pages.ragged.num_seqs
         if not has_whole_prompts(self.spec, kv.layout):
             schedule = whole_prompt_schedule(cu_q_lens, num_seqs, num_tokens=len(q), platform=_KERNEL)
-        table = self.table[...]
-        biases = table[distance_buckets(table.shape[0], self.farthest)].T
+        with jax.named_scope("distances"):
+            options: dict[str, Any] = {"spec": self.spec, "platform": _KERNEL, **self.added(len(q))}
         with jax.named_scope("whole_prompt_attention"):
-            options: dict[str, Any] = {"spec": self.spec, "platform": _KERNEL, "biases": biases}
             return whole_prompt_attention(q, *own, schedule, **options), kv
+
+
+class BiasedAttention(DistanceAttention):
+    """Attention of whole prompts with biases by distance. `table`: from `distance_table`; all layers have the same one.
+
+    farthest: distances from here on have the last bucket.
+    """
+
+    def __init__(
+        self, attention: LayerAttention, hidden_size: int, *, table: nnx.Param, farthest: int = 128, **names: Any
+    ):
+        super().__init__(attention, hidden_size, **names)
+        self.table, self.farthest = table, farthest
+
+    def added(self, num_tokens: int) -> dict[str, Any]:
+        table = self.table[...]
+        return {"biases": table[distance_buckets(table.shape[0], self.farthest)].T}

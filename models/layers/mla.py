@@ -20,7 +20,7 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.layers.attention import LayerPages, StepInputs, attention_spec
+from jaxengine.models.layers.attention import LayerPages, StepInputs, attention_spec, tempered
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.mla_made import attend_made, most_short
 from jaxengine.models.layers.norm import RMSNorm
@@ -98,6 +98,7 @@ class LatentAttention(nnx.Module):
                 q_rope, k_rope = (
                     apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q_rope, k_rope)
                 )
+        q, q_rope = tempered(q, step), tempered(q_rope, step)
         return (q, q_rope), jnp.concatenate([kv_latent[:, None], k_rope], axis=-1), q_latent
 
     def _attend(

@@ -28,6 +28,7 @@ from jaxengine.models.layers.lora import LoraPools
 from jaxengine.models.layers.lora_experts import ExpertPools
 from jaxengine.models.layers.mlp import GatedMLP
 from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.scale import scaled
 from jaxengine.models.layers.section import ExpertLoad, Note
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
@@ -184,14 +185,14 @@ class MixtureOfExperts(nnx.Module):
             ids = jnp.where(rows.is_token[:, None], ids, num_experts)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
         if not self.sends_rows:
-            return self._gather_tokens(x, weights, ids, rows.adapters)
+            return scaled(self._gather_tokens(x, weights, ids, rows.adapters), self.experts.output_scale)
         y = self._send_rows(x, weights, ids, rows.adapters)
-        if self.shared is None:
-            return y
-        with jax.named_scope("shared"):
-            shared = self.shared(x, rows)
-            gated = shared if self.shared_gate is None else self._gate(x, rows.adapters) * shared
-            return y + gated.astype(x.dtype)
+        if self.shared is not None:
+            with jax.named_scope("shared"):
+                shared = self.shared(x, rows)
+                gated = shared if self.shared_gate is None else self._gate(x, rows.adapters) * shared
+                y = y + gated.astype(x.dtype)
+        return scaled(y, self.experts.output_scale)
 
     def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Compute by gathering every token on every device that shares the weights, and reducing their results.
@@ -378,7 +379,7 @@ class MixtureOfExperts(nnx.Module):
                 best = jnp.take_along_axis(order, ids, axis=-1)
             weights = jax.nn.sigmoid(best) if sigmoid else best
         else:
-            ids = jax.lax.top_k(self._choices(scores), experts.num_per_token)[1]
+            ids = jax.lax.top_k(self._choices(logits if experts.corrects_logits else scores), experts.num_per_token)[1]
             ids = ids if self.given is None else self._replayed(ids)
             weights = jnp.take_along_axis(scores, ids, axis=-1)
         if experts.norm_weights:

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.sharding.collectives import num_shards, sum_parts
+from jaxengine.sharding.collectives import num_shards, shard_index, sum_parts
 
 # A class of norms over the last axis: (size, eps, source=, build=), [..., size] in any dtype -> the same.
 NormClass = Callable[..., nnx.Module]
@@ -44,6 +44,16 @@ class OffsetRMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return (rms_normalized(x, self.eps) * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
+class FixedRMSNorm(nnx.Module):
+    """RMS norm without weights: nanochat's, whose checkpoints have nothing under `source`."""
+
+    def __init__(self, size: int, eps: float, *, source: str, build: Build):
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_normalized(x, self.eps).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -118,3 +128,25 @@ class HeadsRMSNorm(nnx.Module):
         mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), "heads") / width
         weight = self.weight[...].astype(jnp.float32).reshape(y.shape[1:])
         return (y * lax.rsqrt(mean_square + self.eps) * weight).astype(x.dtype)
+
+
+class HeadLayerNorms(nnx.Module):
+    """Layer norms without biases, one for each head, the n-th of which is a module `{source}.norms.{n}`: StableLM's.
+
+    Every device has the weights of all heads, since tensors of single heads cannot be split among them. copies: how
+    often each head is stored on a mesh of more devices than heads (see layers.attention).
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build, copies: int = 1):
+        heads = (Source(f"{source}.norms.{head}", head_dim, repeat=copies, group=head_dim) for head in range(num_heads))
+        rows = tuple(head.tensor("weight") for head in heads)
+        self.weight = declare((num_heads * copies * head_dim,), build.dtype, ParamDecl((None,), rows))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise x [T, heads of this device, H]."""
+        size = x.shape[1] * x.shape[2]
+        weight = lax.dynamic_slice_in_dim(self.weight[...], shard_index("heads") * size, size)
+        y = x.astype(jnp.float32)
+        y = rms_normalized(y - jnp.mean(y, axis=-1, keepdims=True), self.eps)
+        return (y * weight.astype(jnp.float32).reshape(x.shape[1:])).astype(x.dtype)

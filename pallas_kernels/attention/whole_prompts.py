@@ -39,6 +39,7 @@ def whole_prompt_attention(
     spec: AttentionSpec,
     platform: str,
     biases: jax.Array | None = None,
+    relative: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Attend q [T, N, H] to the keys k [T, K, H] and values v [T, K, Hv] of each token's own prompt: [T, N, Hv] in q's
     dtype.
@@ -46,8 +47,10 @@ def whole_prompt_attention(
     A token sees the keys of its prompt less than `spec.window` positions away, all without a window. Tokens of no
     prompt get 0. A token's result does not depend on other prompts, bit for bit. schedule: result of
     `whole_prompt_schedule` for this step. biases: f32[N, 2 R + 1], added to a head's logits by the position of the key
-    less that of the query, from -R to R; those further away have the first and the last. Raises ValueError for shapes
-    or a spec that do not fit.
+    less that of the query, from -R to R; those further away have the first and the last. relative: keys and queries of
+    such distances, [2 R + 1, N, H] each and of q's dtype: to a product of a query and a key are added those of the
+    query with its distance's key and of the key with its distance's query, before the scale. Raises ValueError for
+    shapes or a spec that do not fit.
     """
     if not has_whole_prompts(spec, platform):
         raise ValueError(f"whole_prompt_attention does not run {spec} on platform {platform!r}")
@@ -63,4 +66,11 @@ def whole_prompt_attention(
         raise ValueError(f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
     if biases is not None and (biases.shape[0] != spec.num_q_heads or biases.ndim != 2 or biases.shape[1] % 2 == 0):
         raise ValueError(f"biases must be [{spec.num_q_heads}, an odd number], got {biases.shape}")
-    return kernel("whole_prompt_attention", platform)(q, k, v, schedule, spec=spec, biases=biases)
+    for each in relative or ():
+        if each.ndim != 3 or each.shape[1:] != (spec.num_q_heads, spec.head_dim) or each.shape[0] % 2 == 0:
+            allowed = f"[an odd number, {spec.num_q_heads}, {spec.head_dim}]"
+            raise ValueError(f"keys and queries of distances must be {allowed}, got {each.shape}")
+        if spec.num_q_heads != spec.num_kv_heads:
+            raise ValueError(f"with them there must be as many kv heads as heads, got {spec.num_kv_heads}")
+    function = kernel("whole_prompt_attention", platform)
+    return function(q, k, v, schedule, spec=spec, biases=biases, relative=relative)

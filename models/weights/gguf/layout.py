@@ -16,6 +16,7 @@ _GLOBAL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "position_embd": "model.embed_positions",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
@@ -191,5 +192,47 @@ LAYOUTS: dict[str, GGUFLayout] = {
     ),
     "ernie4_5": GGUFLayout(),
     "hunyuan-dense": GGUFLayout(_HUNYUAN),
+    "gpt2": GGUFLayout(
+        {
+            "attn_norm": "ln_1",
+            "ffn_norm": "ln_2",
+            "attn_qkv": "attn.qkv",
+            "attn_output": "attn.out",
+            "ffn_up": "mlp.up",
+            "ffn_down": "mlp.down",
+        }
+    ),
+    "gptneox": GGUFLayout(
+        {
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        }
+    ),
+    "exaone": GGUFLayout(
+        {
+            "attn_norm": "ln_1",
+            "ffn_norm": "ln_2",
+            **{f"attn_{part}": f"attn.attention.{part}_proj" for part in "qkv"},
+            "attn_output": "attn.attention.out_proj",
+            "ffn_gate": "mlp.c_fc_0",
+            "ffn_up": "mlp.c_fc_1",
+            "ffn_down": "mlp.c_proj",
+        }
+    ),
+    "arcee": GGUFLayout(permuted=True),
+    "olmo": GGUFLayout(permuted=True),
+    "phi2": GGUFLayout({"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
+    "granitemoe": GGUFLayout(
+        {
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            **{
+                f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{part}_proj"
+                for part in ("gate", "up", "down")
+            },
+        },
+        permuted=True,
+    ),
     "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
 }

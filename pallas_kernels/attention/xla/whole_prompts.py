@@ -58,6 +58,7 @@ def whole_prompt_attention(
     *,
     spec: AttentionSpec,
     biases: jax.Array | None = None,
+    relative: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Attend q [T, N, H] to keys and values of each token's own prompt on a CPU: [T, N, Hv] in q's dtype; arguments as
     of attention.whole_prompts.whole_prompt_attention, which has checked them.
@@ -68,6 +69,7 @@ def whole_prompt_attention(
     dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
     pad = ((0, lengths[-1]), (0, 0), (0, 0))  # the last prompt's padded rows
     q, k, v = (jnp.pad(part.astype(dtype), pad) for part in (q, k, v))
+    added = _Added(biases, None if relative is None else (relative[0].astype(dtype), relative[1].astype(dtype)))
     o, begin = jnp.zeros((*q.shape[:2], spec.v_head_dim), jnp.float32), jnp.int32(0)
     for kind, size in enumerate(lengths):
 
@@ -75,7 +77,7 @@ def whole_prompt_attention(
             prompt = schedule.order[place]
             first, length = schedule.first[prompt], schedule.length[prompt]
             queries, keys, values = (_rows(part, first, size) for part in (q, k, v))
-            softmax = _fold(None, queries, keys, values, 0, 0, length, spec, biases)
+            softmax = _fold(None, queries, keys, values, 0, 0, length, spec, added)
             return _write(o, first, jnp.arange(size) < length, softmax)
 
         o = lax.fori_loop(begin, schedule.ends[kind], attend, o)
@@ -83,15 +85,20 @@ def whole_prompt_attention(
     if num_tokens > BLOCK:
 
         def in_blocks(place: jax.Array, o: jax.Array) -> jax.Array:
-            return _in_blocks(place, o, q, k, v, schedule, spec, biases)
+            return _in_blocks(place, o, q, k, v, schedule, spec, added)
 
         o = lax.fori_loop(begin, schedule.ends[-1], in_blocks, o)
     return o[:num_tokens].astype(own_dtype)
 
 
-def _in_blocks(
-    place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec, biases: jax.Array | None
-) -> jax.Array:
+class _Added(NamedTuple):
+    """What is added to logits: `biases` and `relative` of whole_prompt_attention."""
+
+    biases: jax.Array | None
+    relative: tuple[jax.Array, jax.Array] | None
+
+
+def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec, added: _Added) -> jax.Array:
     """Attend a prompt of more than BLOCK tokens, number `place` in the schedule's order; return o with its rows
     written.
 
@@ -108,7 +115,7 @@ def _in_blocks(
 
         def fold(key_block: jax.Array, softmax: _Softmax) -> _Softmax:
             keys, values = (_rows(part, first + key_block * BLOCK, BLOCK) for part in (k, v))
-            return _fold(softmax, rows, keys, values, begin, key_block * BLOCK, length, spec, biases)
+            return _fold(softmax, rows, keys, values, begin, key_block * BLOCK, length, spec, added)
 
         low = jnp.maximum(begin - reach, 0) // BLOCK
         high = jnp.minimum((begin + BLOCK - 1 + reach) // BLOCK + 1, num_blocks)
@@ -140,7 +147,7 @@ def _fold(
     first_key,
     length: jax.Array,
     spec: AttentionSpec,
-    biases: jax.Array | None = None,
+    added: _Added,
 ) -> _Softmax:
     """Add keys k [L, K, H] and values v [L, K, Hv] to the running softmax of queries q [Q, N, H]; None: no keys before.
 
@@ -148,11 +155,14 @@ def _fold(
     one of the keys if there is no softmax before.
     """
     queries = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
-    logits = jnp.einsum("qkgh,skh->kgqs", queries, k, preferred_element_type=jnp.float32) * spec.sm_scale
+    logits = jnp.einsum("qkgh,skh->kgqs", queries, k, preferred_element_type=jnp.float32)
+    if added.relative is not None:
+        logits += _of_distances(q, k, added.relative, first_key - first_query).reshape(logits.shape)
+    logits *= spec.sm_scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
-    if biases is not None:
-        logits += _by_distance(biases, first_key - first_query, len(q)).reshape(logits.shape)
+    if added.biases is not None:
+        logits += _by_distance(added.biases, first_key - first_query, len(q)).reshape(logits.shape)
     places = first_key + jnp.arange(len(k))
     visible = jnp.broadcast_to(places < length, (len(q), len(k)))
     if spec.window is not None:
@@ -183,6 +193,29 @@ def _by_distance(biases: jax.Array, distance, size: int) -> jax.Array:
     line = biases[:, jnp.clip(distance + jnp.arange(width) - (size - 1), -reach, reach) + reach]
     repeated = jnp.tile(line, (1, size + 1))[:, size - 1 :]
     return repeated[:, : size * (width - 1)].reshape(-1, size, width - 1)[..., :size]
+
+
+def _of_distances(q: jax.Array, k: jax.Array, relative: tuple[jax.Array, jax.Array], distance) -> jax.Array:
+    """Return f32[N, Q, Q], of each query q [Q, N, H] and key k [Q, N, H] the products of the query with its distance's
+    key and of the key with its distance's query.
+
+    distance: of the first key to the first query, i32[] or int.
+    """
+    size, reach = len(q), relative[0].shape[0] // 2
+    rows = jnp.clip(distance + jnp.arange(2 * size - 1) - (size - 1), -reach, reach) + reach
+    of_queries = jnp.einsum("qnh,wnh->nqw", q, relative[0][rows], preferred_element_type=jnp.float32)
+    of_keys = jnp.einsum("knh,wnh->nkw", k, relative[1][rows[::-1]], preferred_element_type=jnp.float32)
+    return _shifted(of_queries) + _shifted(of_keys).swapaxes(1, 2)
+
+
+def _shifted(x: jax.Array) -> jax.Array:
+    """Return y [N, Q, Q] of x [N, Q, 2 Q - 1], whose row i is the row of x from place Q - 1 - i on.
+
+    Nothing is gathered: all rows are one line, cut a place shorter than it was joined.
+    """
+    size = x.shape[1]
+    line = x.reshape(len(x), -1)[:, size - 1 :]
+    return line[:, : size * (2 * size - 2)].reshape(len(x), size, -1)[..., :size]
 
 
 def _write(o: jax.Array, first: jax.Array, is_own: jax.Array, softmax: _Softmax) -> jax.Array:

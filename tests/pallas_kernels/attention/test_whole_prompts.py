@@ -45,13 +45,13 @@ def drawn(spec: AttentionSpec, num_tokens: int, dtype: str = "float32") -> tuple
     return of(spec.num_q_heads, spec.head_dim), of(keys, spec.head_dim), of(keys, spec.v_head_dim)
 
 
-def attended(spec: AttentionSpec, lengths, q, k, v, num_seqs: int = 12, biases=None) -> np.ndarray:
+def attended(spec: AttentionSpec, lengths, q, k, v, num_seqs: int = 12, **added) -> np.ndarray:
     """Outputs of prompts of these lengths, in rows of a step for `num_seqs`; what is past the last is garbage."""
 
     @jax.jit
     def run(cu_q_lens, count, q, k, v):
         schedule = whole_prompt_schedule(cu_q_lens, count, num_tokens=len(q), platform="cpu")
-        return whole_prompt_attention(q, k, v, schedule, spec=spec, platform="cpu", biases=biases)
+        return whole_prompt_attention(q, k, v, schedule, spec=spec, platform="cpu", **added)
 
     cu_q_lens = np.full(num_seqs + 1, 7, np.int32)
     cu_q_lens[: len(lengths) + 1] = np.cumsum([0, *lengths])
@@ -90,21 +90,34 @@ def test_narrow_dtypes(dtype, most):
 
 
 @pytest.mark.parametrize(("lengths", "num_tokens"), [((16, 1, 17, 5, 48), 100), ((BLOCK + 37, 3), 600)])
-def test_biases_by_distance(lengths, num_tokens):
+def test_biases_keys_and_queries_of_distances(lengths, num_tokens):
     spec, reach = replace(SPEC, num_kv_heads=4), 20
     q, k, v = drawn(spec, num_tokens)
-    biases = np.random.default_rng(1).standard_normal((4, 2 * reach + 1)).astype(np.float32)
-    found = attended(spec, lengths, q, k, v, biases=jnp.asarray(biases))
+    rng = np.random.default_rng(1)
+    biases = rng.standard_normal((4, 2 * reach + 1)).astype(np.float32)
+    relative = rng.standard_normal((2, 2 * reach + 1, 4, 8)).astype(np.float32)
+    tables = jnp.asarray(relative[0]), jnp.asarray(relative[1])
+    found = attended(spec, lengths, q, k, v, biases=jnp.asarray(biases), relative=tables)
     for first, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
         own = slice(first, first + length)
         qs, ks, vs = (np.asarray(part[own], np.float64) for part in (q, k, v))
         distance = np.clip(np.arange(length)[None] - np.arange(length)[:, None], -reach, reach) + reach
-        logits = np.einsum("qnh,snh->nqs", qs, ks) * spec.sm_scale + biases[:, distance]
+        logits = np.einsum("qnh,snh->nqs", qs, ks)
+        for head, (of_keys, of_queries) in enumerate(relative.astype(np.float64).transpose(2, 0, 1, 3)):
+            logits[head] += np.take_along_axis(qs[:, head] @ of_keys.T, distance, axis=1)
+            logits[head] += np.take_along_axis(ks[:, head] @ of_queries.T, distance.T, axis=1).T
+        logits = logits * spec.sm_scale + biases[:, distance]
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         wanted = np.einsum("nqs,snh->qnh", weights / weights.sum(axis=-1, keepdims=True), vs)
-        assert np.abs(found[own] - wanted).max() < 2e-6
-    with pytest.raises(ValueError, match="biases must be"):
-        attended(spec, lengths, q, k, v, biases=jnp.zeros((4, 4)))
+        assert np.abs(found[own] - wanted).max() < 5e-6
+    for added, match in (
+        ({"biases": jnp.zeros((4, 4))}, "biases must be"),
+        ({"relative": (jnp.zeros((4, 4, 8)),) * 2}, "keys and queries of distances must be"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            attended(spec, lengths, q, k, v, **added)
+    with pytest.raises(ValueError, match="as many kv heads as heads, got 2"):
+        attended(SPEC, lengths, q, k[:, :2], v[:, :2], relative=tables)
 
 
 def test_a_prompt_is_to_the_bit_what_it_is_alone():

@@ -43,8 +43,15 @@ ARCHITECTURES = {
     "Llama4ForCausalLM": "llama4",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gptneox",
+    "ExaoneForCausalLM": "exaone",
+    "ArceeForCausalLM": "arcee",
+    "OlmoForCausalLM": "olmo",
+    "PhiForCausalLM": "phi2",
+    "GraniteMoeForCausalLM": "granitemoe",
 }
-PERMUTED = ("llama", "granite", "minicpm", "smollm3")
+PERMUTED = ("llama", "granite", "minicpm", "smollm3", "arcee", "olmo", "granitemoe")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -122,6 +129,34 @@ OWN_NAMES["llama4"] |= {
     "feed_forward.router": "ffn_gate_inp",
     **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
+OWN_NAMES["exaone"] = {
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.attention.q_proj": "attn_q",
+    "attn.attention.k_proj": "attn_k",
+    "attn.attention.v_proj": "attn_v",
+    "attn.attention.out_proj": "attn_output",
+    "mlp.c_fc_0": "ffn_gate",
+    "mlp.c_fc_1": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+OWN_NAMES["gpt2"] = {
+    "model.embed_positions": "position_embd",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+OWN_NAMES["gptneox"] = {
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+OWN_NAMES["phi2"] = {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
+OWN_NAMES["granitemoe"] = {"block_sparse_moe.router.layer": "ffn_gate_inp"}
 # Called otherwise than `.weight` and `.bias` in checkpoints.
 BARE = {
     "self_attn.sinks": "attn_sinks.weight",
@@ -167,6 +202,9 @@ def converted(
             layer, part, kind = match.groups()
             if architecture in PERMUTED and part in heads:
                 values = permuted(values, heads[part])
+            if architecture == "gptneox" and part == "attention.query_key_value":  # GPTNeoXModel.modify_tensors
+                by_head = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+                values = np.concatenate([by_head[:, each].reshape(-1, *values.shape[1:]) for each in range(3)])
             # The base class writes every tensor squeezed.
             written[f"blk.{layer}.{names[part]}.{kind}"] = values.squeeze()
         else:
@@ -445,5 +483,11 @@ _OWN_METADATA = {
     "minimax-m2": _minimax,
     "phi3": _phi3,
     "granite": _granite,
+    "gptneox": lambda config: {"use_parallel_residual": (BOOL, config["use_parallel_residual"])},
+    "granitemoe": lambda config: _granite(config) | _experts(config),
+    "olmo": lambda config: {
+        "attention.layer_norm_epsilon": (F32, 1e-5),
+        **({"attention.clamp_kqv": (F32, config["clip_qkv"])} if config.get("clip_qkv") else {}),
+    },
     "minicpm": _minicpm,
 }

@@ -13,6 +13,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.families.declared import DeclaredForCausalLM
 from jaxengine.models.params.source import CheckpointNames, WeightSource
 from jaxengine.models.registry import MODELS, build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
@@ -71,6 +72,11 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
     "deepseek_v2_groups": {"attention_bias": False},
     "deepseek_v3": {},
+    "exaone": {},
+    "arcee": {},
+    "olmo": {},
+    "phi": {},
+    "granite_moe": {},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "llama4": {
         "attention_chunk_size": 8192,
@@ -80,13 +86,17 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": DEFAULT_ROPE,
     },
 }
+# What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
+GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
+REARRANGED = ("gpt2", "gpt_neox")
 CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe")
 
 
 def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
     architecture = config["architectures"][0]
-    if name.startswith("gemma4"):
+    if name.startswith(("gemma4", "granite_moe")) or issubclass(MODELS[architecture], DeclaredForCausalLM):
         source = RenamedSource(source, MODELS[architecture].checkpoint_names)
     count = config.get("num_local_experts") or config.get("num_experts")
     if (stacked := MODELS[architecture].checkpoint_names.stacked_experts) is not None and count:
@@ -130,7 +140,12 @@ def opened(tmp_path):
 
     def open_case(name: str):
         raw = read_config_json(FOLDER / name)
-        config = {**raw, **raw.get("text_config", {}), **CASES[name]}
+        config = {**raw, **raw.get("text_config", {}), **CASES.get(name, {})}
+        if name in REARRANGED:
+            config |= {usual: raw[own] for own, usual in GPT2.items() if own in raw}
+            config |= {"num_key_value_heads": config["num_attention_heads"], "rope_theta": 10000.0}
+            if "n_inner" in raw:
+                config["intermediate_size"] = raw["n_inner"] or 4 * config["hidden_size"]
         tensors = tensors_of(name, config)
         (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
         sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
@@ -162,7 +177,15 @@ def test_the_model_and_its_weights(opened, name):
     load_params(build_model(source.config, Build("float32")), source.weights)
 
 
-@pytest.mark.parametrize("name", ["phi3_longrope", "exaone4_full", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "phi3_longrope",
+        "exaone4_full",
+        "deepseek_v3",
+        *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in REARRANGED),
+    ],
+)
 def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
     _, _, source = opened(name)
     model = build_model(source.config, Build("float32"))
@@ -177,6 +200,7 @@ def test_every_layout_has_a_family_and_a_case():
     families = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture}
     assert {family.partition(" ")[0] for family in families} == set(LAYOUTS)
     # Those of Llama and Qwen are in test_gguf.py.
-    configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in CASES.items())
+    changed = {**CASES, **dict.fromkeys(REARRANGED, {})}
+    configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
     assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3"} == set(LAYOUTS)

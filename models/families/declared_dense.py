@@ -1,0 +1,198 @@
+"""Further families without experts that are a row each, as those of declared_rows: most are Llama with other parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.declared import AROUND, FIXED_RMS, OFFSET, RMS, DeclaredForm
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import layer_kinds, read_head_dim, read_rope
+from jaxengine.models.families.declared import EPS, GGUFRow, Row, no_rope
+from jaxengine.models.families.declared_rows import full_first_of_four, windowed
+from jaxengine.models.families.gemma2 import read_cap
+from jaxengine.models.families.granite import granite_multipliers
+
+_FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
+_LLAMA: dict[str, Any] = {
+    "grouped": True,
+    "eps": "rms_norm_eps",
+    "bias": "attention_bias",
+    "output_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+}
+_UNBIASED: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
+
+
+def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer sinks, the window of its kind, and the base of rope that `layer_rope_theta` lists for it, 0 for no
+    rope; without the list the same one as all.
+    """
+    attention = replace(windowed(fields, layer, attention), sinks=True, scale=fields.number("attention_multiplier"))
+    thetas, count = fields.value("layer_rope_theta", None), fields.integer("num_hidden_layers")
+    if thetas is None:
+        return attention
+    if not isinstance(thetas, list) or len(thetas) != count or any(type(theta) not in (int, float) for theta in thetas):
+        raise fields.fail("layer_rope_theta", f"a list of {count} numbers")
+    if thetas[layer] == 0:
+        return replace(attention, rope=None)
+    rope = {**(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}), "rope_theta": thetas[layer]}
+    own = ConfigFields({**fields.raw, "rope_parameters": rope, "rope_scaling": None})
+    return replace(attention, rope=read_rope(own, read_head_dim(fields)))
+
+
+def _scaled(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    return replace(attention, scale=fields.number("attention_multiplier", None))
+
+
+def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    if not fields.boolean("use_post_norm"):
+        return form
+    names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    return replace(form, placement=AROUND, norms=names)
+
+
+def _gemma_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    cap = read_cap(fields, "attn_logit_softcapping", 50.0)
+    scale = fields.number("query_pre_attn_scalar") ** -0.5
+    return replace(windowed(fields, layer, attention), soft_cap=cap, scale=scale)
+
+
+def _biogpt(fields: ConfigFields) -> Mapping[str, Any]:
+    return {EPS: 1e-5}  # whatever config.json says, transformers takes this
+
+
+# Keys are the class names that config.json lists under "architectures".
+DENSE_ROWS: dict[str, Row] = {
+    "ExaoneForCausalLM": Row(
+        "EXAONE 3 and 3.5 (LG AI Research 2024, arXiv:2412.04862): Llama under GPT-2's names.",
+        replace(
+            _FORM,
+            norms=("ln_1", "ln_2"),
+            qkv=tuple(f"attn.attention.{part}_proj" for part in "qkv"),
+            out="attn.attention.out_proj",
+            up=("mlp.c_fc_0", "mlp.c_fc_1"),
+            down="mlp.c_proj",
+        ),
+        names=(
+            ("transformer.wte.", "model.embed_tokens."),
+            ("transformer.ln_f.", "model.norm."),
+            ("transformer.h.", "model.layers."),
+        ),
+        spelled={
+            "num_layers": "num_hidden_layers",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "activation_function": "hidden_act",
+        },
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, **_UNBIASED},
+        gguf=GGUFRow("exaone"),
+        **_LLAMA,
+    ),
+    "IQuestCoderForCausalLM": Row(
+        "IQuest-Coder-V1 (IQuest Lab 2026): Llama with a head dimension of its own.",
+        _FORM,
+        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, **_UNBIASED},
+        only={"clip_qkv": None, "use_sliding_window": False},
+        **_LLAMA,
+    ),
+    "HyperCLOVAXForCausalLM": Row(
+        "HyperCLOVA X SEED Think (NAVER 2025, arXiv:2506.22403): Granite with norms after both parts of a layer, too.",
+        _FORM,
+        defaults={"rms_norm_eps": 1e-6, "use_post_norm": True, **_UNBIASED},
+        choose=_clova_form,
+        each_layer=_scaled,
+        # Logits are multiplied by this, where Granite's are divided.
+        more=lambda fields: granite_multipliers(fields) | {"logit_scale": fields.number("logits_scaling", 1.0)},
+        **_LLAMA,
+    ),
+    "GraniteSWAForCausalLM": Row(
+        "Granite Swash (IBM 2026): Granite with sinks, windows in three of four layers, and a base of rope by layer.",
+        _FORM,
+        tied=True,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "attention_multiplier": 1.0,
+            **_UNBIASED,
+        },
+        adapt=full_first_of_four,
+        each_layer=ropes_of_layers,
+        more=granite_multipliers,
+        **_LLAMA,
+    ),
+    "NanoChatForCausalLM": Row(
+        "nanochat (Karpathy 2025): RMS norms without weights, of embeddings too, norms of q and k after rope, which "
+        "turns the other way, a squared ReLU without a gate, capped logits.",
+        DeclaredForm(
+            norm=FIXED_RMS,
+            qk_norm=FIXED_RMS,
+            qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
+            qk_norms_last=True,
+            reversed_rope=True,
+            up=("mlp.fc1",),
+            down="mlp.fc2",
+            activation="relu2",
+            embedding_norm=True,
+        ),
+        grouped=True,
+        eps="rms_norm_eps",
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False},
+        bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias=False,
+        more=lambda fields: {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", 15.0)},
+    ),
+    "VaultGemmaForCausalLM": Row(
+        "VaultGemma (Google 2025): Gemma 2 without the norms after a layer's parts.",
+        replace(
+            _FORM,
+            norm=OFFSET,
+            norms=("input_layernorm", "pre_feedforward_layernorm"),
+            activation="gelu_pytorch_tanh",
+            root_scaled=True,
+        ),
+        grouped=True,
+        eps="rms_norm_eps",
+        tied=True,
+        spelled={"hidden_activation": "hidden_act"},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "attention_bias": False,
+        },
+        bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias=False,
+        adapt=lambda fields: {"layer_types": list(layer_kinds(fields, 2))},
+        each_layer=_gemma_layer,
+        more=lambda fields: {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", 30.0)},
+    ),
+    "BioGptForCausalLM": Row(
+        "BioGPT (Luo et al. 2022, arXiv:2210.10341): OPT with scaled embeddings and a GELU.",
+        DeclaredForm(
+            norms=("self_attn_layer_norm", "final_layer_norm"),
+            out="self_attn.out_proj",
+            up=("fc1",),
+            down="fc2",
+            activation="gelu",
+            positions="model.embed_positions",
+            first_position=2,
+        ),
+        names=(
+            ("biogpt.layer_norm.", "model.norm."),
+            ("biogpt.", "model."),
+            ("output_projection.", "lm_head."),
+        ),
+        defaults={"scale_embedding": True, EPS: 1e-12},
+        rope=no_rope,
+        tied=True,
+        adapt=_biogpt,
+        more=lambda fields: {
+            "embedding_multiplier": fields.integer("hidden_size") ** 0.5 if fields.boolean("scale_embedding") else 1.0
+        },
+    ),
+}

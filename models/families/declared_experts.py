@@ -1,0 +1,496 @@
+"""Families with experts, or with latent attention, that are a row each, as those of declared_rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
+from jaxengine.models.config.declared import ALL_HEADS, AROUND, OUTPUT, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import (
+    FULL,
+    SLIDING,
+    layer_kinds,
+    listed_dense,
+    read_head_dim,
+    ropes_by_kind,
+    windows_by_kind,
+)
+from jaxengine.models.families.declared import EPS, Row, neighbours, no_rope, parts_of_heads
+from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.layers.moe import ExpertNames
+from jaxengine.models.params.source import StackedExperts
+
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
+_NORMED = replace(_FORM, qk_norms=_QK_NORMS)
+# What DeepSeek-V3 calls the numbers of experts.
+_COUNTS = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
+_COUNTS |= {"num_shared_experts": "n_shared_experts"}
+_RMS_EPS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
+_PLAIN: dict[str, Any] = {"bias": False, "output_bias": False, **_RMS_EPS}
+_BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", **_RMS_EPS}
+_BIASED_BEFORE: dict[str, Any] = {**_BIASED, "output_bias": False}
+_ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
+
+
+def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window of its kind; without one it has no rope, but in a model without any windows."""
+    window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
+    if window is None:
+        return attention
+    return replace(attention, window=window) if kind == SLIDING else replace(attention, rope=None)
+
+
+def sliding_but(every: int, name: str = "") -> Any:
+    """Return an `adapt` whose default of the kinds of layers is that each `every`-th, or as many as the field `name`
+    says, sees all keys.
+    """
+
+    def adapt(fields: ConfigFields) -> Mapping[str, Any]:
+        count = fields.integer(name, every) if name else every
+        return {"layer_types": list(layer_kinds(fields, count))}
+
+    return adapt
+
+
+def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
+    pattern, count = fields.value("sliding_window_pattern", 4), fields.integer("num_hidden_layers")
+    if fields.has("layer_types") or not isinstance(pattern, str):
+        return sliding_but(4, "sliding_window_pattern")(fields)
+    if not pattern or set(pattern) - {"L", "G"}:
+        raise fields.fail("sliding_window_pattern", "an integer, or L and G")
+    kinds = [SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in range(count)]
+    return {"layer_types": [*kinds[:-1], FULL]}
+
+
+def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **names: str) -> LayerAttention:
+    """Give a layer the window and the rope of its kind. names: as of ropes_by_kind."""
+    kinds = layer_kinds(fields)
+    window = windows_by_kind(kinds, fields.integer("sliding_window"))[layer]
+    rope = ropes_by_kind(fields, read_head_dim(fields), kinds[layer : layer + 1], partial_rotary=True, **names)[0]
+    return replace(attention, window=window, rope=rope)
+
+
+def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    counts, num_layers = fields.value("num_attention_heads_per_layer", None), fields.integer("num_hidden_layers")
+    attention = kinds_of_ropes(fields, layer, attention)
+    if counts is None:
+        return attention
+    if not isinstance(counts, list) or len(counts) != num_layers:
+        raise fields.fail("num_attention_heads_per_layer", f"a list of {num_layers} numbers")
+    return replace(attention, num_heads=counts[layer])
+
+
+def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    gating = fields.value("gating", True)
+    if gating not in (True, "per-head", "per-element"):
+        raise fields.fail("gating", "true, per-head or per-element")
+    return replace(form, gates_heads=gating != "per-element")
+
+
+def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
+    own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
+    return own if own.window is None else replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True)
+
+
+def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    count, size = fields.integer("num_hidden_layers"), fields.integer("sliding_window_size", None)
+    heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
+    fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)
+    fields.require(swa_head_dim=fields.integer("head_dim"), swa_v_head_dim=fields.integer("v_head_dim"))
+    slides = _switches(
+        fields, "hybrid_layer_pattern", [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(count)]
+    )
+    sparse = _switches(fields, "moe_layer_freq", [int(layer > 0) for layer in range(count)])
+    return {
+        "layer_types": fields.value("layer_types", [SLIDING if each else FULL for each in slides]),
+        "mlp_layer_types": fields.value("mlp_layer_types", ["sparse" if each else "dense" for each in sparse]),
+        # This field leaves out the token itself.
+        "sliding_window": fields.integer("sliding_window", 129) if size is None else size + 1,
+    }
+
+
+def _switches(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
+    """Read a list of 0 and 1, one for each of the default's numbers. Raises ModelConfigError."""
+    listed = fields.value(name, default)
+    if not isinstance(listed, list) or len(listed) != len(default) or any(each not in (0, 1) for each in listed):
+        raise fields.fail(name, f"a list of {len(default)} of 0 and 1")
+    return listed
+
+
+def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    count, first = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace", 0, minimum=0)
+    first = min(first, count)
+    periods = fields.integer("prefix_dense_sliding_window_pattern", 1), fields.integer("sliding_window_pattern", 4)
+    numbers = [(layer, periods[0]) for layer in range(first)] + [(layer, periods[1]) for layer in range(count - first)]
+    kinds = [SLIDING if (number + 1) % period else FULL for number, period in numbers]
+    mlps = ["dense"] * first + ["sparse"] * (count - first)
+    return {
+        "layer_types": fields.value("layer_types", kinds),
+        "mlp_layer_types": fields.value("mlp_layer_types", mlps),
+        EPS: fields.number("rms_norm_eps", None) or fields.number(EPS),
+    }
+
+
+def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    if layer_kinds(fields)[layer] == SLIDING:
+        window = fields.integer("sliding_window", None)  # without one its layers have no rope
+        return replace(attention, window=window, rope=None if window is None else attention.rope)
+    keeps_rope = layer in (listed_dense(fields) or ()) and fields.integer("prefix_dense_sliding_window_pattern", 1) == 1
+    return attention if keeps_rope else replace(attention, rope=None)
+
+
+def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
+    scores, mix = fields.text("expert_selection_fn"), fields.text("shared_expert_combination_strategy")
+    if scores not in ("softmax", "sigmoid"):
+        raise fields.fail("expert_selection_fn", "softmax or sigmoid")
+    if mix not in ("average", "sum"):
+        raise fields.fail("shared_expert_combination_strategy", "average or sum")
+    size, shared = fields.integer("intermediate_size"), fields.integer("num_shared_experts", 0, minimum=0)
+    return ExpertsConfig(
+        num_experts=fields.integer("num_experts"),
+        num_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=size,
+        norm_weights=scores == "softmax" or fields.boolean("norm_topk_prob"),
+        dense_layers=listed_dense(fields) or (),
+        scoring_func=scores,
+        shared_intermediate_size=size * shared,
+        output_scale=0.5 if shared and mix == "average" else 1.0,
+    )
+
+
+def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Read experts of softmax scores, in all layers that are not listed as dense. Raises ModelConfigError."""
+    return ExpertsConfig(
+        num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
+        num_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size", None) or fields.integer("intermediate_size"),
+        norm_weights=fields.boolean("norm_topk_prob", False),
+        dense_layers=listed_dense(fields) or (),
+    )
+
+
+def _shared_of_size(fields: ConfigFields) -> ExpertsConfig:
+    """Read sigmoid experts whose shared MLP has a size of its own."""
+    size = fields.integer("shared_expert_intermediate_size")
+    return replace(sigmoid_experts(fields), shared_intermediate_size=size)
+
+
+def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    rope = ConfigFields(fields.mapping("rope_parameters") or {})
+    if (beta := rope.number("llama_4_scaling_beta", None)) is None:
+        return attention
+    original = rope.integer("original_max_position_embeddings")
+    return replace(attention, temperature=TemperatureTuning(original, beta))
+
+
+def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
+    """Leave out which part of a head is rotated: with latent attention all of the part that is meant to be."""
+    rope = fields.mapping("rope_parameters") or {}
+    return {"rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"} or None}
+
+
+def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
+    rope = fields.mapping("rope_scaling") or {}
+    named = {"rope_type": "yarn", **{key: value for key, value in rope.items() if key not in ("type", "rope_type")}}
+    return {"rope_scaling": named} if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")) else {}
+
+
+def _bailing(about: str, **defaults: Any) -> Row:
+    """Row of a family of Ling 2.0's layers. defaults: further fields that a configuration may leave out."""
+    return Row(
+        about,
+        replace(
+            _FORM,
+            qkv=("attention.query_key_value",),
+            joined=ROWS,
+            out="attention.dense",
+            qk_norms=("attention.query_layernorm", "attention.key_layernorm"),
+        ),
+        names=(("model.word_embeddings.", "model.embed_tokens."),),
+        spelled={**_COUNTS, "use_qkv_bias": "attention_bias", "score_function": "scoring_func"},
+        defaults={"attention_bias": False, "use_qk_norm": True, "first_k_dense_replace": 1, **defaults},
+        only={"use_bias": False, "moe_router_enable_expert_bias": True, "num_nextn_predict_layers": 0},
+        rope=parts_of_heads,
+        choose=lambda fields, form: form if fields.boolean("use_qk_norm") else replace(form, qk_norms=()),
+        experts=sigmoid_experts,
+        expert_names=ExpertNames(correction_bias="gate.expert_bias"),
+        bias="attention_bias",
+        output_bias=False,
+        **_RMS_EPS,
+    )
+
+
+# Keys are the class names that config.json lists under "architectures".
+EXPERT_ROWS: dict[str, Row] = {
+    "MiMoV2FlashForCausalLM": Row(
+        "MiMo-V2-Flash (Xiaomi 2025): windows with sinks in most layers, which have twice the heads of keys and "
+        "values, values of a size of their own, experts picked by corrected sigmoid scores.",
+        _FORM,
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "rope_theta": 5000000.0,
+            "swa_rope_theta": 10000.0,
+            "partial_rotary_factor": 0.334,
+            "attention_value_scale": 0.707,
+        },
+        only={"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None},
+        spelled={"layernorm_epsilon": "rms_norm_eps"},
+        rope=no_rope,
+        adapt=_mimo_fields,
+        choose=lambda fields, form: replace(form, value_scale=fields.number("attention_value_scale")),
+        each_layer=_mimo_layer,
+        experts=sigmoid_experts,
+        suffixes=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
+        unused=("model.mtp.",),
+        **_BIASED,
+    ),
+    "ExaoneMoeForCausalLM": Row(
+        "K-EXAONE (LG AI Research 2026): EXAONE 4's attention, norms before it, experts as DeepSeek-V3 has them.",
+        _NORMED,
+        spelled=_COUNTS,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+        },
+        adapt=_exaone_kinds,
+        each_layer=rope_in_windows,
+        experts=sigmoid_experts,
+        expert_names=ExpertNames(correction_bias="e_score_correction_bias"),
+        unused=("mtp.",),
+        **_PLAIN,
+    ),
+    "Cohere2MoeForCausalLM": Row(
+        "Command A with experts (Cohere 2026): Cohere 2's layers, experts after some dense layers, in some models RMS "
+        "norms.",
+        DeclaredForm(placement=PARALLEL, norm=UNBIASED, norms=("input_layernorm",)),
+        defaults={
+            EPS: 1e-5,
+            "sliding_window": 4096,
+            "attention_bias": False,
+            "norm_topk_prob": True,
+            "expert_selection_fn": "softmax",
+            "shared_expert_combination_strategy": "average",
+            "head_dim": 128,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+        },
+        rope=neighbours,
+        grouped=True,
+        tied=True,
+        bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias=False,
+        adapt=_cohere_fields,
+        choose=lambda fields, form: replace(form, norm=RMS) if fields.has("rms_norm_eps") else form,
+        each_layer=_cohere_layer,
+        experts=_cohere_experts,
+        more=lambda fields: {
+            "logit_scale": fields.number("logit_scale", 0.0625),
+            "intermediate_size": fields.integer("prefix_dense_intermediate_size", fields.integer("intermediate_size")),
+        },
+    ),
+    "AfmoeForCausalLM": Row(
+        "Trinity (Arcee AI 2025): norms before and after both parts of a layer, a gate after attention, windows with "
+        "rope in three of four layers, neither in the fourth, experts picked by corrected sigmoid scores.",
+        replace(
+            _NORMED,
+            placement=AROUND,
+            norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+            gate="self_attn.gate_proj",
+        ),
+        spelled={**_COUNTS, "route_scale": "routed_scaling_factor", "num_dense_layers": "first_k_dense_replace"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "attention_bias": False,
+        },
+        only={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+        adapt=sliding_but(4, "global_attn_every_n_layers"),
+        each_layer=rope_in_windows,
+        experts=sigmoid_experts,
+        expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias"),
+        more=lambda fields: {
+            "embedding_multiplier": fields.integer("hidden_size") ** 0.5
+            if fields.boolean("mup_enabled", False)
+            else 1.0
+        },
+        **_BIASED,
+    ),
+    "HYV3ForCausalLM": Row(
+        "Hunyuan 3 (Tencent 2026): RMS norms on each head of q and k, experts picked by corrected sigmoid scores.",
+        _NORMED,
+        spelled={**_COUNTS, "router_scaling_factor": "routed_scaling_factor"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11158840.0,
+            "head_dim": 128,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.826,
+        },
+        only={"num_nextn_predict_layers": 0},
+        experts=sigmoid_experts,
+        expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
+        **_ALL_BIASED,
+    ),
+    "Mistral4ForCausalLM": Row(
+        "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",
+        _FORM,
+        latent=True,
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1, "norm_topk_prob": True},
+        only={"n_group": 1, "topk_group": 1},
+        adapt=_without_part,
+        each_layer=_mistral_layer,
+        experts=lambda fields: replace(sigmoid_experts(fields), scoring_func="softmax", correction_bias=False),
+        stacked_experts=StackedExperts(out_first=True),
+        **_BIASED,
+    ),
+    "YoutuForCausalLM": Row(
+        "Youtu-LLM (Tencent 2025): Llama with DeepSeek-V2's latent attention.",
+        _FORM,
+        latent=True,
+        tied=True,
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
+        **_BIASED,
+    ),
+    "SarvamMLAForCausalLM": Row(
+        "Sarvam 105B (Sarvam AI 2026): DeepSeek-V3's layers without a latent of queries.",
+        _FORM,
+        latent=True,
+        spelled=_COUNTS,
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        only={"num_nextn_predict_layers": 0},
+        adapt=_sarvam_rope,
+        experts=sigmoid_experts,
+        **_BIASED,
+    ),
+    "AXK1ForCausalLM": Row(
+        "A.X K1 (SK Telecom 2026): DeepSeek-V3's layers with a norm after the experts.",
+        replace(_FORM, experts_norm="post_mlp_layernorm"),
+        latent=True,
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "n_group": 8,
+            "topk_group": 4,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+        },
+        only={"num_nextn_predict_layers": 0, "moe_layer_freq": 1},
+        experts=sigmoid_experts,
+        **_BIASED,
+    ),
+    "SolarOpenForCausalLM": Row(
+        "Solar Open (Upstage 2025): Llama with experts as DeepSeek-V3 has them in all layers.",
+        _FORM,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "head_dim": 128,
+            "attention_bias": False,
+            "n_shared_experts": 1,
+        },
+        adapt=lambda fields: {"intermediate_size": fields.integer("moe_intermediate_size")},
+        experts=sigmoid_experts,
+        **_BIASED_BEFORE,
+    ),
+    "FlexOlmoForCausalLM": Row(
+        "FlexOlmo (Shi et al. 2025, arXiv:2507.07024): OLMo 2's layers with experts.",
+        replace(
+            _NORMED,
+            placement=OUTPUT,
+            norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            qk_norm=ALL_HEADS,
+        ),
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "attention_bias": False},
+        only={"clip_qkv": None},
+        experts=softmax_experts,
+        **_BIASED,
+    ),
+    "MellumForCausalLM": Row(
+        "Mellum 2 (JetBrains 2026): Qwen3-MoE's layers, in some of them windows and a rope of their own.",
+        _NORMED,
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500000.0,
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "attention_bias": False,
+            "norm_topk_prob": True,
+        },
+        rope=no_rope,
+        each_layer=kinds_of_ropes,
+        experts=softmax_experts,
+        unused=("mtp.",),
+        **_BIASED,
+    ),
+    "LagunaForCausalLM": Row(
+        "Laguna (Poolside 2026): a softplus gate after attention, numbers of heads and ropes by layer, experts picked "
+        "by corrected sigmoid scores.",
+        replace(_NORMED, gate="self_attn.g_proj", gate_activation="softplus"),
+        spelled={**_COUNTS, "moe_routed_scaling_factor": "routed_scaling_factor"},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500000.0,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "attention_bias": False,
+            "first_k_dense_replace": 1,
+        },
+        only={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0},
+        rope=no_rope,
+        choose=_laguna_form,
+        each_layer=_laguna_layer,
+        experts=_shared_of_size,
+        expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
+        **_BIASED,
+    ),
+    "Kolibri1ForCausalLM": Row(
+        "Kolibri 1 (Aleph Alpha 2026): GLM-4-0414's norms, EXAONE 4's attention, experts picked by corrected logits.",
+        replace(
+            _NORMED,
+            placement=AROUND,
+            norms=("input_layernorm", "post_attn_norm", "post_attention_layernorm", "post_ffn_norm"),
+        ),
+        spelled=_COUNTS,
+        defaults={"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 513},
+        adapt=lambda fields: {
+            "intermediate_size": fields.integer("moe_intermediate_size"),
+            "norm_topk_prob": fields.boolean("norm_topk_prob", False),
+            **sliding_but(5)(fields),
+        },
+        each_layer=rope_in_windows,
+        experts=lambda fields: replace(_shared_of_size(fields), corrects_logits=True),
+        suffixes=((".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),),
+        **_PLAIN,
+    ),
+    "SarvamMoEForCausalLM": _bailing(
+        "Sarvam 30B (Sarvam AI 2026): Ling 2.0's layers with all of each head rotated.",
+        rms_norm_eps=1e-6,
+        rope_theta=8000000.0,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+    ),
+    "BailingMoeV2ForCausalLM": _bailing(
+        "Ling 2.0 (Ant Group 2025): GLM-4.5's layers with a joined projection of queries, keys and values.",
+        rms_norm_eps=1e-6,
+        rope_theta=600000.0,
+        n_shared_experts=0,
+    ),
+}

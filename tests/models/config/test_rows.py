@@ -1,0 +1,101 @@
+"""config.json of families that are rows with experts or other parts of Llama: spellings, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.registry import read_hf
+from tests.fixtures.drawn_weights import FOLDER
+from tests.tables import each_row
+
+
+def recorded(name: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a recorded checkpoint, with changes; None leaves a field out."""
+    raw = json.loads((FOLDER / name / "config.json").read_text()) | changes
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def test_mimo_as_published():
+    """Kinds of layers as lists of 0 and 1, a base of rope for windows, a window without the token itself."""
+    changed = dict.fromkeys(("layer_types", "mlp_layer_types", "rope_parameters", "routed_scaling_factor"))
+    own = read_hf(recorded("mimo_v2_flash", **changed, partial_rotary_factor=0.334, rope_theta=10000.0))
+    listed = {
+        "hybrid_layer_pattern": [0, 1, 1],
+        "moe_layer_freq": [0, 1, 1],
+        "swa_rope_theta": 50.0,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.334,
+        "sliding_window_size": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_num_attention_heads": 4,
+        "swa_head_dim": 24,
+        "swa_v_head_dim": 16,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "n_shared_experts": None,
+    }
+    published = read_hf(recorded("mimo_v2_flash", **changed | listed))
+    assert published == read_hf(recorded("mimo_v2_flash", norm_topk_prob=True))
+    first = own.attention[0]
+    assert (first.window, first.num_kv_heads, first.v_head_dim, first.sinks) == (None, 2, 16, False)
+    assert own.attention[1] == own.attention[2] == replace(own.attention[1], window=5, num_kv_heads=4, sinks=True)
+
+
+@each_row(
+    ("name", "changes", "message"),
+    [
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 2, 1]}, "hybrid_layer_pattern must be a list of 3 of 0 and 1"),
+        ("mimo_v2_flash", {"moe_layer_freq": 1}, "moe_layer_freq must be a list of 3 of 0 and 1, got 1"),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads must be 4 or absent, got 2"),
+        ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias must be false"),
+        ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts must be absent, got 1"),
+        ("mimo_v2_flash", {"v_head_dim": 1 << 40}, "v_head_dim must be an integer >= 1 and <= "),
+        ("exaone_moe", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern must be"),
+        ("exaone_moe", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 4 of dense, sparse"),
+        ("cohere2_moe", {"expert_selection_fn": "top"}, "expert_selection_fn must be softmax or sigmoid, got 'top'"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, "shared_expert_combination_strategy must be"),
+        ("afmoe", {"score_func": "softmax"}, 'score_func must be "sigmoid" or absent'),
+        ("hy_v3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers must be 0 or absent"),
+        ("mistral4", {"n_group": 2}, "n_group must be 1 or absent"),
+        ("flex_olmo", {"clip_qkv": 3.0}, "clip_qkv must be absent"),
+        ("laguna", {"gating": "none"}, "gating must be true, per-head or per-element, got 'none'"),
+        ("laguna", {"moe_router_logit_softcapping": 2.0}, "moe_router_logit_softcapping must be 0.0 or absent"),
+        ("laguna", {"num_attention_heads_per_layer": [4]}, "num_attention_heads_per_layer must be a list of 3"),
+        ("laguna", {"num_attention_heads_per_layer": [4, "6", 2]}, "num_heads must be an integer"),
+        ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta must be a list of 3 numbers"),
+        ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window must be false or absent"),
+        ("bailing_moe", {"use_bias": True}, "use_bias must be false or absent"),
+        ("axk1", {"moe_layer_freq": 2}, "moe_layer_freq must be 1 or absent"),
+        ("exaone4_5", {"text_config": {"model_type": "exaone5"}}, "model_type must be exaone4 in text_config"),
+        ("nanochat", {"hidden_act": "mish"}, "hidden_act must be one of gelu"),
+    ],
+)
+def test_what_is_refused(name, changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf(recorded(name, **changes))
+
+
+def test_deberta_refuses_what_it_does_not_compute():
+    from jaxengine.models.config.pooler import MEAN, Pooler
+    from tests.fixtures.encoder_models import DEBERTA, SIZE
+
+    sizes = {"hidden_size": SIZE, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"architectures": ["DebertaV2Model"], "vocab_size": 96, "max_position_embeddings": 64}
+    assert read_hf(sizes | DEBERTA, Pooler(MEAN)).max_position_embeddings == 64
+    for changes, message in (
+        ({"conv_kernel_size": 3}, "conv_kernel_size must be 0 or absent"),
+        ({"share_att_key": False}, "share_att_key must be true"),
+        ({"norm_rel_ebd": "none"}, "norm_rel_ebd must be"),
+        ({"relative_attention": None}, "relative_attention must be True"),
+        ({"pos_att_type": "c2p"}, "pos_att_type must be c2p and p2c"),
+        ({"position_buckets": -1}, "position_buckets must be an integer >= 4"),
+        ({"position_buckets": 64}, "position_buckets must be from 4 to 4096, half of it below"),
+        ({"embedding_size": 20}, "embedding_size must be 32 or absent"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            read_hf(sizes | DEBERTA | changes, Pooler(MEAN))
