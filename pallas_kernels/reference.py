@@ -239,6 +239,35 @@ def state_space(
     return y, state
 
 
+def selective_scan(
+    x: np.ndarray,  # [T, C]
+    b: np.ndarray,  # [T, H]
+    c: np.ndarray,  # [T, H]
+    dt: np.ndarray,  # [T, C]
+    a: np.ndarray,  # [C, H]
+    state: np.ndarray,  # [R, C, H]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    reads: np.ndarray,  # [S], -1: zeros
+    writes: np.ndarray,  # [S], R or more: nowhere
+    num_seqs: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute Mamba's recurrence along each sequence: (y [T, C], the states after the step), both float64.
+
+    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.scan; cu_q_lens and num_seqs are those
+    of RaggedBatch, reads and writes those of StateRows.
+    """
+    x, b, c, dt, a, state = (array.astype(np.float64) for array in (x, b, c, dt, a, state))
+    y = np.zeros(x.shape)
+
+    def take(token: int, channel: int, m: np.ndarray) -> None:
+        m *= np.exp(dt[token, channel] * a[channel])
+        m += dt[token, channel] * x[token, channel] * b[token]
+        y[token, channel] = m @ c[token]
+
+    _recur(take, state, cu_q_lens, reads, writes, num_seqs)
+    return y, state
+
+
 def _recur(
     take: Callable[[int, int, np.ndarray], None],
     state: np.ndarray,

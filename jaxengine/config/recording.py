@@ -96,6 +96,7 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
         return
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
+        (f"{model.architecture} keeps no keys and values", not model.attending),
         (
             f'{model.architecture} sees pictures (limit_mm_per_prompt={{"image": 0}} leaves them out)',
             model.tower is not None,

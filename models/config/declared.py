@@ -29,13 +29,15 @@ class DeclaredForm:
       out: projection after attention.
       clip: bound of projected queries, keys and values; None for none.
       qk_norms: norms of each head's q and k, () for none. qk_norm: their kind.
-      up: the MLP's projections before its activation: gate and up, or up alone.
+      up: the MLP's projections before its activation: gate and up, or up alone; () for layers without an MLP.
       down: its projection after that.
       activation: name of its activation.
       positions: table of positions, whose rows are added to embeddings; None for none.
       first_position: row of the first position.
       final_norm: whether a norm follows the last layer.
       head_bias: whether logits have a bias.
+      mixer: module of a layer that keeps a state instead of attention.
+      experts: module of a layer's experts, where a layer has them instead of the MLP. router: their router within it.
       embedding_size: elements of an embedding that is projected to the hidden size, and back before the logits; None
         for the hidden size.
     """
@@ -52,6 +54,9 @@ class DeclaredForm:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     activation: str = "silu"
+    mixer: str = "mamba"
+    experts: str = "mlp"
+    router: str = "gate"
     positions: str | None = None
     first_position: int = 0
     final_norm: bool = True

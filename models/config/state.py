@@ -204,8 +204,51 @@ class StateSpace:
         return 5 * self.num_heads * self.head_dim * self.state_size
 
 
+@dataclass(frozen=True)
+class SelectiveScan:
+    """Mamba (Gu & Dao 2023, arXiv:2312.00752): a vector per channel, and the window of a convolution.
+
+    Attributes:
+      channels: of inputs, each with a state of its own.
+      state_size: elements of a channel's state.
+      time_rank: elements from which the time steps of all channels are projected.
+      conv_kernel: tokens that the convolution over inputs sees, the token itself included.
+      conv_bias, bias: biases of the convolution, and of the projections before and after it.
+      norms: RMS norms of what time steps, writes and reads are made from: "weighted" or "plain", or None for no norms.
+      eps: of these norms.
+    """
+
+    channels: int
+    state_size: int
+    time_rank: int
+    conv_kernel: int
+    conv_bias: bool = True
+    bias: bool = False
+    norms: str | None = None
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_size("selective scan: channels", self.channels, MAX_INTERMEDIATE)
+        check_size("selective scan: state_size", self.state_size, MAX_HEAD_DIM)
+        check_size("selective scan: time_rank", self.time_rank, MAX_HIDDEN)
+        check_size("selective scan: conv_kernel", self.conv_kernel, MAX_KERNEL, 2)
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """Return the state: the window [kernel - 1, channels], and the vectors [channels, state_size]."""
+        return (
+            StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),
+            StateArray((self.channels, self.state_size), "float32", ("heads", None)),
+        )
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of the recurrence for one token (decay, change, read)."""
+        return 7 * self.channels * self.state_size
+
+
 # State that a layer may have instead of attention, or in addition to it.
-LayerState = GatedDelta | ShortConvolution | StateSpace
+LayerState = GatedDelta | ShortConvolution | StateSpace | SelectiveScan
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:

@@ -28,6 +28,7 @@ from jaxengine.models.config.declared import (
     UNBIASED,
     DeclaredForm,
 )
+from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import (
     Activation,
@@ -37,13 +38,17 @@ from jaxengine.models.config.hf import (
 )
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.state import SelectiveScan, StateSpace
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.embedding import Embedding, vocab_source
 from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mamba import Mamba
+from jaxengine.models.layers.mamba2 import Mamba2
 from jaxengine.models.layers.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.norm import FixedLayerNorm, LayerNorm, NormClass, RMSNorm, UnbiasedLayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.params.source import CheckpointNames
@@ -101,7 +106,10 @@ class Row(NamedTuple):
       tied: default of tie_word_embeddings.
       adapt: function that makes fields of others' meaning of its own; None for none.
       choose: function from the fields and the form to the form of a checkpoint; None where all have the same.
-      each_layer: function from the fields, a layer's number and its attention to its own; None where all are alike.
+      each_layer: function from the fields, a layer's number and its attention to its own, or to its state; None where
+        all are alike.
+      experts: function from the fields to the experts; None where there are none.
+      squeezed: ends of the names of tensors whose second axis, of one entry, is left out.
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read.
     """
@@ -122,6 +130,8 @@ class Row(NamedTuple):
     adapt: Callable[[ConfigFields], Mapping[str, Any]] | None = None
     choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
     each_layer: Callable[[ConfigFields, int, LayerAttention], LayerAttention] | None = None
+    experts: Callable[[ConfigFields], ExpertsConfig | None] | None = None
+    squeezed: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     unused_ends: tuple[str, ...] = ()
 
@@ -152,7 +162,8 @@ class Row(NamedTuple):
         if self.each_layer is not None:
             numbered = enumerate(shared["attention"])
             shared["attention"] = tuple(self.each_layer(fields, number, layer) for number, layer in numbered)
-        return shared | {"mlp_bias": mlp_bias, "declared": form}
+        experts = None if self.experts is None else self.experts(fields)
+        return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts}
 
     def _canonical(self, fields: ConfigFields) -> ConfigFields:
         """Return the fields under the names that most families use, with defaults."""
@@ -165,9 +176,11 @@ class Row(NamedTuple):
 
 
 class DeclaredLayer(nnx.Module):
-    """Layer of a DeclaredForm, made of the given attention and MLP."""
+    """Layer of a DeclaredForm, made of the given attention, or a mixer with a state, and MLP, None for no MLP."""
 
-    def __init__(self, config: ModelConfig, form: DeclaredForm, attention: nnx.Module, mlp: nnx.Module, build: Build):
+    def __init__(
+        self, config: ModelConfig, form: DeclaredForm, attention: nnx.Module, mlp: nnx.Module | None, build: Build
+    ):
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
         first, *second = (norm(source=f"{LAYER_NAME}.{name}") for name in form.norms)
         self.input_norm, self.mlp_norm = first, second[0] if second else None
@@ -178,6 +191,8 @@ class DeclaredLayer(nnx.Module):
         normed = x if after else self.input_norm(x)
         with jax.named_scope("attention"):
             attended, kv = self.attention(normed, kv, pages, step)
+        if self.mlp is None:
+            return x + attended, kv
         with jax.named_scope("mlp"):
             if self.placement == PARALLEL:
                 normed = normed if self.mlp_norm is None else self.mlp_norm(x)
@@ -243,17 +258,31 @@ class DeclaredForCausalLM(Decoder):
         return norm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        mixer, mlp = self.make_mixer(layer, build), self.make_mlp(layer, build) if self.form.up else None
+        return DeclaredLayer(self.config, self.form, mixer, mlp, build)
+
+    def make_mixer(self, layer: int, build: Build) -> nnx.Module:
+        """Make the attention of a layer, or what keeps its state: ([T, D], cache, places, StepInputs) -> ([T, D],
+        cache).
+        """
         config, form, own = self.config, self.form, self.config.attention[layer]
         size, eps, norm = config.hidden_size, config.rms_norm_eps, NORMS[form.qk_norm]
+        source = f"{LAYER_NAME}.{form.mixer}"
+        if isinstance(own.state, SelectiveScan):
+            return Mamba(own.state, size, source=source, build=build)
+        if isinstance(own.state, StateSpace):
+            return Mamba2(own.state, size, eps=eps, source=source, build=build)
         norms = [norm(own.head_dim, eps, source=f"{LAYER_NAME}.{name}", build=build) for name in form.qk_norms]
         modules = {"qkv": _qkv(form, own), "out": Source(f"{LAYER_NAME}.{form.out}", size), "qk_norms": norms}
-        attention = ClippedAttention(form.clip, own, size, eps=eps, source=LAYER_NAME, build=build, **modules)
-        return DeclaredLayer(config, form, attention, self.make_mlp(layer, build), build)
+        return ClippedAttention(form.clip, own, size, eps=eps, source=LAYER_NAME, build=build, **modules)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         """Make the feed-forward part of a layer: ([T, D], Rows) -> [T, D]."""
         config, form = self.config, self.form
         size, ffn = config.hidden_size, config.intermediate_size
+        if config.experts is not None and layer not in config.experts.dense_layers:
+            names = ExpertNames(router=form.router)
+            return MixtureOfExperts(config, source=f"{LAYER_NAME}.{form.experts}", names=names, build=build)
         options: dict[str, Any] = {"activation": ACTIVATIONS[form.activation], "bias": config.mlp_bias, "build": build}
         if len(form.up) == 1:
             return MLP(size, ffn, source=LAYER_NAME, up=form.up[0], down=form.down, **options)
@@ -300,6 +329,7 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
 
 def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
     """Make the class of one row."""
-    names = CheckpointNames(prefixes=tuple(row.names), transposed=row.transposed, unused_ends=row.unused_ends)
+    ends = {"squeezed": row.squeezed, "transposed": row.transposed, "unused_ends": row.unused_ends}
+    names = CheckpointNames(prefixes=tuple(row.names), **ends)
     members = {"row": row, "checkpoint_names": names, "__doc__": row.about, "__module__": __name__}
     return type(name, (DeclaredForCausalLM,), members)

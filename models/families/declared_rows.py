@@ -33,6 +33,7 @@ from jaxengine.models.families.declared import (
     no_rope,
     parts_of_heads,
 )
+from jaxengine.models.families.declared_states import STATE_ROWS
 
 # Spellings of GPT-2's time.
 _N = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
@@ -421,4 +422,6 @@ ROWS_BY_NAME: dict[str, Row] = {
 }
 
 
-DECLARED: dict[str, type[DeclaredForCausalLM]] = {name: declared_class(name, row) for name, row in ROWS_BY_NAME.items()}
+DECLARED: dict[str, type[DeclaredForCausalLM]] = {
+    name: declared_class(name, row) for name, row in {**ROWS_BY_NAME, **STATE_ROWS}.items()
+}

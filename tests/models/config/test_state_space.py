@@ -8,7 +8,7 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.hf import read_config_json
-from jaxengine.models.config.state import StateSpace
+from jaxengine.models.config.state import SelectiveScan, StateSpace
 from jaxengine.models.registry import read_hf
 from tests.models.conftest import CHECKPOINTS
 
@@ -37,6 +37,27 @@ def test_granite_without_states():
     assert all(layer.rope is not None for layer in config.attention)
 
 
+def test_layers_without_attention():
+    """Mamba's configurations, and those of hybrids whose layers all keep states."""
+    for name in ("mamba", "mamba2", "falcon_mamba"):
+        config = read(name)
+        assert not config.attending and config.keeps_states and config.is_causal
+        assert read(name, max_position_embeddings=None).max_position_embeddings == 131_072
+    assert read("mamba").num_kv_heads == 8 and read("mamba2").num_kv_heads == 6
+    assert not read("granite_hybrid", layer_types=["mamba"] * 4).attending
+    assert read("mamba").attention[0].state == SelectiveScan(72, 6, 3, 4)
+    published = read("falcon_mamba", expand=16, intermediate_size=8192, hidden_size=4096, time_step_rank=256)
+    assert published.attention[0].state == SelectiveScan(8192, 6, 256, 4, norms="plain", eps=1e-3)
+
+
+def test_jamba():
+    config = read("jamba")
+    assert [layer.attends for layer in config.attention] == [False, False, True, False]
+    assert config.experts is not None and config.experts.dense_layers == (0, 2) and not config.experts.norm_weights
+    assert all(layer.rope is None for layer in config.attention)
+    assert read("jamba_dense").experts is None
+
+
 def test_falcon():
     config = read("falcon_h1")
     assert all(layer.attends and isinstance(layer.state, StateSpace) for layer in config.attention)
@@ -61,7 +82,7 @@ def test_limits_of_time_steps(written, limits):
     ("name", "changes", "said"),
     [
         ("granite_hybrid", {"layer_types": ["mamba", "mamba", "attention", "rwkv"]}, "layer_types must be a list of 4"),
-        ("granite_hybrid", {"layer_types": ["mamba"] * 4}, "a layer that attends"),
+        ("nemotron_h", {"hybrid_override_pattern": "------"}, "a layer that attends or keeps a state"),
         ("granite_hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type must be rope, nope"),
         ("granite_hybrid", {"mamba_d_head": 15}, "mamba_n_heads \\* mamba_d_head must be the 128"),
         ("granite_hybrid", {"mamba_n_groups": 3}, "num_heads must be a multiple of num_groups, got 8 and 3"),
@@ -70,6 +91,17 @@ def test_limits_of_time_steps(written, limits):
         ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5 numbers"),
         ("falcon_h1", {"mlp_multipliers": [1.0, -1.0]}, "mlp_multipliers must be a finite number > 0"),
         ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("mamba2", {"num_heads": 5}, "num_heads must be such that num_heads \\* head_dim, 20, is .*, 120, got 5"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mamba2", {"num_heads": 4096, "hidden_size": 2**17, "expand": 1e30}, "num_heads must be such that"),
+        ("mamba", {"expand": 1e30, "intermediate_size": None}, "intermediate_size"),
+        ("mamba", {"state_size": 10**9}, "selective scan: state_size must"),
+        ("mamba", {"conv_kernel": 1}, "selective scan: conv_kernel must"),
+        ("mamba", {"time_step_rank": "many"}, "time_step_rank must be an integer"),
+        ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices must be a list of layers from 0 to 3"),
+        ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices must be a list of layers"),
+        ("jamba", {"attn_layer_period": 0}, "attn_layer_period must"),
+        ("jamba", {"mamba_expand": 2**20}, "selective scan: channels must"),
     ],
 )
 def test_refused(name, changes, said):
