@@ -57,6 +57,7 @@ from jaxengine.models.families.internlm3 import InternLM3ForCausalLM
 from jaxengine.models.families.internvl import InternVLForConditionalGeneration
 from jaxengine.models.families.jina_embeddings_v3 import JinaEmbeddingsV3Model
 from jaxengine.models.families.kimi_k25 import KimiK25ForConditionalGeneration
+from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
 from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from jaxengine.models.families.llama import LlamaForCausalLM
@@ -75,6 +76,7 @@ from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
 from jaxengine.models.families.nomic_bert import NomicBertModel
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
+from jaxengine.models.families.olmo_hybrid import OlmoHybridForCausalLM
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
 from jaxengine.models.families.phi3 import Phi3ForCausalLM
 from jaxengine.models.families.phimoe import PhiMoEForCausalLM
@@ -160,6 +162,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "FalconH1ForCausalLM": FalconH1ForCausalLM,
     "NemotronHForCausalLM": NemotronHForCausalLM,
+    "KimiLinearForCausalLM": KimiLinearForCausalLM,
+    "OlmoHybridForCausalLM": OlmoHybridForCausalLM,
     "GraniteMoeForCausalLM": GraniteMoeForCausalLM,
     "GraniteMoeSharedForCausalLM": GraniteMoeSharedForCausalLM,
     "PhiMoEForCausalLM": PhiMoEForCausalLM,

@@ -184,7 +184,7 @@ def gated_delta_rule(
     q: np.ndarray,  # [T, K, H]
     k: np.ndarray,  # [T, K, H]
     v: np.ndarray,  # [T, N, Hv]
-    decay: np.ndarray,  # [T, N]
+    decay: np.ndarray,  # [T, N] or [T, N, H]
     beta: np.ndarray,  # [T, N]
     state: np.ndarray,  # [R, N, H, Hv]
     cu_q_lens: np.ndarray,  # [S + 1]
@@ -202,7 +202,7 @@ def gated_delta_rule(
 
     def take(token: int, head: int, m: np.ndarray) -> None:
         key = k[token, head // group]
-        m *= np.exp(decay[token, head])
+        m *= np.exp(decay[token, head])[..., None]
         m += np.outer(key, beta[token, head] * (v[token, head] - key @ m))
         o[token, head] = q[token, head // group] @ m
 

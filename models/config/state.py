@@ -82,6 +82,11 @@ class GatedDelta:
         latter.
       k_head_dim, v_head_dim: elements of a key, and of a value.
       conv_kernel: tokens that the convolution over queries, keys and values sees, the token itself included.
+      by_element: each element of a key decays by itself (Kimi Team 2025, arXiv:2510.26692), and a sigmoid gates the
+        output; otherwise a head decays, and a SiLU does.
+      rank: elements from which decays and gates by element are projected; None where the hidden state is.
+      lower_bound: logarithm of the fastest decay of a token, which a sigmoid approaches; None for no bound.
+      beta_scale: factor of a token's step towards its value: 2.0 lets a state turn around.
     """
 
     num_k_heads: int
@@ -89,6 +94,10 @@ class GatedDelta:
     k_head_dim: int
     v_head_dim: int
     conv_kernel: int
+    by_element: bool = False
+    rank: int | None = None
+    lower_bound: float | None = None
+    beta_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -106,6 +115,10 @@ class GatedDelta:
             )
         if self.conv_kernel < 2:
             raise ModelConfigError(f"gated delta net: conv_kernel must be at least 2, got {self.conv_kernel}")
+        if self.rank is not None:
+            check_size("gated delta net: rank", self.rank, MAX_HIDDEN)
+        if self.lower_bound is not None and not -float("inf") < self.lower_bound < 0:
+            raise ModelConfigError(f"gated delta net: lower_bound must be a finite number < 0, got {self.lower_bound}")
 
     @property
     def key_size(self) -> int:

@@ -8,11 +8,12 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.hf import read_config_json
-from jaxengine.models.config.state import SelectiveScan, StateSpace
+from jaxengine.models.config.state import GatedDelta, SelectiveScan, StateSpace
 from jaxengine.models.registry import read_hf
 from tests.models.conftest import CHECKPOINTS
 
 INFINITY = float("inf")
+KDA = {"full_attn_layers": [3], "head_dim": 12, "num_heads": 4}
 
 
 def read(name: str, **changes: Any):
@@ -48,6 +49,28 @@ def test_layers_without_attention():
     assert read("mamba").attention[0].state == SelectiveScan(72, 6, 3, 4)
     published = read("falcon_mamba", expand=16, intermediate_size=8192, hidden_size=4096, time_step_rank=256)
     assert published.attention[0].state == SelectiveScan(8192, 6, 256, 4, norms="plain", eps=1e-3)
+
+
+def test_kimi_linear():
+    config = read("kimi_linear")
+    assert [layer.attends for layer in config.attention] == [False, False, True, False]
+    assert all(layer.rope is None and layer.latent is not None for layer in config.attention)
+    assert config.attention[0].state == GatedDelta(4, 4, 12, 12, 4, by_element=True, rank=12)
+    assert config.experts is not None and config.experts.dense_layers == (0,)
+    config = read("kimi_linear_long")
+    assert config.experts is not None and config.experts.dense_layers == (0, 1)
+    assert [layer.attends for layer in config.attention] == [True, False, False]
+
+
+def test_olmo_hybrid():
+    config = read("olmo_hybrid")
+    assert [layer.attends for layer in config.attention] == [False, False, False, True]
+    assert config.attention[0].state == GatedDelta(2, 4, 12, 6, 4, beta_scale=2.0)
+    assert config.attention[3].rope is not None
+    assert read("olmo_hybrid", rope_parameters=None).attention[3].rope is None
+    fields = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    usual = read("olmo_hybrid", layer_types=None, num_hidden_layers=3, **dict.fromkeys(fields))
+    assert usual.attention[1].state == GatedDelta(4, 4, 12, 24, 4, beta_scale=2.0) and usual.attention[2].attends
 
 
 def test_jamba():
@@ -100,6 +123,16 @@ def test_limits_of_time_steps(written, limits):
         ("mamba", {"time_step_rank": "many"}, "time_step_rank must be an integer"),
         ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices must be a list of layers from 0 to 3"),
         ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices must be a list of layers"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": KDA | {"kda_layers": [0, 2, 4]}},
+            "linear_attn_config must be full_attn_layers and",
+        ),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be true"),
+        ("kimi_linear_long", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types must be a list"),
+        ("kimi_linear_long", {"layer_types": ["kda"] * 3}, "layer_types must be a list of 3"),
+        ("kimi_linear_long", {"linear_head_dim": 0}, "linear_head_dim must"),
+        ("olmo_hybrid", {"linear_num_value_heads": 3}, "num_v_heads must be a multiple of num_k_heads"),
         ("jamba", {"attn_layer_period": 0}, "attn_layer_period must"),
         ("jamba", {"mamba_expand": 2**20}, "selective scan: channels must"),
     ],
