@@ -30,8 +30,10 @@ def architecture(name: str) -> str:
 # A checkpoint of each family always, and those of further kinds of rope; others in a thorough run.
 ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
 ALWAYS = frozenset((*{architecture(name): name for name in reversed(NAMES)}.values(), *ROPES))
-# Named otherwise than a family's text models, and computed as they are: that they load shows most of it.
-RENAMED = frozenset(name for name in ALWAYS if name.endswith("_vision"))
+# Named otherwise than a family's text models, and computed as they are, or of parts that others have: that they load
+# shows most of it.
+MIXED = frozenset(("mamba", "falcon_mamba", "bamba", "olmo_hybrid"))
+RENAMED = frozenset(name for name in ALWAYS if name.endswith("_vision")) | MIXED
 WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))
 
 
