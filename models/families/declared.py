@@ -329,7 +329,7 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
 
 def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
     """Make the class of one row."""
-    ends = {"squeezed": row.squeezed, "transposed": row.transposed, "unused_ends": row.unused_ends}
+    ends: dict[str, Any] = {"squeezed": row.squeezed, "transposed": row.transposed, "unused_ends": row.unused_ends}
     names = CheckpointNames(prefixes=tuple(row.names), **ends)
     members = {"row": row, "checkpoint_names": names, "__doc__": row.about, "__module__": __name__}
     return type(name, (DeclaredForCausalLM,), members)

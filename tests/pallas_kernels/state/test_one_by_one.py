@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def test_tokens_after_one_another_are_a_chunk(op):
     if op != "causal_conv":  # decay, and beta or dt
         tokens[3:] = [*(-jnp.abs(each) for each in tokens[3:-1]), jnp.abs(tokens[-1])]
     state = jnp.asarray(rng.standard_normal((NUM_ROWS, *state_shape)), jnp.float32)
-    more = [-jnp.abs(jnp.asarray(rng.standard_normal(SHARED[op]), jnp.float32))] if op in SHARED else []
+    more: Any = [-jnp.abs(jnp.asarray(rng.standard_normal(SHARED[op]), jnp.float32))] if op in SHARED else []
     chunks = kernel(op, "cpu")
     rows = batch.rows()
     padded = [jnp.pad(each, ((0, batch.num_tokens - num_tokens), *((0, 0),) * (each.ndim - 1))) for each in tokens]

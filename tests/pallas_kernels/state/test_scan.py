@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if
 NAMES = "x", "b", "c", "dt", "a", "state"
 
 
-def inputs(batch: Batch, channels: int = 5, size: int = 3) -> list[jax.Array]:
+def inputs(batch: Batch, channels: int = 5, size: int = 3) -> Any:
     """One channel never fades, another is as good as everything at every third token."""
     rng, count = np.random.default_rng(1), batch.num_tokens
     x, (b, c) = rng.standard_normal((count, channels)), rng.standard_normal((2, count, size))
@@ -36,7 +38,8 @@ def test_against_float64(name):
     reads, writes, ends = (np.asarray(array) for array in (rows.reads, rows.writes, rows.cu_q_lens))
     *tokens, a, state = inputs(batch)
     state = state.at[np.setdiff1d(np.arange(NUM_ROWS), reads[:live][reads[:live] >= 0])].set(jnp.nan)
-    exact = reference.selective_scan(*map(np.asarray, (*tokens, a, state)), ends, reads, writes, live)
+    given = [np.asarray(array) for array in (*tokens, a, state)]
+    exact = reference.selective_scan(*given, cu_q_lens=ends, reads=reads, writes=writes, num_seqs=live)
     tokens = [array.at[ends[-1] :].set(jnp.nan) for array in tokens]
     if (saved := np.asarray(rows.saves)[live - 1]) < NUM_ROWS:
         exact[1][saved] = exact[1][writes[live - 1]]
@@ -58,7 +61,7 @@ def test_against_float64(name):
 )
 def test_shapes_that_do_not_fit(name, changed, said):
     batch = BATCHES["decodes"]
-    arrays = dict(zip(NAMES, inputs(batch), strict=True))
+    arrays: dict[str, Any] = dict(zip(NAMES, inputs(batch), strict=True))
     arrays[name] = arrays[name].astype(changed) if isinstance(changed, str) else jnp.zeros(changed)
     with pytest.raises(ValueError, match=f"selective_scan: .*{said}"):
-        selective_scan(*arrays.values(), batch.rows())
+        selective_scan(**arrays, rows=batch.rows())
