@@ -93,11 +93,14 @@ class Paged:
       layers: layers of a stage, numbered as in the full model, ascending.
       window: keys that a token sees, itself included; None for all. Pages before it are freed.
       specs: shape of one page of each of these layers.
+      nothing: where no layer of the stage has pages, a page that stands in for the pool, of as many tokens as elsewhere
+        and one number a token; else None. Page ids then take no memory: they number pieces of prefixes.
     """
 
     layers: tuple[int, ...]
     window: int | None
     specs: tuple[KVSpec, ...]
+    nothing: KVSpec | None = None
 
 
 class LayerPlace(NamedTuple):
@@ -201,7 +204,7 @@ def _num_rows(parts: Sequence[int]) -> int:
 
 
 def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
-    """Return the page shapes of the layers here, each with the number of layers that share a row; at least one.
+    """Return the page shapes of the layers here, each with the number of layers that share a row.
 
     Raises ValueError for token scales in layers that differ.
     """
@@ -238,7 +241,9 @@ def num_places(groups: Sequence[Paged | State]) -> int:
 
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     """Return the spec of one device's pool that holds `num_pages` pages of any group."""
-    (spec, parts), *others = _specs(groups).items()
+    if not (specs := _specs(groups)):
+        return next(group.nothing for group in paged_groups(groups) if group.nothing is not None)
+    (spec, parts), *others = specs.items()
     size = num_places(groups) * num_pages
     if not others:
         return replace(spec, num_pages=size)
@@ -258,8 +263,8 @@ def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
 
 
 def page_bytes_of_group(groups: Sequence[Paged | State], *, layout: str) -> int:
-    """Return the bytes of a page on one device, in all layers of its group."""
-    return page_bytes(pool_spec(groups, 1), layout) * num_places(groups)
+    """Return the bytes of a page on one device, in all layers of its group; 0 where no layer here has pages."""
+    return page_bytes(pool_spec(groups, 1), layout) * num_places(groups) if _specs(groups) else 0
 
 
 def kv_partition(kv: KVPages) -> KVPages:
@@ -278,11 +283,11 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
     num_pages: pages of any group in each replica. layout: the platform whose kernels read it. Head scales are those of
     all layers with pages here; None if the dtype needs none.
     """
-    places, (spec, *others) = layer_places(groups), _specs(groups)
-    if len({each.num_kv_heads for each in (spec, *others)}) > 1 and has_head_scales(spec):
-        raise ValueError(f"layers that differ in kv heads cannot share a pool of {spec.dtype}, which has their scales")
-    scales = len(places), spec.num_kv_heads
-    kv = jax.eval_shape(lambda: _pool(pool_spec(groups, num_pages), layout, scales))
+    places, pool = layer_places(groups), pool_spec(groups, num_pages)
+    heads = {each.num_kv_heads for each in _specs(groups)} or {pool.num_kv_heads}
+    if len(heads) > 1 and has_head_scales(pool):
+        raise ValueError(f"layers that differ in kv heads cannot share a pool of {pool.dtype}, which has their scales")
+    kv = jax.eval_shape(lambda: _pool(pool, layout, (len(places), max(heads))))
 
     def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)

@@ -30,6 +30,7 @@ from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_dense import DENSE_ROWS
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME
+from jaxengine.models.families.declared_states import STATE_ROWS
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
@@ -67,6 +68,7 @@ from jaxengine.models.families.internlm3 import InternLM3ForCausalLM
 from jaxengine.models.families.internvl import InternVLForConditionalGeneration
 from jaxengine.models.families.jina_embeddings_v3 import JinaEmbeddingsV3Model
 from jaxengine.models.families.kimi_k25 import KimiK25ForConditionalGeneration
+from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
 from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from jaxengine.models.families.llama import LlamaForCausalLM
@@ -85,6 +87,7 @@ from jaxengine.models.families.nemotron_h import NemotronHForCausalLM
 from jaxengine.models.families.nomic_bert import NomicBertModel
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
+from jaxengine.models.families.olmo_hybrid import OlmoHybridForCausalLM
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
 from jaxengine.models.families.phi3 import Phi3ForCausalLM
 from jaxengine.models.families.phimoe import PhiMoEForCausalLM
@@ -181,6 +184,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "FalconH1ForCausalLM": FalconH1ForCausalLM,
     "NemotronHForCausalLM": NemotronHForCausalLM,
+    "KimiLinearForCausalLM": KimiLinearForCausalLM,
+    "OlmoHybridForCausalLM": OlmoHybridForCausalLM,
     "GraniteMoeForCausalLM": GraniteMoeForCausalLM,
     "GraniteMoeSharedForCausalLM": GraniteMoeSharedForCausalLM,
     "GraniteMoeSWAForCausalLM": GraniteMoeSWAForCausalLM,
@@ -201,7 +206,10 @@ MODELS: dict[str, type[CausalLM]] = {
     "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
     "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
     "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
-    **{name: declared_class(name, row) for name, row in {**ROWS_BY_NAME, **DENSE_ROWS, **EXPERT_ROWS}.items()},
+    **{
+        name: declared_class(name, row)
+        for name, row in {**ROWS_BY_NAME, **DENSE_ROWS, **EXPERT_ROWS, **STATE_ROWS}.items()
+    },
 }
 # The same of models that only pool.
 ENCODERS: dict[str, type[Encoder]] = {

@@ -237,7 +237,7 @@ def gated_delta_rule(
     q: np.ndarray,  # [T, K, H]
     k: np.ndarray,  # [T, K, H]
     v: np.ndarray,  # [T, N, Hv]
-    decay: np.ndarray,  # [T, N]
+    decay: np.ndarray,  # [T, N] or [T, N, H]
     beta: np.ndarray,  # [T, N]
     state: np.ndarray,  # [R, N, H, Hv]
     cu_q_lens: np.ndarray,  # [S + 1]
@@ -255,7 +255,7 @@ def gated_delta_rule(
 
     def take(token: int, head: int, m: np.ndarray) -> None:
         key = k[token, head // group]
-        m *= np.exp(decay[token, head])
+        m *= np.exp(decay[token, head])[..., None]
         m += np.outer(key, beta[token, head] * (v[token, head] - key @ m))
         o[token, head] = q[token, head // group] @ m
 
@@ -287,6 +287,35 @@ def state_space(
         m *= np.exp(decay[token, head])
         m += np.outer(dt[token, head] * x[token, head], b[token, head // group])
         y[token, head] = m @ c[token, head // group]
+
+    _recur(take, state, cu_q_lens, reads, writes, num_seqs)
+    return y, state
+
+
+def selective_scan(
+    x: np.ndarray,  # [T, C]
+    b: np.ndarray,  # [T, H]
+    c: np.ndarray,  # [T, H]
+    dt: np.ndarray,  # [T, C]
+    a: np.ndarray,  # [C, H]
+    state: np.ndarray,  # [R, C, H]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    reads: np.ndarray,  # [S], -1: zeros
+    writes: np.ndarray,  # [S], R or more: nowhere
+    num_seqs: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute Mamba's recurrence along each sequence: (y [T, C], the states after the step), both float64.
+
+    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.scan; cu_q_lens and num_seqs are those
+    of RaggedBatch, reads and writes those of StateRows.
+    """
+    x, b, c, dt, a, state = (array.astype(np.float64) for array in (x, b, c, dt, a, state))
+    y = np.zeros(x.shape)
+
+    def take(token: int, channel: int, m: np.ndarray) -> None:
+        m *= np.exp(dt[token, channel] * a[channel])
+        m += dt[token, channel] * x[token, channel] * b[token]
+        y[token, channel] = m @ c[token]
 
     _recur(take, state, cu_q_lens, reads, writes, num_seqs)
     return y, state

@@ -334,7 +334,7 @@ class EngineConfig(
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),
             runner="generate" if model.pooler is None else "pooling",
         )
-        check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"])
+        check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"], self.kv_cache_memory_bytes)
         chosen.update(settle_encoder(chosen, model, platform, pictures) | settle_prompt_embeds(chosen, model))
         for settle in (settle_recording, settle_offload, settle_kv_events, check_speculation, check_training):
             settle(chosen, model)

@@ -40,12 +40,17 @@ def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
     return _CODES.get(name, name)
 
 
-def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str) -> None:
+def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str, num_bytes: int | None) -> None:
     """Raise ConfigError if the model's layers differ in a way in which they cannot keep these codes: for scales per
-    token in the size of pages, for other codes in the number of KV heads.
+    token in the size of pages, for other codes in the number of KV heads; or if it has no keys and values at all.
 
-    name: value of kv_cache_dtype. kv_cache_dtype: the pool's dtype that `kv_dtype` returned for it.
+    name: value of kv_cache_dtype. kv_cache_dtype: the pool's dtype that `kv_dtype` returned for it. num_bytes: value of
+    kv_cache_memory_bytes.
     """
+    if not model.attending:
+        for option, value, allowed in (("kv_cache_dtype", name, AUTO), ("kv_cache_memory_bytes", num_bytes, None)):
+            if value != allowed:
+                raise ConfigError(option, value, f"{allowed!r}: {model.architecture} keeps no keys and values")
     if name in _PER_TOKEN and not model.has_equal_pages:
         allowed = f"another one for {model.architecture}, whose layers keep pages of different sizes"
         raise ConfigError("kv_cache_dtype", name, allowed)

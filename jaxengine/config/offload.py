@@ -218,6 +218,7 @@ def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
         ("a draft model keeps pages of its own", speculation is not None and speculation.has_model),
         ("enable_return_routed_experts keeps experts by page", options["enable_return_routed_experts"]),
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
+        (f"{model.architecture} keeps no keys and values", not model.attending),
     ):
         if is_so:
             problem = f"{name} is given, but {why}, which is not supported together"

@@ -99,6 +99,7 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
         return
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
+        (f"{model.architecture} keeps no keys and values", not model.attending),
         (
             f"{model.architecture} takes images or sounds (language_model_only leaves them out)",
             model.tower is not None,

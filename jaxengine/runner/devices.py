@@ -255,8 +255,7 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
 
     Raises:
       ConfigError: the mesh does not divide the model, with sizes that would; or the stage lacks something it must have:
-        a layer with attention, the layers whose keys its other layers read, or, in the first stage, all layers that add
-        image features.
+        the layers whose keys its other layers read, or, in the first stage, all layers that add image features.
       ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
     parts = 1 if model_config.tower is None else model_config.tower.num_parts
@@ -264,13 +263,9 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         # Embeddings are where they are encoded; hidden states alone go on to the next stage.
         problem = f"the first {parts - 1} layers add parts of pictures, but the first stage has {stage.layers[0]}"
         raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
-    if not any(model_config.attention[layer].attends for layer in stage.layers):
-        problem = (
-            f"none of the layers {stage.layers[0]} to {stage.layers[-1]} of a stage attends: it would have no pages"
-        )
-        raise ConfigError.because(
-            "pipeline_parallel_size", problem, "choose others by pipeline_layers, or fewer stages"
-        )
+    if config.kv_offloading_bytes and not any(model_config.attention[layer].has_pages for layer in stage.layers):
+        problem = f"none of the layers {stage.layers[0]} to {stage.layers[-1]} of a stage has pages to keep elsewhere"
+        raise ConfigError.because("kv_offloading_size", problem, "leave it out, or choose stages by pipeline_layers")
     for layer in stage.layers:
         attention = model_config.attention[layer]
         of_keys, of_choice = attention.kv_source, None if attention.index is None else attention.index.source

@@ -138,7 +138,7 @@ def measure(
     v = np.zeros_like(k)
     for number, prompt in enumerate(prompts, 1):
         _run(runner, prompt)
-        for stage in own:
+        for stage in (each for each in own if each.programs.paged_layers):
             layers, (keys, values) = stage.programs.paged_layers, stage.largest()
             k[layers] = np.maximum(k[layers], keys)
             if values is not None:

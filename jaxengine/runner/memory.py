@@ -263,7 +263,7 @@ def plan_memory(
     if config.num_gpu_blocks_override is not None:
         num_pages = config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:
-        num_pages = config.kv_cache_memory_bytes // page_bytes
+        num_pages = config.kv_cache_memory_bytes // max(1, page_bytes)
     else:
         # More pages than all slots can fill would never be used but as cache: twice is plenty.
         needed = 2 * pages_per_seq * config.max_num_seqs
@@ -273,7 +273,7 @@ def plan_memory(
         if config.ends_at_once:  # pages are free again after a step
             of_step = config.max_num_batched_tokens // config.block_size + config.max_num_seqs
             needed = max(pages_per_seq, (config.max_in_flight + 1) * of_step)
-        fitting = (budget - weights - needs.total - process) // page_bytes
+        fitting = (budget - weights - needs.total - process) // max(1, page_bytes)
         num_pages = min(fitting, needed)
         by_need = (config.ends_at_once or config.default_seq_tokens is not None) and needed < fitting
     if num_pages < 1:

@@ -198,7 +198,7 @@ class StageRunner:
         for each in self.extensions.values():
             each.allocate()
         self._kv: Any = self.compiled(self.programs.pool(self._kv_shapes))()
-        if self.kv_scales is not None:
+        if self.kv_scales is not None and self.programs.paged_layers:
             k, v = self.kv_scales.of_layers(self.programs.paged_layers)
             k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
             self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)

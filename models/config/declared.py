@@ -38,7 +38,7 @@ class DeclaredForm:
       gate: projection whose `gate_activation` multiplies the results of heads, each with one number if `gates_heads`;
         None for none.
       value_scale: factor of values.
-      up: the MLP's projections before its activation: gate and up, or up alone.
+      up: the MLP's projections before its activation: gate and up, or up alone; () for layers without an MLP.
       down: its projection after that.
       experts_norm: norm after experts, which a layer with a dense MLP lacks; None for none.
       activation: name of its activation.
@@ -48,6 +48,7 @@ class DeclaredForm:
       embedding_norm: whether a norm without weights follows the embedding.
       final_norm: whether a norm follows the last layer.
       head_bias: whether logits have a bias.
+      mixer: module of a layer that keeps a state instead of attention.
       embedding_size: elements of an embedding that is projected to the hidden size, and back before the logits; None
         for the hidden size.
     """
@@ -71,6 +72,7 @@ class DeclaredForm:
     down: str = "mlp.down_proj"
     experts_norm: str | None = None
     activation: str = "silu"
+    mixer: str = "mamba"
     positions: str | None = None
     first_position: int = 0
     root_scaled: bool = False

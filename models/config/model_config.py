@@ -123,8 +123,8 @@ class ModelConfig:
             )
         for size in self.ffn_sizes:
             check_size("ffn_sizes", size, MAX_INTERMEDIATE)
-        if not self.attending:
-            raise ModelConfigError("attention must hold a layer that attends, got only layers with states")
+        if not self.attending and not self.keeps_states:
+            raise ModelConfigError("attention must hold a layer that attends or keeps a state, got neither")
         classifier = None if self.pooler is None else self.pooler.classifier
         labels = () if classifier is None else classifier.token_ids
         for token_id in (*self.eos_token_ids, *labels, *(() if self.bos_token_id is None else (self.bos_token_id,))):

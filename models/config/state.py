@@ -82,6 +82,11 @@ class GatedDelta:
         latter.
       k_head_dim, v_head_dim: elements of a key, and of a value.
       conv_kernel: tokens that the convolution over queries, keys and values sees, the token itself included.
+      by_element: each element of a key decays by itself (Kimi Team 2025, arXiv:2510.26692), and a sigmoid gates the
+        output; otherwise a head decays, and a SiLU does.
+      rank: elements from which decays and gates by element are projected; None where the hidden state is.
+      lower_bound: logarithm of the fastest decay of a token, which a sigmoid approaches; None for no bound.
+      beta_scale: factor of a token's step towards its value: 2.0 lets a state turn around.
     """
 
     num_k_heads: int
@@ -89,6 +94,10 @@ class GatedDelta:
     k_head_dim: int
     v_head_dim: int
     conv_kernel: int
+    by_element: bool = False
+    rank: int | None = None
+    lower_bound: float | None = None
+    beta_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -106,6 +115,10 @@ class GatedDelta:
             )
         if self.conv_kernel < 2:
             raise ModelConfigError(f"gated delta net: conv_kernel must be at least 2, got {self.conv_kernel}")
+        if self.rank is not None:
+            check_size("gated delta net: rank", self.rank, MAX_HIDDEN)
+        if self.lower_bound is not None and not -float("inf") < self.lower_bound < 0:
+            raise ModelConfigError(f"gated delta net: lower_bound must be a finite number < 0, got {self.lower_bound}")
 
     @property
     def key_size(self) -> int:
@@ -204,8 +217,51 @@ class StateSpace:
         return 5 * self.num_heads * self.head_dim * self.state_size
 
 
+@dataclass(frozen=True)
+class SelectiveScan:
+    """Mamba (Gu & Dao 2023, arXiv:2312.00752): a vector per channel, and the window of a convolution.
+
+    Attributes:
+      channels: of inputs, each with a state of its own.
+      state_size: elements of a channel's state.
+      time_rank: elements from which the time steps of all channels are projected.
+      conv_kernel: tokens that the convolution over inputs sees, the token itself included.
+      conv_bias, bias: biases of the convolution, and of the projections before and after it.
+      norms: RMS norms of what time steps, writes and reads are made from: "weighted" or "plain", or None for no norms.
+      eps: of these norms.
+    """
+
+    channels: int
+    state_size: int
+    time_rank: int
+    conv_kernel: int
+    conv_bias: bool = True
+    bias: bool = False
+    norms: str | None = None
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_size("selective scan: channels", self.channels, MAX_INTERMEDIATE)
+        check_size("selective scan: state_size", self.state_size, MAX_HEAD_DIM)
+        check_size("selective scan: time_rank", self.time_rank, MAX_HIDDEN)
+        check_size("selective scan: conv_kernel", self.conv_kernel, MAX_KERNEL, 2)
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """Return the state: the window [kernel - 1, channels], and the vectors [channels, state_size]."""
+        return (
+            StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),
+            StateArray((self.channels, self.state_size), "float32", ("heads", None)),
+        )
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of the recurrence for one token (decay, change, read)."""
+        return 7 * self.channels * self.state_size
+
+
 # State that a layer may have instead of attention, or in addition to it.
-LayerState = GatedDelta | ShortConvolution | StateSpace
+LayerState = GatedDelta | ShortConvolution | StateSpace | SelectiveScan
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:

@@ -41,12 +41,15 @@ from jaxengine.models.config.hf import Activation, hf_fields, read_head_dim, rea
 from jaxengine.models.config.hf_latent import hf_latent_fields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.state import SelectiveScan, StateSpace
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs, head_copies
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.embedding import Embedding, vocab_source
 from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mamba import Mamba
+from jaxengine.models.layers.mamba2 import Mamba2
 from jaxengine.models.layers.mla import LatentAttention
 from jaxengine.models.layers.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared
 from jaxengine.models.layers.moe import MLP_NAMES, ExpertNames, MixtureOfExperts
@@ -145,12 +148,14 @@ class Row(NamedTuple):
       tied: default of tie_word_embeddings.
       adapt: function that makes fields of others' meaning of its own; None for none.
       choose: function from the fields and the form to the form of a checkpoint; None where all have the same.
-      each_layer: function from the fields, a layer's number and its attention to its own; None where all are alike.
+      each_layer: function from the fields, a layer's number and its attention to its own, or to its state; None where
+        all are alike.
       more: function that reads further arguments of ModelConfig; None for none.
       experts: function that reads the experts; None for none. experts_in: module of a layer that they, their router and
         their shared MLP are in. expert_names: names there. stacked_experts: as of CheckpointNames.
       latent: whether attention is multi-head latent attention.
       gguf: reading of GGUF files; None where there is none.
+      squeezed: ends of the names of tensors whose second axis, of one entry, is left out.
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read. unused: the same for beginnings.
     """
@@ -177,6 +182,7 @@ class Row(NamedTuple):
     expert_names: ExpertNames = MLP_NAMES
     latent: bool = False
     gguf: GGUFRow | None = None
+    squeezed: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     unused_ends: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -234,12 +240,16 @@ class Row(NamedTuple):
 
 
 class DeclaredLayer(nnx.Module):
-    """Layer of a DeclaredForm, made of the given attention and MLP. It has the norms that its placement needs."""
+    """Layer of a DeclaredForm, made of the given attention, or a mixer with a state, and MLP, None for no MLP. It has
+    the norms that its placement needs.
+    """
 
     input_norm: Any
     mlp_norm: Any
 
-    def __init__(self, config: ModelConfig, form: DeclaredForm, attention: nnx.Module, mlp: nnx.Module, build: Build):
+    def __init__(
+        self, config: ModelConfig, form: DeclaredForm, attention: nnx.Module, mlp: nnx.Module | None, build: Build
+    ):
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
         norms = [norm(source=f"{LAYER_NAME}.{name}") for name in form.norms]
         if form.placement == AROUND:
@@ -258,6 +268,8 @@ class DeclaredLayer(nnx.Module):
         with jax.named_scope("attention"):
             attended, kv = self.attention(normed, kv, pages, step)
             attended = scaled(self.attended_norm(attended) if norms_output else attended, self.multiplier)
+        if self.mlp is None:
+            return x + attended, kv
         with jax.named_scope("mlp"):
             if self.placement == PARALLEL:
                 normed = normed if self.mlp_norm is None else self.mlp_norm(x)
@@ -381,13 +393,22 @@ class DeclaredForCausalLM(Decoder):
         return norm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        mixer, mlp = self.make_mixer(layer, build), self.make_mlp(layer, build) if self.form.up else None
+        return DeclaredLayer(self.config, self.form, mixer, mlp, build)
+
+    def make_mixer(self, layer: int, build: Build) -> nnx.Module:
+        """Make the attention of a layer, or what keeps its state: ([T, D], cache, places, StepInputs) -> ([T, D],
+        cache).
+        """
         config, form, own = self.config, self.form, self.config.attention[layer]
-        size, eps = config.hidden_size, config.rms_norm_eps
-        if own.latent is None:
-            attention: nnx.Module = DeclaredAttention(form, own, size, eps=eps, build=build)
-        else:
-            attention = LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build)
-        return DeclaredLayer(config, form, attention, self.make_mlp(layer, build), build)
+        size, eps, source = config.hidden_size, config.rms_norm_eps, f"{LAYER_NAME}.{form.mixer}"
+        if isinstance(own.state, SelectiveScan):
+            return Mamba(own.state, size, source=source, build=build)
+        if isinstance(own.state, StateSpace):
+            return Mamba2(own.state, size, eps=eps, source=source, build=build)
+        if own.latent is not None:
+            return LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build)
+        return DeclaredAttention(form, own, size, eps=eps, build=build)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         """Make the feed-forward part of a layer: ([T, D], Rows) -> [T, D]."""
@@ -456,6 +477,7 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
     names = CheckpointNames(
         prefixes=tuple(row.names),
         suffixes=row.suffixes,
+        squeezed=row.squeezed,
         transposed=row.transposed,
         unused_ends=row.unused_ends,
         unused=row.unused,

@@ -61,7 +61,7 @@ NAMES = CheckpointNames(
     unused=("model.audio_tower.", "model.embed_audio."),
     tower=(f"{TOWER}.", f"{PROJECTOR}."),
     flattened=(POSITIONS,),
-    scalars=tuple(f".{name}" for name in LIMITS),
+    raveled=tuple(f".{name}" for name in LIMITS),
     stacked_experts=StackedExperts(out_first=True),
 )
 

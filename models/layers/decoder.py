@@ -168,11 +168,13 @@ class Decoder(nnx.Module):
         }
         numbers = list(specs)
         widths = [specs[layer].num_kv_heads * specs[layer].token_width for layer in numbers]
-        groups = group_layers([self.config.attention[layer].reach for layer in numbers], widths, hybrid=hybrid)
+        reaches = [self.config.attention[layer].reach for layer in numbers]
+        groups = group_layers(reaches, widths, hybrid=hybrid) if numbers else [(None, ())]
+        nothing = KVSpec(1, page_size, 1, 1, 1, "float32") if specs.keys().isdisjoint(self.stage.layers) else None
         paged = []
         for window, layers in groups:
             own = tuple(numbers[each] for each in layers if numbers[each] in self.stage.layers)
-            paged.append(Paged(own, window, tuple(specs[layer] for layer in own)))
+            paged.append(Paged(own, window, tuple(specs[layer] for layer in own), nothing))
         kinds = dict.fromkeys(each.state for each in self.config.attention if each.state is not None)
         return (*paged, *(self._state_group(state) for state in kinds))
 

@@ -36,7 +36,7 @@ class CheckpointNames(NamedTuple):
       heads: beginnings, in the model's names, of output heads: not read where the model does not declare them.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
-      scalars: ends of the names of tensors without axes, which are of one entry in the model.
+      raveled: ends of the names of tensors that have one axis in the model, whatever axes they are stored with.
       transposed: ends of the names of matrices that are stored as [in, out].
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
       stacked_experts: storage of experts where they may be in one tensor; None for tensors per expert.
@@ -52,7 +52,7 @@ class CheckpointNames(NamedTuple):
     heads: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
     squeezed: tuple[str, ...] = ()
-    scalars: tuple[str, ...] = ()
+    raveled: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None

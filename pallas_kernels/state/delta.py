@@ -25,6 +25,8 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply o[t] = q[t] M[t], where M[t] = e^decay[t] M[t - 1] + k[t] (x) beta[t] (v[t] - k[t] e^decay[t] M[t - 1]).
 
+    A decay is that of a head's matrix, or of each of its H rows (Kimi Team 2025, arXiv:2510.26692).
+
     All in float32, in an order that depends on a sequence's own tokens only. Tokens of no sequence give 0; rows that no
     sequence reads may hold NaN.
 
@@ -33,18 +35,19 @@ def gated_delta_rule(
     Args:
       q, k: [T, K, H], already normalised and scaled; head h serves heads h * N / K .. of v.
       v: [T, N, Hv].
-      decay: f32[T, N], at most 0; beta: f32[T, N].
+      decay: f32[T, N] or f32[T, N, H], at most 0; beta: f32[T, N].
       state: f32[R, N, H, Hv], M of each row.
 
     Returns o f32[T, N, Hv], and the states. Raises ValueError when shapes or dtypes do not fit together.
     """
     check_rows(rows)
     num_tokens, num_heads = v.shape[:2]
-    wanted = q.shape, (num_tokens, num_heads), (num_tokens, num_heads), (num_heads, q.shape[-1], v.shape[-1])
+    of_decay = num_tokens, num_heads, *q.shape[2:][: decay.ndim - 2]
+    wanted = q.shape, of_decay, (num_tokens, num_heads), (num_heads, q.shape[-1], v.shape[-1])
     got = k.shape, decay.shape, beta.shape, state.shape[1:]
     if q.ndim != 3 or v.ndim != 3 or q.shape[0] != num_tokens or num_heads % q.shape[1] or wanted != got:
         shapes = [list(array.shape) for array in (q, k, v, decay, beta, state)]
-        text = "q and k [T, K, H], v [T, N, Hv], decay and beta [T, N] and state [R, N, H, Hv]"
+        text = "q and k [T, K, H], v [T, N, Hv], decay [T, N] or [T, N, H], beta [T, N] and state [R, N, H, Hv]"
         raise ValueError(f"gated_delta_rule: {text} must agree, N a multiple of K, got {shapes}")
     if {decay.dtype, beta.dtype, state.dtype} != {jnp.dtype("float32")}:
         text = f"{decay.dtype}, {beta.dtype} and {state.dtype}"

@@ -54,7 +54,7 @@ def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     states."""
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 1), _heads(k, v, 1)
-    m = m * jnp.exp(decay)[:, :, None, None]
+    m = m * jnp.exp(decay).reshape(*m.shape[:2], -1, 1)
     change = beta[:, :, None] * (v - jnp.sum(m * k[:, :, :, None], axis=2))
     m = m + k[:, :, :, None] * change[:, :, None, :]
     return jnp.sum(m * q[:, :, :, None], axis=2), m
@@ -68,22 +68,52 @@ def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[
     """
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 0), _heads(k, v, 0)
-    until = jnp.cumsum(decay, axis=1)  # [N, C]
+    until = jnp.cumsum(decay, axis=1).reshape(*v.shape[:2], -1)  # [N, C, H], or [N, C, 1] for one decay of all H
     size = until.shape[1]
     causal = jnp.tril(jnp.ones((size, size), bool))
     causal = causal if runs is None else causal & runs.same
-    # share[i, j]: the part of token j's contribution that has not decayed at token i.
-    share = jnp.exp(jnp.where(causal, until[:, :, None] - until[:, None, :], -jnp.inf))
-    system = beta[:, :, None] * jnp.einsum("nik,njk->nij", k, k) * share * ~jnp.eye(size, dtype=bool)
-    faded = jnp.exp(until)[:, :, None]
+    of_keys, of_queries = (_products(part, k, until, causal) for part in (k, q))
+    system = beta[:, :, None] * of_keys * ~jnp.eye(size, dtype=bool)
+    faded = jnp.exp(until)
     faded = faded if runs is None else faded * runs.goes_on[:, None]
-    wanted = beta[:, :, None] * (v - faded * jnp.einsum("nik,nkv->niv", k, m))
+    wanted = beta[:, :, None] * (v - jnp.einsum("nik,nkv->niv", k * faded, m))
     change = solve_unit_lower(system, wanted)
-    seen = jnp.einsum("nik,njk->nij", q, k) * share
-    out = faded * jnp.einsum("nik,nkv->niv", q, m) + jnp.einsum("nij,njv->niv", seen, change)
-    rest = jnp.exp(until[:, -1:] - until)[:, :, None]
+    out = jnp.einsum("nik,nkv->niv", q * faded, m) + jnp.einsum("nij,njv->niv", of_queries, change)
+    rest = jnp.exp(until[:, -1:] - until)
     rest = rest if runs is None else rest * runs.same[-1, :, None]
-    return out, m * faded[:, -1:] + jnp.einsum("nik,niv->nkv", k * rest, change)
+    return out, m * faded[:, -1][:, :, None] + jnp.einsum("nik,niv->nkv", k * rest, change)
+
+
+def _products(x: jax.Array, k: jax.Array, until: jax.Array, causal: jax.Array) -> jax.Array:
+    """Return f32[N, C, C], the products of x and earlier tokens' k, [N, C, H] both, each element times what has not
+    decayed of it in between; 0 where `causal` bool[C, C] is false.
+
+    until: f32[N, C, 1 or H], logarithm of what has not decayed of all before each token.
+    """
+    if until.shape[2] == 1:
+        between = until - jnp.swapaxes(until, 1, 2)
+        return jnp.einsum("nik,njk->nij", x, k) * jnp.exp(jnp.where(causal, between, -jnp.inf))
+    # Elements decay by themselves, so that a pair of tokens is no product of what each has alone: its two factors would
+    # overflow. Within BLOCK tokens pairs are computed one by one; those before meet at the first token of the block.
+    num_heads, size = x.shape[:2]
+    blocks = (num_heads, size // BLOCK, BLOCK, -1)
+    own_x, own_k, own = (part.reshape(blocks) for part in (x, k, until))
+    within = causal.reshape(size // BLOCK, BLOCK, size // BLOCK, BLOCK)
+    within = jnp.moveaxis(jnp.diagonal(within, axis1=0, axis2=2), 2, 0)[:, :, :, None]  # [blocks, BLOCK, BLOCK, 1]
+    between = jnp.exp(jnp.where(within, own[:, :, :, None] - own[:, :, None], -jnp.inf))
+    near = jnp.einsum("nbih,nbjh,nbijh->nbij", own_x, own_k, between)
+    rows = []
+    for block in range(size // BLOCK):
+        first = block * BLOCK
+        start = until[:, first : first + 1]
+        before = jnp.einsum(
+            "nih,njh->nij",
+            own_x[:, block] * jnp.exp(own[:, block] - start),
+            k[:, :first] * jnp.exp(start - until[:, :first]),
+        )
+        after = jnp.zeros((num_heads, BLOCK, size - first - BLOCK), x.dtype)
+        rows.append(jnp.concatenate([before, near[:, block], after], axis=2))
+    return jnp.concatenate(rows, axis=1) * causal
 
 
 def solve_unit_lower(a: jax.Array, b: jax.Array) -> jax.Array:

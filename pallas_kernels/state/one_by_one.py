@@ -7,13 +7,14 @@ sequence. `saves` of every token are written, and cu_q_lens is not read.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.state import delta_xla, space_xla
+from jaxengine.pallas_kernels.state import delta_xla, scan_xla, space_xla
 from jaxengine.pallas_kernels.state.recurrence_xla import Rule
 from jaxengine.pallas_kernels.state.rows import StateRows, read_rows, write_rows
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
@@ -51,6 +52,15 @@ def state_space(
     of state.space.state_space.
     """
     return _one_by_one(space_xla.Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, space_xla.single)
+
+
+def selective_scan(
+    x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, a: jax.Array, state: jax.Array, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """Apply Mamba's recurrence to one token after the other: y f32[T, C] and the states after them; arguments as of
+    state.scan.selective_scan.
+    """
+    return _one_by_one(scan_xla.Tokens(x, b, c, dt), x.shape[1:], state, rows, partial(scan_xla.single, a))
 
 
 def _one_by_one(

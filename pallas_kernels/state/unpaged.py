@@ -7,6 +7,7 @@ again for its gradient: so one state for each chunk is kept, and not one for eac
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.runs import run_indexes, run_numbers
-from jaxengine.pallas_kernels.state import delta_xla, space_xla
+from jaxengine.pallas_kernels.state import delta_xla, scan_xla, space_xla
 from jaxengine.pallas_kernels.state.recurrence_xla import CHUNK, ChunkRuns
 from jaxengine.pallas_kernels.state.rows import StateRows
 
@@ -49,6 +50,15 @@ def state_space(
     of state.space.state_space.
     """
     return _recurrence(space_xla.Tokens(x, b, c, decay, dt), state, rows, space_xla.chunk), state
+
+
+def selective_scan(
+    x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, a: jax.Array, state: jax.Array, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """Apply Mamba's recurrence to runs that start from zeros: y f32[B * T, C], and `state` unchanged; arguments as of
+    state.scan.selective_scan.
+    """
+    return _recurrence(scan_xla.Tokens(x, b, c, dt), state, rows, partial(scan_xla.chunk, a)), state
 
 
 def _recurrence(tokens: Any, state: jax.Array, rows: StateRows, rule: Any) -> jax.Array:

@@ -14,6 +14,7 @@ from tests.pallas_kernels.matmul.test_quantized import IMPLEMENTATIONS as QUANTI
 from tests.pallas_kernels.matmul.test_quantized_table import IMPLEMENTATIONS as TABLES
 from tests.pallas_kernels.state.test_conv import IMPLEMENTATIONS as CONV
 from tests.pallas_kernels.state.test_delta import IMPLEMENTATIONS as DELTA
+from tests.pallas_kernels.state.test_scan import IMPLEMENTATIONS as SCAN
 from tests.pallas_kernels.state.test_space import IMPLEMENTATIONS as SPACE
 from tests.pallas_kernels.test_interpreted import quick_groups
 from tests.tables import each_row
@@ -39,7 +40,7 @@ def run_by_tests() -> set:
     jobs = {(job[0], job[1]) for group in quick_groups() for job in group}
     jobs |= {(check, implementation.name) for implementation in IN_PROCESS for check in CHECKED}
     ops = ((op, IMPLEMENTATIONS[name].platform) for check, name in jobs for op in CHECKED.get(check, ()))
-    states = {*CONV, *DELTA, *SPACE}
+    states = {*CONV, *DELTA, *SCAN, *SPACE}
     return (
         {kernel(*row) for row in ops if row in KERNELS}
         | WHOLE_PROMPTS

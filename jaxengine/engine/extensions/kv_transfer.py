@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxengine.cluster.channel import read_key
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.key_file import read_key
 from jaxengine.config.kv_transfer import CONSUMER, FAIL, FOLDER, PRODUCER, KVHandover
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.extensions.due_copies import DueCopies, found_columns, is_here
@@ -278,8 +278,9 @@ def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) 
             raise ConfigError.because(name, str(error), "name another folder") from None
     from jaxengine.tiers.tcp import TcpTransport  # it needs pyzmq
 
-    listen = (options.kv_ip, options.kv_port) if options.produces else None
+    listen, key_file = (options.kv_ip, options.kv_port) if options.produces else None, runner.config.cluster_key_file
+    assert key_file is not None
     try:
-        return TcpTransport(read_key(runner.config.cluster_key_file), offload.identity, listen)
+        return TcpTransport(read_key("cluster_key_file", key_file), offload.identity, listen)
     except OSError as error:
         raise ConfigError.because("kv_transfer_config.kv_ip", str(error), "name an address of this host") from None

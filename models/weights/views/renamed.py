@@ -21,7 +21,7 @@ class RenamedSource(WrappedSource):
     def __init__(self, source: WeightSource, names: CheckpointNames):
         super().__init__(source)
         self._squeezed, self._flattened = names.squeezed, names.flattened
-        self._scalars, self._transposed = names.scalars, names.transposed
+        self._raveled, self._transposed = names.raveled, names.transposed
         self._stored: dict[str, str] = {}
         for stored in source.names():
             if names.is_unused(stored) or self._is_constant(stored, names):
@@ -49,8 +49,8 @@ class RenamedSource(WrappedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self._source.shape(self._stored[name])
-        if self._is_scalar(name, shape):
-            return (1,)
+        if self._is_raveled(name, shape):
+            return (math.prod(shape),)
         if self._is_flattened(name, shape):
             return shape[0], math.prod(shape[1:])
         if self._is_transposed(name, shape):
@@ -59,8 +59,8 @@ class RenamedSource(WrappedSource):
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         stored = self._stored[name]
-        if self._is_scalar(name, self._source.shape(stored)):
-            return self._source.read(stored).reshape(1)[rows]
+        if self._is_raveled(name, self._source.shape(stored)):
+            return self._source.read(stored).reshape(-1)[rows]
         if self._is_squeezed(name, self._source.shape(stored)):
             return self._source.read(stored, rows)[:, 0, columns]
         if self._is_flattened(name, self._source.shape(stored)):
@@ -70,8 +70,8 @@ class RenamedSource(WrappedSource):
             return self._source.read(stored, columns, rows).T
         return self._source.read(stored, rows, columns)
 
-    def _is_scalar(self, name: str, shape: tuple[int, ...]) -> bool:
-        return not shape and name.endswith(self._scalars)
+    def _is_raveled(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) != 1 and name.endswith(self._raveled)
 
     def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)

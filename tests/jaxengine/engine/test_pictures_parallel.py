@@ -29,14 +29,12 @@ MODES = {
 # Whose pictures come as embeddings, too. Videos frame by frame; heads that turn, and chunks; patches that are not
 # joined; tiles and embeddings for lines; neighbours that turn together, before latent attention.
 EMBEDDED = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_vision", "kimi_vl_vision")
-# What these models are too small for: a tower of three heads, parts of pictures for both of two layers, two layers of
-# which one attends, layers that read keys of others in the stage before.
+# What these models are too small for: a tower of three heads, parts of pictures for both of two layers, layers
+# that read keys of others in the stage before.
 REFUSED = {
     ("gemma4_both_ways_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("gemma4_pictures_vision", "pp 2"): "attends to keys and values of layer .*, which is in an earlier stage",
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
-    ("qwen3_5_pictures_vision", "pp 2"): "^none of the layers 0 to 0 of a stage attends",
-    ("qwen3_5_moe_pictures_vision", "pp 2"): "^none of the layers 0 to 0 of a stage attends",
     ("qwen3_vl_moe_vision", "pp 2"): "^the first 2 layers add parts of pictures, but the first stage has 1",
 }
 

@@ -18,7 +18,7 @@ from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.tables import each_row
 
 MODELS = TINY_CHECKPOINT.parent
-MORE = "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1"
+MORE = "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1", "mamba2", "jamba"
 OTHER = pytest.mark.thorough("another kind of state")
 
 
@@ -117,6 +117,13 @@ def test_states_are_counted(llm, folder):
         ),
         ("qwen3_next", {"num_state_snapshots": -1}, "num_state_snapshots is -1; allowed: 0 to"),
         ("qwen3_next", {"tensor_parallel_size": 3}, "tensor_parallel_size"),
+        (
+            "mamba2",
+            {"kv_cache_dtype": "int8"},
+            "kv_cache_dtype is 'int8'; .* Mamba2ForCausalLM keeps no keys and values",
+        ),
+        ("mamba2", {"kv_cache_memory_bytes": 1 << 20}, "kv_cache_memory_bytes is 1048576; allowed: None: Mamba2"),
+        ("mamba2", {"kv_offloading_size": 1.0}, "kv_offloading_size is given, but Mamba2ForCausalLM keeps no keys"),
     ],
 )
 def test_refused(make, name, options, said):

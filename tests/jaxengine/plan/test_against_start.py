@@ -38,13 +38,13 @@ THOROUGH = {
         f"{model}, {name}": (model, options)
         for model in (
             *("qwen3_moe", "gemma3", "mistral", "qwen2", "gpt_oss", "falcon_h1", "lfm2", "phi3"),
-            *("deepseek_v3", "deepseek_v32"),
+            *("deepseek_v3", "deepseek_v32", "mamba2", "kimi_linear"),
         )
         for name, options in {"float32": {}, "bf16": {"dtype": "bfloat16"}}.items()
     },
     **{f"{model}, int8": (model, {"quantization": "int8"}) for model in ("qwen3_moe", "gemma3", "qwen2")},
     **{f"{model}, tp 2": (model, {"tensor_parallel_size": 2}) for model in ("qwen3_moe", "gemma3", "falcon_h1")},
-    **{f"{model}, pp 2": (model, {"pipeline_parallel_size": 2}) for model in ("qwen3_moe", "gemma3")},
+    **{f"{model}, pp 2": (model, {"pipeline_parallel_size": 2}) for model in ("qwen3_moe", "gemma3", "jamba")},
     "experts": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "replicas": ("llama", {"data_parallel_size": 2}),
     "tp 2, adapters": ("llama", {"tensor_parallel_size": 2, **LORA}),

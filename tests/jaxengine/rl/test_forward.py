@@ -37,7 +37,12 @@ ROUNDING = float(np.finfo(np.float32).eps)  # of the norm of all gradients
 # Of gradients. The weights of this checkpoint are so wide that its loss is 25, and rounding weighs more.
 # Gemma 4 ends a layer with a factor that the norms after it undo, so that its gradient cancels.
 # Gemma 3n's modes are a norm's output times 1 / D: gradients of that norm are sums of terms that cancel.
-TOLERANCES = {"llama": 2e-5, "gemma3n": 5e-5, "gemma4": 5e-5}
+# States that last for hundreds of tokens: two of the delta nets and of Mamba's scans are up to 2.5e-5 apart.
+TOLERANCES = {"llama": 2e-5, "gemma3n": 5e-5, "gemma4": 5e-5} | dict.fromkeys(
+    ("bamba", "falcon_mamba", "olmo_hybrid", "kimi_linear"), 4e-5
+)
+# Of logits. transformers' own of this model are 2.7e-5 from those in float64, ours 6e-6.
+OF_LOGITS = {"mamba2": 5e-5}
 # The same where programs are not optimised: the GELUs of Gemma 4's gates lose digits there.
 UNOPTIMISED = {"gemma4": 2e-3}
 # Dense, windows, experts, latent attention, states, keys of other layers: all whose gradients are recorded.
@@ -133,7 +138,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path, pytestco
     ends = np.cumsum([len(short), len(long), len(short)])
     found = [*np.split(logits[0], ends), logits[1, : len(long)]]
     for ours, golden in zip(found, (*reversed(case.logits), *reversed(case.logits), case.logits[0]), strict=True):
-        assert np.abs(ours - golden).max() <= TOLERANCE * np.abs(golden).max()
+        assert np.abs(ours - golden).max() <= OF_LOGITS.get(name, TOLERANCE) * np.abs(golden).max()
     tolerance = TOLERANCES.get(name, TOLERANCE)
     if not pytestconfig.getoption("--optimised"):
         tolerance = UNOPTIMISED.get(name, tolerance)

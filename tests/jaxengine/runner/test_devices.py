@@ -123,12 +123,12 @@ def test_layers_are_split_by_bytes_unless_said_otherwise():
     assert [len(stage.layers) for stage in choose_stages(MODEL, resolved, MeshLayout())] == [1, 1, 2]
 
 
-def test_a_stage_has_a_layer_that_attends():
+def test_a_stage_without_pages_has_none_to_keep_elsewhere():
     state = replace(MODEL.attention[0], state=object())  # pyright: ignore[reportArgumentType]
     hybrid = replace(MODEL, attention=(state, state, *MODEL.attention[2:]))
     for stage in (Stage(0, 2), Stage(0, 1, is_last=False)):
-        with pytest.raises(ConfigError, match="^none of the layers 0 to . of a stage attends"):
-            build_split(hybrid, config(pipeline_parallel_size=2), MeshLayout(), stage)
+        with pytest.raises(ConfigError, match="^none of the layers 0 to . of a stage has pages to keep elsewhere"):
+            build_split(hybrid, config(pipeline_parallel_size=2, kv_offloading_size=1.0), MeshLayout(), stage)
 
 
 def test_ranks_that_split_a_batch_share_its_limits():

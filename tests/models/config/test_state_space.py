@@ -8,11 +8,12 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.hf import read_config_json
-from jaxengine.models.config.state import StateSpace
+from jaxengine.models.config.state import GatedDelta, SelectiveScan, StateSpace
 from jaxengine.models.registry import read_hf
 from tests.models.conftest import CHECKPOINTS
 
 INFINITY = float("inf")
+KDA = {"full_attn_layers": [3], "head_dim": 12, "num_heads": 4}
 
 
 def read(name: str, **changes: Any):
@@ -35,6 +36,49 @@ def test_granite_without_states():
     config = read("granite_hybrid_dense", layer_types=["attention"] * 3, mamba_n_heads=7)
     assert not config.keeps_states and config.experts is None and config.intermediate_size == 56
     assert all(layer.rope is not None for layer in config.attention)
+
+
+def test_layers_without_attention():
+    """Mamba's configurations, and those of hybrids whose layers all keep states."""
+    for name in ("mamba", "mamba2", "falcon_mamba"):
+        config = read(name)
+        assert not config.attending and config.keeps_states and config.is_causal
+        assert read(name, max_position_embeddings=None).max_position_embeddings == 131_072
+    assert read("mamba").num_kv_heads == 8 and read("mamba2").num_kv_heads == 6
+    assert not read("granite_hybrid", layer_types=["mamba"] * 4).attending
+    assert read("mamba").attention[0].state == SelectiveScan(72, 6, 3, 4)
+    published = read("falcon_mamba", expand=16, intermediate_size=8192, hidden_size=4096, time_step_rank=256)
+    assert published.attention[0].state == SelectiveScan(8192, 6, 256, 4, norms="plain", eps=1e-3)
+
+
+def test_kimi_linear():
+    config = read("kimi_linear")
+    assert [layer.attends for layer in config.attention] == [False, False, True, False]
+    assert all(layer.rope is None and layer.latent is not None for layer in config.attention)
+    assert config.attention[0].state == GatedDelta(4, 4, 12, 12, 4, by_element=True, rank=12)
+    assert config.experts is not None and config.experts.dense_layers == (0,)
+    config = read("kimi_linear_long")
+    assert config.experts is not None and config.experts.dense_layers == (0, 1)
+    assert [layer.attends for layer in config.attention] == [True, False, False]
+
+
+def test_olmo_hybrid():
+    config = read("olmo_hybrid")
+    assert [layer.attends for layer in config.attention] == [False, False, False, True]
+    assert config.attention[0].state == GatedDelta(2, 4, 12, 6, 4, beta_scale=2.0)
+    assert config.attention[3].rope is not None
+    assert read("olmo_hybrid", rope_parameters=None).attention[3].rope is None
+    fields = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    usual = read("olmo_hybrid", layer_types=None, num_hidden_layers=3, **dict.fromkeys(fields))
+    assert usual.attention[1].state == GatedDelta(4, 4, 12, 24, 4, beta_scale=2.0) and usual.attention[2].attends
+
+
+def test_jamba():
+    config = read("jamba")
+    assert [layer.attends for layer in config.attention] == [False, False, True, False]
+    assert config.experts is not None and config.experts.dense_layers == (0, 2) and not config.experts.norm_weights
+    assert all(layer.rope is None for layer in config.attention)
+    assert read("jamba_dense").experts is None
 
 
 def test_falcon():
@@ -61,7 +105,7 @@ def test_limits_of_time_steps(written, limits):
     ("name", "changes", "said"),
     [
         ("granite_hybrid", {"layer_types": ["mamba", "mamba", "attention", "rwkv"]}, "layer_types must be a list of 4"),
-        ("granite_hybrid", {"layer_types": ["mamba"] * 4}, "a layer that attends"),
+        ("nemotron_h", {"hybrid_override_pattern": "------"}, "a layer that attends or keeps a state"),
         ("granite_hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type must be rope, nope"),
         ("granite_hybrid", {"mamba_d_head": 15}, "mamba_n_heads \\* mamba_d_head must be the 128"),
         ("granite_hybrid", {"mamba_n_groups": 3}, "num_heads must be a multiple of num_groups, got 8 and 3"),
@@ -70,6 +114,27 @@ def test_limits_of_time_steps(written, limits):
         ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5 numbers"),
         ("falcon_h1", {"mlp_multipliers": [1.0, -1.0]}, "mlp_multipliers must be a finite number > 0"),
         ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("mamba2", {"num_heads": 5}, "num_heads must be such that num_heads \\* head_dim, 20, is .*, 120, got 5"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mamba2", {"num_heads": 4096, "hidden_size": 2**17, "expand": 1e30}, "num_heads must be such that"),
+        ("mamba", {"expand": 1e30, "intermediate_size": None}, "intermediate_size"),
+        ("mamba", {"state_size": 10**9}, "selective scan: state_size must"),
+        ("mamba", {"conv_kernel": 1}, "selective scan: conv_kernel must"),
+        ("mamba", {"time_step_rank": "many"}, "time_step_rank must be an integer"),
+        ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices must be a list of layers from 0 to 3"),
+        ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices must be a list of layers"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": KDA | {"kda_layers": [0, 2, 4]}},
+            "linear_attn_config must be full_attn_layers and",
+        ),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be true"),
+        ("kimi_linear_long", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types must be a list"),
+        ("kimi_linear_long", {"layer_types": ["kda"] * 3}, "layer_types must be a list of 3"),
+        ("kimi_linear_long", {"linear_head_dim": 0}, "linear_head_dim must"),
+        ("olmo_hybrid", {"linear_num_value_heads": 3}, "num_v_heads must be a multiple of num_k_heads"),
+        ("jamba", {"attn_layer_period": 0}, "attn_layer_period must"),
+        ("jamba", {"mamba_expand": 2**20}, "selective scan: channels must"),
     ],
 )
 def test_refused(name, changes, said):

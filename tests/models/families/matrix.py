@@ -79,7 +79,7 @@ MODES: dict[str, dict[str, Any]] = {
 # Why a model cannot be split, by the option that asks for it, as the engine says it.
 NOT_SPLIT = {
     "tensor_parallel_size": r"allowed: \d.* for this model \(.* cannot be split evenly over ",
-    "pipeline_parallel_size": r"at most \d+ layers$|^none of the layers .* attends|^the first \d+ layers add parts "
+    "pipeline_parallel_size": r"at most \d+ layers$|^the first \d+ layers add parts "
     r"|^layer \d+ attends to keys (and values|as selected by the indexer) of layer ",
     "enable_expert_parallel": r"allowed: False: \w+ has no experts$",
 }

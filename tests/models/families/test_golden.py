@@ -32,8 +32,9 @@ def architecture(name: str) -> str:
 # A checkpoint of each family always, and those of further kinds of rope; others in a thorough run.
 ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
 FIRSTS = {architecture(name): name for name in reversed(NAMES)}
-# Rows that mix what others of them have: these four have every part once that no other family shows.
-MIXED = set(DENSE_ROWS) | set(EXPERT_ROWS)
+# Families that mix what others have: four rows that have every part once that no other family shows are left.
+MIXED = {*DENSE_ROWS, *EXPERT_ROWS, *("MambaForCausalLM", "FalconMambaForCausalLM", "BambaForCausalLM")}
+MIXED |= {"OlmoHybridForCausalLM"}
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))
 # Named otherwise than a family's text models, and computed as they are: that they load shows most of it.

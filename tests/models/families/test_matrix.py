@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -21,8 +20,6 @@ from tests.models.families.matrix import MODES, is_not_split
 MODEL = read_folder(FOLDER / "llama")
 ONE_LAYER = replace(MODEL, attention=MODEL.attention[:1])
 ODD_HEADS = replace(MODEL, attention=tuple(replace(each, num_heads=3, num_kv_heads=3) for each in MODEL.attention))
-STATE: Any = object()
-FIRST_KEEPS_A_STATE = replace(MODEL, attention=(replace(MODEL.attention[0], state=STATE), *MODEL.attention[1:]))
 
 
 def opened(model: ModelConfig, mode: str, stage: Stage | None = None, mesh: MeshLayout | None = None) -> None:
@@ -50,7 +47,6 @@ def accident() -> None:
         ("tp 2", lambda: opened(ODD_HEADS, "tp 2", mesh=MeshLayout(model=2)), True),
         ("ep 2", lambda: opened(MODEL, "ep 2"), True),
         ("pp 2", lambda: opened(ONE_LAYER, "pp 2"), True),
-        ("pp 2", lambda: opened(FIRST_KEEPS_A_STATE, "pp 2", Stage(0, 1, is_last=False)), True),
         ("dp 2", lambda: opened(MODEL, "ep 2"), False),
         ("tp 2", too_few_devices, False),
         ("tp 2", other, False),

@@ -15,8 +15,18 @@ from tests.pallas_kernels.state.problems import BATCHES, NUM_ROWS, Batch
 IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if op == "gated_delta_rule"}
 
 
-def inputs(batch: Batch, *, heads: int = 4, k_heads: int = 2, key: int = 8, value: int = 12, alike: bool = False):
-    """alike: all keys of a head are equal, nothing decays and everything is overwritten."""
+def inputs(
+    batch: Batch,
+    *,
+    heads: int = 4,
+    k_heads: int = 2,
+    key: int = 8,
+    value: int = 12,
+    alike: bool = False,
+    by_element: bool = False,
+):
+    """alike: all keys of a head are equal, nothing decays and everything is overwritten. by_element: each element of a
+    key decays by itself, one of them not at all, another as good as completely."""
     rng, count = np.random.default_rng(1), batch.num_tokens
     q, k = rng.standard_normal((2, count, k_heads, key))
     if alike:
@@ -24,6 +34,9 @@ def inputs(batch: Batch, *, heads: int = 4, k_heads: int = 2, key: int = 8, valu
     q, k = (part / np.linalg.norm(part, axis=-1, keepdims=True) for part in (q, k))
     v, decay, beta = (rng.standard_normal((count, heads, *more)) for more in ((value,), (), ()))
     decay, beta = (0.0 * decay, np.ones_like(beta)) if alike else (-np.abs(decay), 1 / (1 + np.exp(-beta)))
+    if by_element:
+        decay = decay[..., None] * np.abs(rng.standard_normal((count, heads, key)))
+        decay[..., 1], decay[..., 2] = 0.0, -90.0
     state = rng.standard_normal((NUM_ROWS, heads, key, value))
     return [jnp.asarray(array, jnp.float32) for array in (q, k, v, decay, beta, state)]
 
@@ -47,6 +60,12 @@ def compare(implementation, batch: Batch, arrays, tolerance: float = 2e-5) -> No
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_against_float64(implementation, batch):
     compare(implementation, batch, inputs(batch))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IMPLEMENTATIONS.values())
+def test_elements_that_decay_by_themselves(implementation):
+    batch = BATCHES["decodes and prompts"]
+    compare(implementation, batch, inputs(batch, by_element=True))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IMPLEMENTATIONS.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,11 @@ COUNT = 12  # of features
 SHAPES = {  # of the arrays of each token, and of a state
     "causal_conv": (((COUNT,),), (3, COUNT)),
     "gated_delta_rule": (((2, 8), (2, 8), (4, 6), (4,), (4,)), (4, 8, 6)),
+    "selective_scan": (((6,), (8,), (8,), (6,)), (6, 8)),
     "state_space": (((4, 6), (2, 8), (2, 8), (4,), (4,)), (4, 6, 8)),
 }
+# Of what all tokens share: a convolution's weights, and a scan's rates.
+SHARED = {"causal_conv": (COUNT, 4), "selective_scan": (6, 8)}
 
 
 def token_rows(rows: StateRows, counts: tuple[int, ...]) -> StateRows:
@@ -44,9 +48,9 @@ def test_tokens_after_one_another_are_a_chunk(op):
     rng, num_tokens, (shapes, state_shape) = np.random.default_rng(0), sum(batch.counts), SHAPES[op]
     tokens = [jnp.asarray(rng.standard_normal((num_tokens, *shape)) / 4, jnp.float32) for shape in shapes]
     if op != "causal_conv":  # decay, and beta or dt
-        tokens[3:] = [-jnp.abs(tokens[3]), jnp.abs(tokens[4])]
+        tokens[3:] = [*(-jnp.abs(each) for each in tokens[3:-1]), jnp.abs(tokens[-1])]
     state = jnp.asarray(rng.standard_normal((NUM_ROWS, *state_shape)), jnp.float32)
-    more = [jnp.asarray(rng.standard_normal((COUNT, 4)), jnp.float32)] if op == "causal_conv" else []
+    more: Any = [-jnp.abs(jnp.asarray(rng.standard_normal(SHARED[op]), jnp.float32))] if op in SHARED else []
     chunks = kernel(op, "cpu")
     rows = batch.rows()
     padded = [jnp.pad(each, ((0, batch.num_tokens - num_tokens), *((0, 0),) * (each.ndim - 1))) for each in tokens]

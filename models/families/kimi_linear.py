@@ -1,0 +1,149 @@
+"""Kimi Linear (Kimi Team 2025, arXiv:2510.26692): Kimi delta attention in three of four layers, latent attention
+without rope in the others, and DeepSeek-V3's experts after a dense layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import MAX_LAYERS, ConfigFields
+from jaxengine.models.config.hf import FULL
+from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.state import GatedDelta
+from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
+from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.delta_net import APART, GatedDeltaNet
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
+
+LINEAR = "linear_attention"
+CONVS = tuple(f".{name}.weight" for name in APART.convs)
+# Names of DeepSeek-V3 for what Kimi's configurations call otherwise.
+SPELLED = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "moe_router_activation_func": "scoring_func",
+}
+
+
+class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
+    """DeepSeek-V3 with delta nets in place of attention in most layers."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        # transformers writes the dense layers' MLP under the name of the experts.
+        suffixes=tuple(
+            (f".block_sparse_moe.{name}.weight", f".mlp.{name}.weight")
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ),
+        squeezed=CONVS,
+        raveled=(".A_log",),
+    )
+    experts_module: ClassVar[tuple[str, ExpertNames]] = (
+        f"{LAYER}.block_sparse_moe",
+        ExpertNames(gate="w1", up="w3", down="w2"),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = _canonical(fields)
+        fields.require(mla_use_nope=True, num_nextn_predict_layers=0, moe_layer_freq=1, attention_bias=False)
+        shared = hf_latent_fields(fields)
+        state = GatedDelta(
+            num_k_heads=(heads := fields.integer("linear_num_heads")),
+            num_v_heads=heads,
+            k_head_dim=(head_dim := fields.integer("linear_head_dim")),
+            v_head_dim=head_dim,
+            conv_kernel=fields.integer("linear_conv_kernel_dim", 4),
+            by_element=True,
+            rank=head_dim,
+        )
+        layers = zip(shared["attention"], _layer_kinds(fields), strict=True)
+        attention = (replace(each, rope=None, state=state if kind == LINEAR else None) for each, kind in layers)
+        return shared | {"attention": tuple(attention), "experts": sigmoid_experts(fields)}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, state = self.config, self.config.attention[layer].state
+        if not isinstance(state, GatedDelta):
+            return super().make_attention(layer, build)
+        size, source = config.hidden_size, f"{LAYER}.self_attn"
+        inputs = self.delta_inputs(state, source)
+        return GatedDeltaNet(
+            state, size, eps=config.rms_norm_eps, source=source, build=build, inputs=inputs, names=APART
+        )
+
+    def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
+        """Return the sources of q, k, v and beta. source: name of the delta net's checkpoint module."""
+        sizes = {"q_proj": state.key_size, "k_proj": state.key_size, "v_proj": state.value_size}
+        return [Source(f"{source}.{name}", size) for name, size in {**sizes, "b_proj": state.num_v_heads}.items()]
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        assert self.config.experts is not None
+        if layer in self.config.experts.dense_layers:
+            return super().make_mlp(layer, build)
+        source, names = self.experts_module
+        return MixtureOfExperts(self.config, source=source, names=names, router_dtype="float32", build=build)
+
+
+def _canonical(fields: ConfigFields) -> ConfigFields:
+    """Return the fields under DeepSeek-V3's names, and those of linear_attn_config under transformers'."""
+    raw = dict(fields.raw)
+    raw |= {usual: raw[own] for own, usual in SPELLED.items() if own in raw}
+    linear = fields.mapping("linear_attn_config") or {}
+    inner = {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+    raw |= {usual: linear[own] for own, usual in inner.items() if own in linear}
+    defaults = {"first_k_dense_replace": _num_dense(raw), "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5}
+    return ConfigFields(raw).with_defaults(**defaults)
+
+
+def _num_dense(raw: Mapping[str, Any]) -> int:
+    """Return the number of dense layers, which come first, that `mlp_layer_types` lists; 1 without it.
+
+    Raises ModelConfigError for a list with others in between.
+    """
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return 1
+    count = len(kinds) if isinstance(kinds, list) and len(kinds) <= MAX_LAYERS else 0
+    dense = next((first for first in range(count) if kinds[first] != "dense"), count)
+    if not count or kinds != ["dense"] * dense + ["sparse"] * (count - dense):
+        raise ConfigFields(raw).fail("mlp_layer_types", "a list of dense layers, then sparse ones")
+    return dense
+
+
+def _layer_kinds(fields: ConfigFields) -> list[str]:
+    """Return LINEAR or FULL for each layer: as `linear_attn_config` lists their numbers, from 1 on, else as
+    `layer_types` does, else every fourth one after the first is FULL.
+
+    Raises ModelConfigError.
+    """
+    count, linear = fields.integer("num_hidden_layers"), fields.mapping("linear_attn_config") or {}
+    full, others = linear.get("full_attn_layers"), linear.get("kda_layers")
+    if full is not None or others is not None:
+        both = [*full, *others] if isinstance(full, list) and isinstance(others, list) else []
+        if len(both) != count or any(type(each) is not int for each in both) or set(both) != set(range(1, count + 1)):
+            text = f"full_attn_layers and kda_layers that have each number from 1 to {count} once"
+            raise fields.fail("linear_attn_config", text)
+        assert isinstance(full, list)
+        return [FULL if layer + 1 in full else LINEAR for layer in range(count)]
+    kinds = fields.value("layer_types", None)
+    if kinds is None:
+        return [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, LINEAR) for kind in kinds):
+        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {LINEAR}")
+    return kinds
