@@ -254,10 +254,8 @@ ROOMS = {
     "jaxengine.engine.extensions": (
         "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler:loop "
         "jaxengine.scheduler.extensions jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records "
-        "jaxengine.tiers jaxengine.cluster "
-        "jaxengine.runner.extensions jaxengine.runner.extensions.adapters jaxengine.runner.extensions.sounds "
-        "jaxengine.runner "
-        "jaxengine.engine"
+        "jaxengine.tiers jaxengine.runner.extensions jaxengine.runner.extensions.adapters "
+        "jaxengine.runner.extensions.sounds jaxengine.runner jaxengine.engine"
     ),
     "jaxengine.engine:loop": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"

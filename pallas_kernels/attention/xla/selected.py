@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.xla.attend import gather_columns, operand
-from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule, block_kv_of
+from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule
 from jaxengine.pallas_kernels.kv.pages import KVPages, token_scales
 from jaxengine.pallas_kernels.tuning import Tuning, XlaAttention
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
@@ -107,7 +107,7 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: j
 def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step: _Step) -> jax.Array:
     """Return the positions i32 [B, Q, k] that the tokens of one tile select; arguments as of `_walk`."""
     ends, count = tiles.end[tile], step.count
-    block = block_kv_of(step.sizes, step.kv.page_size, ends.size)
+    block = step.sizes.block_kv_of(step.kv.page_size, ends.size)
     most = -(-_MERGED * count // block)
     # Where every token selects all that it sees, no score is needed.
     last = jnp.max(ends)
