@@ -313,8 +313,8 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(_SUFFIX.sub("", architecture[:100]).lower(), stems, 1, 0.7)
     nearest = f", the nearest is {stems[near[0]]}" if near else ""
     return (
-        f"the architecture {shown} is not supported{nearest}; jaxengine.register_model adds one of your own, "
-        f"--plugin for commands (CONTRIBUTING.md, A model family); there are {', '.join(known)} (docs/models.md)"
+        f"the architecture {shown} is not supported{nearest}; docs/models.md lists the {len(known)} that are, and "
+        "jaxengine.register_model adds one of your own, --plugin for commands (CONTRIBUTING.md, A model family)"
     )
 
 

@@ -240,6 +240,6 @@ def _code(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Make a text fit into a table's cell. Of the families only one is named: a process may have more than others."""
-    text = re.sub(r"(there are \w+), .* \(docs", r"\1, ... (docs", text.replace(os.getcwd() + os.sep, ""))
+    """Make a text fit into a table's cell, without the number of families: a process may have more than others."""
+    text = re.sub(r"lists the \d+", "lists the ...", text.replace(os.getcwd() + os.sep, ""))
     return " ".join(text.split()).replace("|", "\\|")

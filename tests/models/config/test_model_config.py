@@ -152,7 +152,7 @@ def test_code_in_a_config_is_not_followed():
 BAD = {
     "unknown architecture": (
         {"architectures": ["EvilForCausalLM"]},
-        "'EvilForCausalLM' is not supported; .*; there are LlamaForCausalLM",
+        r"'EvilForCausalLM' is not supported; docs/models.md lists the \d+ that are",
     ),
     "misspelt architecture": ({"architectures": ["Qwen25ForCausalLM"]}, "the nearest is Qwen2ForCausalLM; "),
     "of another kind": (
