@@ -267,6 +267,19 @@ def _measure_loop(steps: _Steps, requests: Any, width: int, num_steps: int, roun
     return best / num_steps
 
 
+class _FreeConfig:
+    """Configuration of a FreeRunner: the given values, and for all else what an engine without options has."""
+
+    def __init__(self, **own: Any):
+        from jaxengine.config.engine_config import EngineConfig
+
+        self._usual = EngineConfig()
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._usual, name)
+
+
 class FreeRunner:
     """A stand-in for ModelRunner whose steps take no time.
 
@@ -283,17 +296,14 @@ class FreeRunner:
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
         self.keeps_history, self.uses_mrope = bool(config.widths), bool(packer.sections)
         own = {"drafts": self.keeps_history, "pictures": self.uses_mrope}
+        self.layout = None  # of pictures: there is no tower
         self.extensions = dict.fromkeys(("structured", *(name for name, has in own.items() if has)), self)
         self.plan = SimpleNamespace(num_pages=config.num_pages)
-        self.config = SimpleNamespace(
+        self.config = _FreeConfig(
             scheduler_config=lambda num_pages, num_ranks, windows: config,
             max_model_len=config.max_model_len,
             max_in_flight=2,
-            enable_lora=False,
-            sleep_idle_seconds=None,
-            record_trace=None,
             speculative_config=SpeculativeConfig.read(drafts),
-            pipeline_parallel_size=1,
         )
         self._tokens, self._counts, self._taken = tokens, counts, 0
 

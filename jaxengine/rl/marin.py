@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -28,9 +29,7 @@ try:
 except ImportError as error:
     raise ImportError(f"jaxengine.rl.marin needs marin: pip install --pre marin-core ({error})") from error
 
-# Fields of DecodingConfig that are fields of SamplingParams.
-_SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_SAME += ("stop_token_ids", "ignore_eos", "seed")
+# Fields of DecodingConfig that have another name in SamplingParams.
 _RENAMED = {"max_output_tokens": "max_tokens", "min_output_tokens": "min_tokens", "stop_strings": "stop"}
 
 
@@ -176,9 +175,10 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
     def _params(self, decoding: Any, n: int) -> SamplingParams:
         """Return the parameters that a DecodingConfig names. Raises as `batch_completions`."""
         check_logprobs(self._llm.core.config.logprobs_mode, decoding.temperature)
-        names = {**{name: name for name in _SAME}, **_RENAMED}
-        given = {ours: value for name, ours in names.items() if (value := getattr(decoding, name)) is not None}
-        return SamplingParams(n=n, logprobs=0, **given)
+        given = {_RENAMED.get(each.name, each.name): getattr(decoding, each.name) for each in fields(decoding)}
+        known = {each.name for each in fields(SamplingParams)}
+        own = {name: value for name, value in given.items() if name in known and value is not None}
+        return SamplingParams(n=n, logprobs=0, **own)
 
     def _token_params(self, sampling: Any, n: int) -> SamplingParams:
         """Return the parameters that TokenSamplingParameters name. Raises as `batch_completions`."""

@@ -30,7 +30,8 @@ ROW = {
     "cycles": 100,
     "failures": [],
 }
-WORK = {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 9, "state_bytes": 0}
+WORK = {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 9}
+WORK |= {"state_bytes": 0, "gathered_bytes": 0}
 NEEDS = {
     "needs": WORK | {"quantized_bytes": 0},
     "dtype": "bfloat16",
@@ -65,6 +66,7 @@ CODES = NEEDS | {"needs": WORK | {"quantized_bytes": 50 << 20}}
         (NEEDS | {"operations": {"bf16": 900_000, "f32": 90_000}}, 1_000_000, "of a bfloat16 model in f32: 90,000"),
         (NEEDS | {"dtype": "float32", "operations": {"f32": 990_000}}, 1_000_000, ""),
         (NEEDS | {"moved_bytes": 120 << 20}, 1_000_000, "moves 125,829,120 bytes"),
+        (NEEDS | {"moved_bytes": 120 << 20, "needs": NEEDS["needs"] | {"gathered_bytes": 4 << 20}}, 1_000_000, ""),
         (CODES | {"workspace_bytes": 6 << 20}, 1_000_000, ""),
         (CODES, 1_000_000, "temporaries of 13,631,488 bytes besides codes, at most 6,553,609"),
         (LATENTS, 1_000_000, ""),
