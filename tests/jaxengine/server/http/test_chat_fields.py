@@ -100,6 +100,7 @@ CHAT = {
     "chat_template_kwargs": {"mood": "!"},
     "return_prompt_text": True,
     "use_beam_search": (True, {"max_tokens": 3}),
+    "kv_transfer_params": {"do_remote_prefill": False},
 }
 FUNCTIONS = [{"type": "function", "name": "f"}]
 RESPONSES = {
