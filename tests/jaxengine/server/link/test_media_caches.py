@@ -69,7 +69,7 @@ class Pair:
             "num_encoder_rows": 1 << 12,
         }
         config = SimpleNamespace(mm_processor_cache_bytes=10 * SIZE, **options)
-        tower = SimpleNamespace(unit=4, merge=1)
+        tower = SimpleNamespace(unit=4, merge=1, hears=False)
         self.processor = Squares()
         self.inputs = MediaInputs(self.processor, tower, config)  # pyright: ignore[reportArgumentType]
         self.inputs.cache = sender.cache or self.inputs.cache
