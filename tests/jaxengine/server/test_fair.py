@@ -11,7 +11,7 @@ from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.requests.options import RequestOptions
 from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.http.app import create_app
-from jaxengine.server.keys import Keys
+from jaxengine.server.keys import Keys, digest_of
 from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, Recorder, http_client, idle
@@ -51,7 +51,7 @@ async def ask(app, key, path, **body):
 
 def test_keys_are_told_apart_by_their_numbers():
     keys = Keys((*KEYS, KEYS[0]), ("operators-secret",))
-    named = [keys.name_of(key.encode()) for key in (*KEYS, "operators-secret", "other", "")]
+    named = [keys.name_of(digest_of(key.encode())) for key in (*KEYS, "operators-secret", "other", "")]
     assert named == ["key-0", "key-1", "admin-key-0", None, None]
 
 
