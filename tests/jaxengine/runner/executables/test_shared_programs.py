@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import jax
+import pytest
 
 from jaxengine import LLM
 from jaxengine.config.engine_config import EngineConfig
@@ -71,6 +72,7 @@ def test_equal_keys_are_equal_programs(thorough):
     assert max(map(len, samplers)) >= 3 and len(samplers) >= (6 if thorough else 3)
 
 
+@pytest.mark.thorough("two engines; the keys that they share are compared above")
 def test_another_model_compiles_no_sampler(tmp_path):
     compiled, known = [], {**TINY_OPTIONS, "max_model_len": 64, "compile_cache_dir": str(tmp_path)}
     for name in ("llama", "qwen3"):
