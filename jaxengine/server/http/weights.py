@@ -11,6 +11,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server import weights
 from jaxengine.server.http.arrival import is_streamed
 from jaxengine.server.http.auth import require_admin
@@ -46,8 +47,19 @@ class UpdateWeights(RequestModel):
     chunk_bytes: ChunkBytes | None = None
 
 
+def check_query(request: Request) -> None:
+    """Dependency of routes whose query parameters all act. Raises RequestError for one that the route lacks."""
+    known = sorted(each.alias for each in request.scope["route"].dependant.query_params)
+    for name in request.query_params:
+        if name not in known:
+            allowed = ", ".join(known) or "none"
+            problem = f"{show_value(name)} is no parameter of {request.url.path}; allowed: {allowed}"
+            raise RequestError(problem, param=name[:64])
+
+
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    routes = APIRouter(tags=["admin"], dependencies=[Depends(require_admin)], route_class=JsonRoute)
+    checks = [Depends(require_admin), Depends(check_query)]
+    routes = APIRouter(tags=["admin"], dependencies=checks, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
 

@@ -147,6 +147,14 @@ async def test_pause_and_sleep(app):
             assert await waiting == first
         for path in ("/sleep?level=3", "/sleep?mode=never", "/pause?mode=", "/wake_up?tags=all"):
             assert (await client.post(path)).status_code == 400, path
+        for path, name in {
+            "/sleep?tags=weights": "tags",
+            "/resume?now=1": "now",
+            "/update_weights?level=1": "level",
+        }.items():
+            answer = await client.post(path, content=b"x", headers={"content-type": "application/octet-stream"})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
+            assert f"'{name}' is no parameter of {path.partition('?')[0]}; allowed: " in answer.text
         await client.post("/sleep?level=2")
         for path in ("/wake_up", "/resume"):
             answer = await client.post(path)
