@@ -141,9 +141,9 @@ class PageStores:
         """Store what has arrived in host memory."""
         while self._leaving and self._leaving[0][1].done():
             leaving, future, start = self._leaving.popleft()
-            blocks = future.result()
-            for key in [key for key in blocks if self._tiers.arriving.get(key) is not future]:
-                del blocks[key]  # forgotten meanwhile
+            # Without what was forgotten meanwhile. The result itself stays whole: others may be about to read it.
+            came = future.result().items()
+            blocks = {key: block for key, block in came if self._tiers.arriving.get(key) is future}
             size = sum(block.nbytes for block in blocks.values())
             self._stats.count("store", len(blocks), size, time.monotonic() - start)
             for key, block in blocks.items():

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxengine import LLM
+from jaxengine.engine.extensions.page_stores import OffloadStats, PageStores, Tiers
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.tiers.host import HostTier
 from tests.jaxengine.engine.kv_transfer_cases import DECODE, Producer, asking, connector, prefill
 from tests.jaxengine.engine.offload_cases import Poisoned, prompts_of
 from tests.jaxengine.engine.test_offload import KINDS, SMALL, options_of, plainly
@@ -235,3 +240,19 @@ def test_two_processes(tiny_options, tmp_path, plain_tokens, transport):
             assert {each.num_cached_tokens for each in outputs} == ({0} if transport == "tcp" else {NUM_CACHED})
     finally:
         producer.kill()
+
+
+def test_what_is_forgotten_on_its_way_still_goes_to_who_waits_for_it():
+    """A prefix cache may be reset between the dispatch of a copy and its offer to another engine."""
+    blocks = {b"a": np.zeros(4, np.uint8), b"b": np.ones(4, np.uint8)}
+    leaving = SimpleNamespace(entries=[(b"a", 0), (b"b", 1)], blocks=lambda: dict(blocks))
+    mover: Any = SimpleNamespace(save=lambda ranks: [leaving])
+    tiers = Tiers(HostTier(1 << 10), None)
+    stores = PageStores(mover, tiers, OffloadStats(), threading.Event(), is_bounded=False)
+    stores.send([[(b"a", 0), (b"b", 1)]], states=False)
+    copy = tiers.arriving[b"a"]
+    copy.result()
+    del tiers.arriving[b"a"]
+    stores.keep()
+    assert b"b" in tiers.host and b"a" not in tiers.host and copy.result().keys() == blocks.keys()
+    stores.shutdown()
