@@ -200,9 +200,9 @@ def test_a_warning_is_written_before_the_verdict(monkeypatch, tmp_path):
 ENDS = """
 import ctypes, os, signal, sys, threading, time
 from jaxengine.runner.ends import ends_heard
-threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
 try:
     with ends_heard(lambda: print("heard", flush=True)):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         if sys.argv[1] == "python":
             time.sleep(20)
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -226,7 +226,7 @@ def test_sigterm_ends_a_proof(monkeypatch, tmp_path, make_llm):
             assert ended.wait(5)
         assert heard == [signal.SIGTERM]
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stages = make_llm()._core.engine.runner.stages
     monkeypatch.setattr(stages[0].executables, "unused", frozenset())
 
@@ -236,8 +236,11 @@ def test_sigterm_ends_a_proof(monkeypatch, tmp_path, make_llm):
 
     plant(monkeypatch)
     monkeypatch.setattr(kernel_proof, "judge", judge)
-    with pytest.raises(SystemExit):
-        kernel_proof.prove_kernels(stages, "full", str(tmp_path), lambda done, total, what: None)
+    try:
+        with pytest.raises(SystemExit):
+            kernel_proof.prove_kernels(stages, "full", str(tmp_path), lambda done, total, what: None)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
     (found,) = verdicts.all_verdicts(str(tmp_path))
     assert not found["running"] and not found["verdicts"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
