@@ -1,4 +1,4 @@
-"""What a request says of pages that another engine gets from this one, or has for it."""
+"""Parameters of a request whose pages another engine gets from this one, or has for it."""
 
 from __future__ import annotations
 

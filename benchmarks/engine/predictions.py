@@ -1,4 +1,4 @@
-"""What `jaxengine plan` and the roofline say of this machine's devices, beside what an engine on them takes and does.
+"""Predictions of `jaxengine plan` and the roofline for this machine's devices, beside what an engine on them takes.
 
 An 8B-shaped model with random weights, or a smaller one where that does not fit, split over all devices that can split
 it. Rows of memory are bytes of one device; arrays must be as predicted, programs and temporaries are an estimate until

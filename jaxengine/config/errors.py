@@ -1,7 +1,9 @@
-"""The error of an invalid or unsupported option."""
+"""The error of an invalid or unsupported option, and the reading of an option that is a JSON object."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 # Characters of a value, and of a problem, in a message: a path is shown whole, and no megabyte of text is.
@@ -30,6 +32,18 @@ class ConfigError(ValueError):
         ValueError.__init__(error, f"{_cut(problem, _MOST_OF_PROBLEM)}; {advice}")
         error.param = param
         return error
+
+
+def json_object(option: str, value: Any) -> Mapping[str, Any]:
+    """Return the value of an option that is a mapping, or a JSON object as text. Raises ConfigError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError.because(option, f"{option} is no JSON: {error}", "write a JSON object") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(option, value, "a dict, or a JSON object as text")
+    return value
 
 
 def _shown(value: Any) -> str:

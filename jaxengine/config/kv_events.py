@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.errors import ConfigError, json_object
 
 _OPTION = "kv_events_config"
 NULL, ZMQ = PUBLISHERS = ("null", "zmq")
@@ -49,13 +48,7 @@ class KVEventsConfig:
         """Return the record of a dict or its JSON text; None for None. Raises ConfigError, which names the field."""
         if value is None or isinstance(value, KVEventsConfig):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ConfigError.because(_OPTION, f"{_OPTION} is no JSON: {error}", "write a JSON object") from None
-        if not isinstance(value, Mapping):
-            raise ConfigError(_OPTION, value, "a dict, or a JSON object as text")
+        value = json_object(_OPTION, value)
         known = [each.name for each in fields(KVEventsConfig)]
         given = {name: one for name, one in value.items() if one is not None}
         for name, one in given.items():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.errors import ConfigError, json_object
 from jaxengine.config.kv_transfer import AT_TOP, IN_EXTRA, TCP, KVHandover, read_handover
 
 if TYPE_CHECKING:
@@ -52,13 +51,7 @@ class KVTransferConfig:
         """
         if isinstance(value, KVTransferConfig):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ConfigError.because(_NAME, f"{_NAME} is no JSON: {error}", "write a JSON object") from None
-        if not isinstance(value, Mapping):
-            raise ConfigError(_NAME, value, "a dict, or a JSON object as text")
+        value = json_object(_NAME, value)
         if set(value) == set(KVTransferConfig.__dataclass_fields__):  # this record as a dict, from another process
             handover = value["handover"]
             return KVTransferConfig(**{**value, "handover": None if handover is None else KVHandover(**handover)})

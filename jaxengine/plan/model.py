@@ -87,7 +87,7 @@ def _check_weights(source: ModelSource, dtype: str) -> None:
         return
     try:
         model = build_model(source.config, Build(dtype))
-    except (ModelConfigError, ValueError):  # told when it is split
+    except (ModelConfigError, ValueError):  # the error comes when it is split
         return
     check_headers(model, source.weights, kinds=source.path.suffix != ".gguf")
 

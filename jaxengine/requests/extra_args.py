@@ -1,4 +1,4 @@
-"""What a request's extra_args ask for: the engine's logits processors, and pages of other engines."""
+"""Reader of a request's extra_args: parameters of the engine's logits processors, and pages of other engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bridges to trainers share: checks of rollouts, and their log-probabilities."""
+"""Checks of rollouts and their log-probabilities, for all bridges to trainers."""
 
 from __future__ import annotations
 

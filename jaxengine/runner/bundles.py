@@ -1,4 +1,4 @@
-"""What a bundle is made for, here: versions, devices, options and the model; and an engine's config with a bundle."""
+"""Facts that a bundle is made for, as they are here: versions, devices, options, model; and a config with a bundle."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _NUMBERS = signal.SIGTERM, signal.SIGINT
 
 @contextlib.contextmanager
 def ends_heard(on_end: Callable[[], None]) -> Iterator[None]:
-    """Context in which `on_end` is called, on a thread of its own, when the process is told to end.
+    """Context in which `on_end` is called, on a thread of its own, when the process gets SIGTERM or SIGINT.
 
     Where SIGTERM has its default action, it raises SystemExit in the main thread instead, and if that does not react
     within a second, the process ends with the same status. A program's own handlers stay. Does nothing in another

@@ -192,6 +192,18 @@ class ConfigFields:
             raise self.fail(name, "a mapping")
         return value
 
+    def part(self, name: str, **defaults: Any) -> ConfigFields:
+        """Return the fields of a part of the configuration, such as `vision_config`, with its name in errors. Raises
+        ModelConfigError without one.
+
+        defaults: for fields that may be absent.
+        """
+        own = self.mapping(name)
+        if own is None:
+            raise self.fail(name, "a mapping")
+        prefix = f"{self.prefix}{name}."
+        return ConfigFields({prefix + field: value for field, value in own.items()}, prefix).with_defaults(**defaults)
+
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Read a token id or a list of at most MAX_TOKEN_IDS; empty for an absent field. Raises ModelConfigError."""
         value = self._get(name, ())

@@ -114,7 +114,7 @@ def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
 
 
 class GGUFRow(NamedTuple):
-    """What of a family's GGUF files its row leaves open.
+    """Facts about a family's GGUF files that its row leaves open.
 
     Attributes:
       architecture: llama.cpp's name.

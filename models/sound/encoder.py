@@ -7,7 +7,6 @@ Further shape letters: U windows, P frames of a window, S = P / 2 its positions,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,19 +54,6 @@ def read_encoder(fields: ConfigFields) -> EncoderSizes:
     fields.require(activation_function="gelu", scale_embedding=False)
     positions = fields.integer("max_source_positions", 1500)
     return EncoderSizes(num_positions=positions, num_bins=fields.integer("num_mel_bins"), **found)
-
-
-def audio_fields(fields: ConfigFields, **defaults: Any) -> ConfigFields:
-    """Return the fields of a configuration's `audio_config`, with that name in errors. Raises ModelConfigError without
-    one.
-
-    defaults: for fields that may be absent.
-    """
-    audio = fields.mapping("audio_config")
-    if audio is None:
-        raise fields.fail("audio_config", "a mapping")
-    prefix = "audio_config."
-    return ConfigFields({prefix + name: value for name, value in audio.items()}, prefix).with_defaults(**defaults)
 
 
 class Convolution(nnx.Module):

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, audio_fields, read_encoder
+from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
 from jaxengine.models.vision.llava import PROJECTOR
 from jaxengine.models.vision.vit import linear
 
@@ -43,7 +43,7 @@ class Qwen2AudioTowerConfig(TowerConfig):
 
 def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
     """Read the tower's sizes from a config.json. Raises ModelConfigError."""
-    audio = audio_fields(fields, **_DEFAULTS)
+    audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)
     if sizes.num_positions % _POOLED:
         raise audio.fail("max_source_positions", "an even number")

@@ -19,7 +19,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.sound.encoder import EPS, EncoderLayer, EncoderSizes, audio_fields, read_encoder
+from jaxengine.models.sound.encoder import EPS, EncoderLayer, EncoderSizes, read_encoder
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.layers import gelu
 from jaxengine.models.vision.llava import Projector
@@ -73,7 +73,7 @@ class Qwen3ASRTowerConfig(TowerConfig):
 
 def read_qwen3_asr(fields: ConfigFields, hidden_size: int) -> Qwen3ASRTowerConfig:
     """Read the tower's sizes from a config.json. hidden_size: of the text model. Raises ModelConfigError."""
-    audio = audio_fields(fields, **_DEFAULTS)
+    audio = fields.part("audio_config", **_DEFAULTS)
     chunk, window = 2 * audio.integer("n_window"), audio.integer("n_window_infer")
     if window % chunk:
         raise audio.fail("n_window_infer", f"a multiple of twice n_window, {chunk}")

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, audio_fields, read_encoder
+from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.llava import Projector
 from jaxengine.models.vision.vit import read_activation
@@ -45,7 +45,7 @@ class VoxtralTowerConfig(TowerConfig):
 
 def read_voxtral(fields: ConfigFields) -> VoxtralTowerConfig:
     """Read the tower's sizes from a config.json. Raises ModelConfigError."""
-    audio = audio_fields(fields, **_DEFAULTS)
+    audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)
     joined = sizes.intermediate_size // sizes.size
     if joined * sizes.size != sizes.intermediate_size or sizes.num_positions % joined:

@@ -22,7 +22,6 @@ from jaxengine.models.vision.vit import (
     read_vit,
     run_layers,
     table,
-    vision_fields,
 )
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
@@ -53,10 +52,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str, VitConfig]:
     """Return the model_type (if absent, `default`) and the sizes in `vision_config`. Raises ModelConfigError."""
-    kind = vision_fields(fields).text("model_type", default)
+    kind = fields.part("vision_config").text("model_type", default)
     if kind not in DEFAULTS:
-        raise vision_fields(fields).fail("model_type", " or ".join(DEFAULTS))
-    return kind, read_vit(vision_fields(fields, **DEFAULTS[kind]), has_class_token=kind == CLIP)
+        raise fields.part("vision_config").fail("model_type", " or ".join(DEFAULTS))
+    return kind, read_vit(fields.part("vision_config", **DEFAULTS[kind]), has_class_token=kind == CLIP)
 
 
 class ClipEncoder(nnx.Module):

@@ -26,7 +26,6 @@ from jaxengine.models.layers.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.attention import UNIT, segment_attention
 from jaxengine.models.vision.layers import Attend, PatchEmbedding, axial_rope, rope_frequencies, tower_axis
-from jaxengine.models.vision.vit import vision_fields
 
 TOWER, PROJECTOR = "model.vision_tower", "model.embed_vision"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
@@ -93,7 +92,7 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
     both_ways: whether layers with windows let the tokens of an image see later ones of it. filler_id: as of
       Gemma4TowerConfig.
     """
-    vision = vision_fields(fields, **DEFAULTS)
+    vision = fields.part("vision_config", **DEFAULTS)
     heads, head_dim = vision.integer("num_attention_heads"), vision.integer("head_dim")
     vision.require(hidden_activation=DEFAULTS["hidden_activation"], num_key_value_heads=heads)
     if head_dim % 4:

@@ -12,7 +12,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.vision.clip import ClipEncoder
-from jaxengine.models.vision.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit, vision_fields
+from jaxengine.models.vision.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit
 
 # The names of tensors, as the model says them: a checkpoint has more before them.
 TOWER, CONNECTOR = "vision_model", "connector"
@@ -47,7 +47,7 @@ class Idefics3TowerConfig(TowerConfig):
 
 def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
     """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
-    vit = read_vit(vision_fields(fields, **_DEFAULTS))
+    vit = read_vit(fields.part("vision_config", **_DEFAULTS))
     factor = read_merge(fields, "scale_factor", fields.integer("scale_factor", 2), vit)
     return Idefics3TowerConfig(
         num_features=vit.num_features,

@@ -28,7 +28,6 @@ from jaxengine.models.vision.vit import (
     read_vit,
     run_layers,
     table,
-    vision_fields,
 )
 from jaxengine.sharding.collectives import num_shards, sum_parts
 
@@ -84,7 +83,7 @@ class InternVLTowerConfig(TowerConfig):
 
 def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
     """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
-    vision = vision_fields(fields, **_DEFAULTS)
+    vision = fields.part("vision_config", **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)
     vision.require(use_absolute_position_embeddings=True)
     if (norm := vision.text("norm_type", "layer_norm")) not in _NORMS:

@@ -29,7 +29,6 @@ from jaxengine.models.vision.vit import (
     read_vit,
     run_layers,
     table,
-    vision_fields,
 )
 
 # The names of tensors, as the model says them.
@@ -74,7 +73,7 @@ class Llama4TowerConfig(TowerConfig):
 
 def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
     """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
-    vision = vision_fields(fields, **_DEFAULTS)
+    vision = fields.part("vision_config", **_DEFAULTS)
     vision.require(hidden_act="gelu", vision_feature_select_strategy="default", multi_modal_projector_bias=False)
     vit = read_vit(vision, has_class_token=True)
     if vit.hidden_size // vit.num_heads % 4:

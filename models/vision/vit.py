@@ -79,19 +79,6 @@ class VitConfig:
         return 3 * self.patch_size**2
 
 
-def vision_fields(fields: ConfigFields, **defaults: Any) -> ConfigFields:
-    """Return the fields of a configuration's `vision_config`, with that name in errors. Raises ModelConfigError without
-    one.
-
-    defaults: for fields that may be absent.
-    """
-    vision = fields.mapping("vision_config")
-    if vision is None:
-        raise fields.fail("vision_config", "a mapping")
-    prefix = "vision_config."
-    return ConfigFields({prefix + name: value for name, value in vision.items()}, prefix).with_defaults(**defaults)
-
-
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
     """Read the sizes, which all configurations spell alike. more: further arguments of VitConfig. Raises
     ModelConfigError.

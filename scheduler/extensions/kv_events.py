@@ -105,19 +105,19 @@ class RankEvents(RankExtension):
         self._requests[request.slot] = request
 
     def register(self, request: Request, num_computed: int, count: int) -> None:
-        self._name(request)
+        self._name(request, (num_computed - count) // self._tables.page_size)
 
     def release(self, slot: int) -> None:
-        self._name(self._requests.pop(slot))
+        self._name(self._requests.pop(slot), 0)
 
-    def _name(self, request: Request) -> None:
-        """Make events of new pages that are a request's."""
+    def _name(self, request: Request, begin: int) -> None:
+        """Make events of new pages that are a request's, from column `begin` on."""
         if not self._new:
             return
         token_ids = request.known_token_ids()  # of a running request those that its digests are of
         for group in range(self._tables.num_groups):
             first: int | None = None
-            for column, digest in enumerate([*request.page_hashes, None]):
+            for column, digest in enumerate([*request.page_hashes[begin:], None], begin):
                 is_new = digest is not None and page_key(digest, group) in self._new
                 if digest is not None and is_new:
                     del self._new[page_key(digest, group)]

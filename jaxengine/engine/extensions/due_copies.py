@@ -1,16 +1,48 @@
-"""Pages that are to be copied to host memory as there is room, which nobody may take until then."""
+"""Pages that are to be copied to host memory as there is room, which nobody may take until then; keys that stay."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxengine.engine.extensions.offload import Offload
+from jaxengine.engine.extensions.page_stores import Tiers
 from jaxengine.scheduler.pages.groups import PageTables, page_key
 from jaxengine.scheduler.pages.reach import state_key
 from jaxengine.scheduler.rank import Rank
+
+
+class KeptKeys:
+    """Keys that are pinned in host memory, each as often as somebody keeps it."""
+
+    def __init__(self, tiers: Tiers):
+        self._tiers = tiers
+        self._counts: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._counts
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """Keep keys once more."""
+        self._tiers.pin(keys)
+        for key in keys:
+            self._counts[key] = self._counts.get(key, 0) + 1
+
+    def release(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keep keys once less; return those that nobody keeps any more."""
+        self._tiers.unpin(keys)
+        gone = []
+        for key in keys:
+            if (count := self._counts.pop(key) - 1) > 0:
+                self._counts[key] = count
+            else:
+                gone.append(key)
+        return gone
 
 
 class DueCopies:

@@ -21,7 +21,7 @@ from jaxengine.config.errors import ConfigError
 from jaxengine.config.key_file import read_key
 from jaxengine.config.kv_transfer import CONSUMER, FAIL, FOLDER, PRODUCER, KVHandover
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
-from jaxengine.engine.extensions.due_copies import DueCopies, found_columns, is_here
+from jaxengine.engine.extensions.due_copies import DueCopies, KeptKeys, found_columns, is_here
 from jaxengine.engine.extensions.offload import Offload
 from jaxengine.engine.extensions.page_loads import Place
 from jaxengine.engine.metric_types import Counter, Gauge, Metric
@@ -88,7 +88,7 @@ class KVTransfer(LoopExtension):
         self._options, self._offload = transfer.handover, offload
         self.transport, self.stats = _open_transport(runner, offload, self._options), TransferStats()
         self.leases: dict[str, tuple[float, list[bytes]]] = {}
-        self._num_leases: dict[bytes, int] = {}
+        self._keys_kept = KeptKeys(offload.tiers)
         self._due = DueCopies(offload)
         self._places: dict[Request, tuple[list[bytes], Elsewhere]] = {}
 
@@ -152,7 +152,7 @@ class KVTransfer(LoopExtension):
 
     def metrics(self) -> Iterator[Metric]:
         yield Gauge("jaxengine:kv_transfer_leases", len(self.leases))
-        yield Gauge("jaxengine:kv_transfer_leased_pages", len(self._num_leases))
+        yield Gauge("jaxengine:kv_transfer_leased_pages", len(self._keys_kept))
         yield Counter("jaxengine:kv_transfer_received_pages", self.stats.num_received)
         yield Counter("jaxengine:kv_transfer_failed_sources", self.stats.num_failed)
         yield Counter("jaxengine:kv_transfer_refused_leases", self.stats.num_refused)
@@ -211,15 +211,14 @@ class KVTransfer(LoopExtension):
     def _has_room(self, keys: Sequence[bytes]) -> bool:
         """Whether host memory can keep these keys beside those of other leases; False for no keys."""
         size = max(self._offload.mover.page_bytes, self._offload.mover.state_bytes)
-        total = len(self._num_leases) + sum(key not in self._num_leases for key in keys)
+        total = len(self._keys_kept) + sum(key not in self._keys_kept for key in keys)
         return bool(keys) and total * size <= self._offload.tiers.host.capacity
 
     def _keep(self, lease: str, keys: list[bytes]) -> None:
         """Pin keys in host memory, and promise them, until the lease ends."""
         self.leases[lease] = time.monotonic() + self._options.kv_lease_duration, keys
-        self._offload.tiers.pin(keys)
+        self._keys_kept.keep(keys)
         for key in keys:
-            self._num_leases[key] = self._num_leases.get(key, 0) + 1
             self.transport.offer(key, None)
 
     def _advance(self) -> None:
@@ -242,19 +241,12 @@ class KVTransfer(LoopExtension):
     def _offer_copied(self, copy: Future[dict[bytes, np.ndarray]], key: bytes) -> None:
         if copy.exception() is None and (block := copy.result().get(key)) is not None:
             self.transport.offer(key, block)
-            if key not in self._num_leases:  # the engine's thread has ended its last lease
+            if key not in self._keys_kept:  # the engine's thread has ended its last lease
                 self.transport.withdraw([key])
 
     def _end_lease(self, lease: str) -> None:
         _, keys = self.leases.pop(lease)
-        self._offload.tiers.unpin(keys)
-        gone = []
-        for key in keys:
-            if (count := self._num_leases.pop(key) - 1) > 0:
-                self._num_leases[key] = count
-            else:
-                gone.append(key)
-        self.transport.withdraw(gone)
+        self.transport.withdraw(self._keys_kept.release(keys))
 
     def _forget(self, request: Request) -> None:
         """Have the tiers no longer find what other engines have for a request."""

@@ -1,4 +1,4 @@
-"""What is stored outside of the devices, and pages and states on their way there.
+"""Store outside of the devices, and pages and states on their way there.
 
 A thread waits for copies to the host; the engine's thread dispatches them and looks which are done.
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
-from jaxengine.engine.extensions.due_copies import DueCopies, found_columns, is_here
+from jaxengine.engine.extensions.due_copies import DueCopies, KeptKeys, found_columns, is_here
 from jaxengine.engine.extensions.offload import Offload
 from jaxengine.engine.metric_types import Gauge, Metric
 from jaxengine.scheduler.pages.reach import state_key
@@ -31,7 +31,7 @@ class Sessions(LoopExtension):
     def __init__(self, offload: Offload):
         self.kept: OrderedDict[str, list[bytes]] = OrderedDict()
         self._offload, self._due = offload, DueCopies(offload)
-        self._num_of: dict[bytes, int] = {}
+        self._keys = KeptKeys(offload.tiers)
         size = max(offload.mover.page_bytes, offload.mover.state_bytes)
         self._most = int(offload.tiers.host.capacity * _SHARE) // size
 
@@ -56,10 +56,10 @@ class Sessions(LoopExtension):
         keys = [key for own in found for key in own if key in there or is_here(self._offload, key)][: self._most]
         if not keys:
             return
-        self._keep(keys)
+        self._keys.keep(keys)
         self._release(request.session)
         self.kept[request.session] = keys
-        while len(self._num_of) > self._most or len(self.kept) > _MAX_SESSIONS:
+        while len(self._keys) > self._most or len(self.kept) > _MAX_SESSIONS:
             self._release(next(iter(self.kept)))
         self._due.add(self._ranks[request.rank], keys, there)
         self._due.advance()
@@ -92,21 +92,8 @@ class Sessions(LoopExtension):
 
     def metrics(self) -> Iterator[Metric]:
         yield Gauge("jaxengine:kv_sessions", len(self.kept))
-        yield Gauge("jaxengine:kv_session_pages", len(self._num_of))
-
-    def _keep(self, keys: list[bytes]) -> None:
-        self._offload.tiers.pin(keys)
-        for key in keys:
-            self._num_of[key] = self._num_of.get(key, 0) + 1
+        yield Gauge("jaxengine:kv_session_pages", len(self._keys))
 
     def _release(self, session: str) -> list[bytes]:
         """Let a session's pages give way to others; return those that no other session keeps."""
-        keys = self.kept.pop(session, [])
-        self._offload.tiers.unpin(keys)
-        alone = []
-        for key in keys:
-            if (count := self._num_of.pop(key) - 1) > 0:
-                self._num_of[key] = count
-            else:
-                alone.append(key)
-        return alone
+        return self._keys.release(self.kept.pop(session, []))

@@ -33,7 +33,7 @@ _PARTS = {"facts": object, "options": object, "model": str, "sources": str, "pro
 
 
 class About(NamedTuple):
-    """What programs are compiled for.
+    """Facts that programs are compiled for.
 
     Attributes:
       facts: versions, devices and flags, as jaxengine.runner.bundles has them; options: of the engine; model: fields of
@@ -91,9 +91,9 @@ class Bundle:
             built, own = getattr(self.about, part), getattr(here, part)
             names = [name for name in {**built, **own} if not _fits(name, built.get(name), own.get(name))]
             if names:
-                told = [f"{owner}{name}: {_difference(name, built, own)}" for name in names]
-                rest = f", and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
-                raise self.refused("; ".join(told[:_MOST_NAMED]) + rest)
+                found = [f"{owner}{name}: {_difference(name, built, own)}" for name in names]
+                rest = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+                raise self.refused("; ".join(found[:_MOST_NAMED]) + rest)
 
     def check_sources(self, name: str, digest: str) -> None:
         """Raise ConfigError if the programs were traced from other sources. name: of the model's class."""

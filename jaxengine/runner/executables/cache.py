@@ -173,7 +173,7 @@ class ExecutableCache:
         places: a pytree of the results' shardings; None where they follow from the arguments.
         """
         backend = self._devices[0].platform
-        with _ENGINE(self._traces), without_rows(self.unused), self._devices_told((arguments, places)):
+        with _ENGINE(self._traces), without_rows(self.unused), self._mesh_of((arguments, places)):
             traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
             in_parts = None
             if backend == "cpu" and len(self._devices) == 1:
@@ -181,7 +181,7 @@ class ExecutableCache:
                 in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
             return in_parts or compile_program(traced.lower(), backend)
 
-    def _devices_told(self, shapes: Any) -> contextlib.AbstractContextManager[Any]:
+    def _mesh_of(self, shapes: Any) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a program for a bundle is traced: for devices that are not here, kernels ask the
         mesh in use which ones they are. shapes: a pytree that has the program's mesh.
         """

@@ -104,7 +104,9 @@ class StepPrograms:
         own = tuple(each.description for each in extensions if each.description)
         self.description = repr((model.config, model.build, self.groups, self.layout, *settings, *own))
         in_samplers = tuple(each.name for each in extensions if is_in_samplers(each))
-        self.shared_description = repr((model.config.vocab_size, model.mesh, *settings, in_samplers, *own))
+        # A stage's first layer: a bundle does not tell the devices of one stage from those of another.
+        place = model.stage.layers[0], model.mesh
+        self.shared_description = repr((model.config.vocab_size, *place, *settings, in_samplers, *own))
 
     def extension(self, name: str) -> Any:
         """Return the DeviceExtension of this name. Raises KeyError if there is none."""

@@ -181,7 +181,7 @@ class TrafficState:
     Attributes:
       num_running: POST requests that are being answered, and responses generated in the background.
       has_served: whether any POST request has been answered with status 200.
-      http: counts of all requests that the engine has not been told.
+      http: counts of all requests that have not been reported to the engine.
       process: name of this process among the server's.
     """
 

@@ -92,7 +92,7 @@ def whole_prompt_attention(
 
 
 class _Added(NamedTuple):
-    """What is added to logits: `biases` and `relative` of whole_prompt_attention."""
+    """Terms that are added to logits: `biases` and `relative` of whole_prompt_attention."""
 
     biases: jax.Array | None
     relative: tuple[jax.Array, jax.Array] | None

@@ -60,6 +60,7 @@ def test_both_forms_of_vllm():
         ({"preemption_mode": "never"}, "auto, recompute, swap"),
         ({"kv_offloading_size": 1, "kv_transfer_config": transfer(cpu_bytes_to_use=GIB)}, "say the same"),
         ({"kv_transfer_config": "{"}, "kv_transfer_config is no JSON"),
+        ({"kv_transfer_config": "[" * 100_000}, "kv_transfer_config is no JSON"),
         ({"kv_transfer_config": [1]}, "kv_transfer_config is"),
         ({"kv_transfer_config": {"kv_connector": "P2pNcclConnector"}}, "kv_connector is 'P2pNcclConnector'"),
         ({"kv_transfer_config": transfer() | {"kv_role": "kv_producer"}}, "kv_role is 'kv_producer'"),

@@ -177,6 +177,7 @@ def test_pages_that_make_room_are_removed(llm, addresses):
     "config, message",
     (
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ([1], "kv_events_config is"),
         ({"publisher": "nats"}, "null, zmq"),
         ({"endpoint": "http://x"}, "kv_events_config.endpoint is 'http://x'"),

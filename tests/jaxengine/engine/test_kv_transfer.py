@@ -60,7 +60,7 @@ def leases_end(llm: LLM) -> bool:
         transfer.rest()
         time.sleep(0.005)
     host = llm.core.engine.scheduler.extension("offload").store.host
-    return not (transfer.leases or transfer._num_leases or transfer.transport._pages or host._pins)
+    return not (transfer.leases or len(transfer._keys_kept) or transfer.transport._pages or host._pins)
 
 
 def end_leases(llm: LLM) -> None:

@@ -85,14 +85,14 @@ def test_a_conversation_stays_and_is_dropped(llm, make_llm):
     for each in ("a/talk", "b/other"):
         assert utility("drop_session", each)
     assert find(llm, keys) == {"pool": 0, "host": 0, "disk": 0}
-    assert not extension(llm)._num_of and not extension(llm, "offload").tiers.host._pins
+    assert not len(extension(llm)._keys) and not extension(llm, "offload").tiers.host._pins
 
 
 def test_sessions_are_bounded(llm):
     sessions, rng = extension(llm), np.random.default_rng(3)
     for index in range(6):
         ask(llm, rng.integers(0, 128, 30).tolist(), f"s{index}")
-        assert len(sessions._num_of) <= 20
+        assert len(sessions._keys) <= 20
     assert list(sessions.kept) == ["/s4", "/s5"]
     ask(llm, rng.integers(0, 128, 55).tolist(), "s4")
     assert "/s4" in sessions.kept and len(sessions.kept["/s4"]) <= 20

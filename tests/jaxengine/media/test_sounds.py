@@ -21,7 +21,7 @@ OPTIONS = MediaOptions(max_audio_seconds=30)
 
 
 def read_sound(value, options: MediaOptions):
-    """What one sound of a prompt becomes."""
+    """Result of one sound of a prompt."""
     return read_of_prompt(value, options, SecondsBudget(options.max_audio_seconds))
 
 

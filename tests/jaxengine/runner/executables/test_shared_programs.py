@@ -16,7 +16,7 @@ from jaxengine.models.registry import read_folder
 from jaxengine.runner.devices import build_split
 from jaxengine.runner.extensions.build import step_programs
 from jaxengine.sharding.mesh import make_mesh
-from jaxengine.sharding.stages import Stage
+from jaxengine.sharding.stages import Stage, stages_of
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.drawn_weights import checkpoint
 
@@ -39,13 +39,13 @@ FURTHER = [
 ]
 
 
-def programs_of(name: str, options: dict):
+def programs_of(name: str, options: dict, stage: Stage | None = None):
     folder = TINY_CHECKPOINT.with_name(name)
     model = read_folder(folder)
     config = EngineConfig.from_options(model=str(folder), **{**TINY_OPTIONS, "max_model_len": 64, **options})
     config = config.resolved(model, PLATFORMS["cpu"], [])
     layout = config.mesh_layout(model)
-    abstract = build_split(model, config, layout, Stage(0, model.num_layers))
+    abstract = build_split(model, config, layout, stage or Stage(0, model.num_layers))
     return step_programs(abstract, config, PLATFORMS["cpu"], make_mesh(layout, jax.devices()[:1]))
 
 
@@ -70,6 +70,13 @@ def test_equal_keys_are_equal_programs(thorough):
     # Else nothing was compared: a sampler serves several models, and what differs has a key of its own.
     samplers = [found for (_, name, *_), found in sharers.items() if name.startswith("sample ")]
     assert max(map(len, samplers)) >= 3 and len(samplers) >= (6 if thorough else 3)
+
+
+def test_stages_have_keys_of_their_own():
+    """A bundle's keys do not tell the devices of one stage from those of another."""
+    count = read_folder(TINY_CHECKPOINT.with_name("gemma2")).num_layers
+    stages = [programs_of("arcee_bias", {}, stage) for stage in stages_of([1] * count)]
+    assert len({each.shared_description for each in stages}) == count > 2
 
 
 @pytest.mark.thorough("two engines; the keys that they share are compared above")

@@ -286,7 +286,7 @@ def test_the_engines_process_answers_for_all(server):
 
 
 async def test_requests_are_counted_by_route_and_status(app, chat_engine):
-    """Not by paths and methods that clients invent. What the engine could not be told is told later."""
+    """Not by paths and methods that clients invent. Counts that could not be reported are reported later."""
 
     def counts(found):
         return {
