@@ -77,11 +77,7 @@ OPTIMISED = (
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--tier",
-        choices=(*tiers.TIERS, "versions"),
-        help="only this tier of tests/tiers.py; versions: what runs on other releases of Python and jax",
-    )
+    parser.addoption("--tier", choices=tiers.TIERS, help="only this tier of tests/tiers.py")
     parser.addoption(
         "--pool-operations",
         type=int,
@@ -107,14 +103,14 @@ def pytest_ignore_collect(collection_path, config):
     if tier is None or collection_path.suffix != ".py":
         return None
     path = collection_path.relative_to(config.rootpath).as_posix()
-    return True if not tiers.may_hold(collection_path, path, tier) else None
+    return True if not tiers.may_hold(path, tier) else None
 
 
 def pytest_collection_modifyitems(config, items):
     chosen, thorough = config.getoption("--tier"), config.getoption("--thorough")
 
     def is_selected(item) -> bool:
-        return (chosen is None or _is_chosen(item, chosen)) and (thorough or not item.get_closest_marker("thorough"))
+        return chosen in (None, _tier(item)) and (thorough or not item.get_closest_marker("thorough"))
 
     config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
     items[:] = filter(is_selected, items)
@@ -141,13 +137,6 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 50)
-
-
-def _is_chosen(item, chosen: str) -> bool:
-    tier = _tier(item)
-    if chosen == "versions":
-        return tier == "unit" or item.get_closest_marker("versions") is not None
-    return tier == chosen
 
 
 def _tier(item) -> str:

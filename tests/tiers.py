@@ -12,7 +12,6 @@ engine fixtures belongs to that fixture's tier all the same, so that no list nam
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 TIERS = ("unit", "kernels", "engine", "server")
 
@@ -83,9 +82,7 @@ def tier_of(path: str, fixtures: Iterable[str]) -> str:
     return tier
 
 
-def may_hold(file: Path, path: str, chosen: str) -> bool:
-    """Whether a file can have tests of a tier, or, for `versions`, such as other releases of Python and jax run."""
+def may_hold(path: str, chosen: str) -> bool:
+    """Whether a file, by its path from the repository's root, can have tests of a tier."""
     tier = tier_of_file(path)
-    if chosen == "versions":
-        return tier == "unit" or "mark.versions" in file.read_text()
     return tier == chosen or (tier == "unit" and chosen in FIXTURES)
