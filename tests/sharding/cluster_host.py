@@ -122,7 +122,8 @@ def wrong_updates(llm: LLM, alone: LLM, folder: str, model: str) -> list[str]:
         each.update_weights(str(stored), version="stored")
     compare("a folder")
     for level in (1, 2):
-        llm.sleep(level)
+        for part in ("kv_cache", "weights"):
+            llm.sleep(level, tags=[part])
         if level == 2:
             for each in (llm, alone):
                 each.update_weights(first)
