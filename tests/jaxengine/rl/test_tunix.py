@@ -97,6 +97,17 @@ def test_generate_and_score(tunix, rollout):
         assert not scores[row, len(ids) :].any()
 
 
+def test_a_text_is_one_prompt_and_tokenizers_may_have_their_tokens_as_attributes(tunix, rollout):
+    class Attributes(Tokenizer):
+        bos_id = None
+        pad_id, eos_id = 5, EOS
+
+    one = rollout(tokenizer=Attributes())
+    found = one.generate("abc", config(tunix))
+    assert found.left_padded_prompt_tokens.tolist() == [[5, 5, 10, 11, 12]] and (one.pad_id(), one.eos_id()) == (5, EOS)
+    assert one.generate([], config(tunix)).left_padded_prompt_tokens.shape == (0, 5)
+
+
 def test_each_prompt_of_each_call_draws_its_own_numbers(tunix, rollout):
     def drawn(one: Any, **changes: Any) -> list[list[int]]:
         output = one.generate(["aa", "aa", "bc"], config(tunix, temperature=2.0, return_logprobs=False, **changes))
