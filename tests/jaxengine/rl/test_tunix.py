@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -98,11 +99,9 @@ def test_generate_and_score(tunix, rollout):
 
 
 def test_a_text_is_one_prompt_and_tokenizers_may_have_their_tokens_as_attributes(tunix, rollout):
-    class Attributes(Tokenizer):
-        bos_id = None
-        pad_id, eos_id = 5, EOS
-
-    one = rollout(tokenizer=Attributes())
+    plain = Tokenizer()
+    attributes = SimpleNamespace(encode=plain.encode, decode=plain.decode, bos_id=None, pad_id=5, eos_id=EOS)
+    one = rollout(tokenizer=attributes)
     found = one.generate("abc", config(tunix))
     assert found.left_padded_prompt_tokens.tolist() == [[5, 5, 10, 11, 12]] and (one.pad_id(), one.eos_id()) == (5, EOS)
     assert one.generate([], config(tunix)).left_padded_prompt_tokens.shape == (0, 5)
