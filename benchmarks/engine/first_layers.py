@@ -28,18 +28,25 @@ OPTIONS = {"folder": FOLDER, "layers": Option(20, "how many")}
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    write_first(args.folder, args.layers)
+
+
+def write_first(folder: Path, layers: int, tokens: int | None = None) -> None:
+    """Write the default model's first layers, and its first tokens, as a Hugging Face folder. tokens: None for all."""
     source = open_model(EngineConfig())
-    weights = source.weights
+    weights, model = source.weights, source.config
     assert weights is not None and not isinstance(weights, Path)
     tensors = {}
     for name in weights.names():
         layer = re.match(r"model\.layers\.([0-9]+)\.", name)
-        if layer is None or int(layer[1]) < args.layers:
+        if layer is None or int(layer[1]) < layers:
             tensors[name] = weights.read(name)
-    tied = {"tie_word_embeddings": source.config.tie_word_embeddings}
-    write_checkpoint(
-        args.folder, tensors, source.config, args.layers, architectures=[source.config.architecture], **tied
-    )
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = tensors[name][:tokens]
+    more = {"architectures": [model.architecture], "tie_word_embeddings": model.tie_word_embeddings}
+    more["vocab_size"] = min(tokens or model.vocab_size, model.vocab_size)
+    write_checkpoint(folder, tensors, model, layers, **more)
     source.close()
 
 

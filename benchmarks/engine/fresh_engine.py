@@ -41,19 +41,23 @@ class Asked(NamedTuple):
 
 
 def differences(
+    model: EngineConfig,
     tensors: Mapping[str, np.ndarray],
     adapter: Mapping[str, np.ndarray],
     adapter_config: Mapping[str, Any],
     asked: Sequence[Asked],
 ) -> int:
-    """Count the entries of `asked` for which an engine that is started with these weights gives other tokens."""
+    """Count the entries of `asked` for which an engine that is started with these weights gives other tokens.
+
+    model: options that name a model of the sizes that the weights have.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = open_model(EngineConfig())
-        model = source.config
+        source = open_model(model)
+        sizes = source.config
         source.close()
-        tied = {"architectures": [model.architecture], "tie_word_embeddings": model.tie_word_embeddings}
-        write_checkpoint(folder, dict(tensors), model, model.num_layers, **tied)
+        tied = {"architectures": [sizes.architecture], "tie_word_embeddings": sizes.tie_word_embeddings}
+        write_checkpoint(folder, dict(tensors), sizes, sizes.num_layers, **tied)
         (folder / ADAPTER).mkdir()
         save_file(dict(adapter), folder / ADAPTER / "adapter_model.safetensors")
         (folder / ADAPTER / "adapter_config.json").write_text(json.dumps(adapter_config))

@@ -33,7 +33,6 @@ NOT_BUILT: dict[str, str] = {
     "llm_engine": _INSIDE,
     "model_config": _INSIDE,
     "pin_lora": "max_loras says how many adapters stay on the devices",
-    "release_kv_cache_memory": "sleep() gives up weights and pages",
     "renderer": "get_tokenizer().apply_chat_template writes prompts",
     "reset_encoder_cache": "reset_mm_cache() drops encoded pictures too",
     "scale_elastic_ep": _SEE,

@@ -167,19 +167,28 @@ class WeightMethods(ABC):
         with self._lock:
             return _weights_of(self.core).is_paused
 
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+    def sleep(self, level: int = 1, mode: PauseMode = "abort", tags: Sequence[str] | None = None) -> None:
         """Free device memory until `wake_up`; compiled programs are kept. Requests of other threads wait.
 
         level: 1 frees weights, which are kept in host memory, and pages; 2 frees pages, and weights without a copy, so
           that `update_weights` must provide new ones; 0 only pauses.
-        mode: as of `pause_generation`; requests kept by "keep" are computed again. Raises RequestError for another
-        level or mode.
+        mode: as of `pause_generation`; requests kept by "keep" are computed again if pages are freed.
+        tags: what is freed, "weights", "kv_cache" or both; None for both. A later call frees more. Must be None at
+          level 0. Raises RequestError for another level, mode or tag.
         """
         with self._lock:
             weights = _weights_of(self.core)
-            weights.check_sleep(level, mode)
-            weights.pause(mode, level > 0)
-        self._once_paused(None, lambda: weights.sleep(level))
+            weights.begin_sleep(level, mode, tags)
+        self._once_paused(None, lambda: weights.sleep(level, tags))
+
+    def release_kv_cache_memory(self) -> None:
+        """Free the pages of a paused engine until `wake_up`; weights stay. Cached prefixes are dropped, and kept
+        requests are computed again. Raises RequestError if the engine is not paused.
+        """
+        with self._lock:
+            weights = _weights_of(self.core)
+            self.core.utility("check_paused")
+        self._once_paused(None, lambda: weights.sleep(1, ("kv_cache",)))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what `sleep` freed, and end the pause once everything is restored; end the pause of an engine that
@@ -306,12 +315,17 @@ class AsyncWeightMethods(ABC):
         weights = await self._weights()
         return await self.between_steps(lambda: weights.is_paused)
 
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Free device memory until `wake_up`. level, mode and errors as of `LLM.sleep`."""
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort", tags: Sequence[str] | None = None) -> None:
+        """Free device memory until `wake_up`. level, mode, tags and errors as of `LLM.sleep`."""
         weights = await self._weights()
-        weights.check_sleep(level, mode)
-        await self.between_steps(lambda: weights.pause(mode, level > 0))
-        await self._once_paused(weights, None, lambda: weights.sleep(level))
+        await self.between_steps(lambda: weights.begin_sleep(level, mode, tags))
+        await self._once_paused(weights, None, lambda: weights.sleep(level, tags))
+
+    async def release_kv_cache_memory(self) -> None:
+        """Free the pages of a paused engine until `wake_up`, as `LLM.release_kv_cache_memory` does."""
+        weights = await self._weights()
+        await self.between_steps(lambda: self.core.utility("check_paused"))
+        await self._once_paused(weights, None, lambda: weights.sleep(1, ("kv_cache",)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what `sleep` freed, and end the pause. tags and errors as of `LLM.wake_up`."""

@@ -397,12 +397,13 @@ def versions() -> str:
 
 def _options(config: EngineConfig) -> dict[str, Any]:
     """Return the options for the workers, as JSON values, without the key file and hub token, of which each has its
-    own.
+    own, and the steering vectors, whose files this process alone reads.
     """
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     for name in ("compilation_config", "structured_outputs_config"):
         chosen[name] = vars(chosen[name])
-    return {name: value for name, value in chosen.items() if name not in ("cluster_key_file", "hf_token")}
+    own = ("cluster_key_file", "hf_token", "steering_vectors")
+    return {name: value for name, value in chosen.items() if name not in own}
 
 
 def _listen(address: str, port: int) -> socket.socket:

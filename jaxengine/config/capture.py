@@ -126,11 +126,10 @@ def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ..
 
 
 def refuse_engine(option: str, options: Mapping[str, Any], model: ModelConfig, *sizes: str) -> None:
-    """Raise ConfigError where the option is given to an engine that cannot have it. sizes: options, nnodes aside, that
-    must be 1."""
+    """Raise ConfigError where the option is given to an engine that cannot have it. sizes: options that must be 1."""
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
-        *((f"{name} is more than 1", options[name] > 1) for name in (*sizes, "nnodes")),
+        *((f"{name} is more than 1", options[name] > 1) for name in sizes),
     ):
         if is_so:
             problem = f"{option} is given, but {why}, which is not supported yet"

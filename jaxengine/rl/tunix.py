@@ -136,8 +136,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         elif rollout_actor is not None:
             self.update_params(nnx.state(rollout_actor, nnx.Param))
 
-    def generate(self, prompts: list[str], rollout_config: Any, **kwargs: Any) -> Any:
-        """Answer each prompt once, as the RolloutConfig says; return a RolloutOutput.
+    def generate(self, prompts: str | list[str], rollout_config: Any, **kwargs: Any) -> Any:
+        """Answer each prompt once, as the RolloutConfig says; return a RolloutOutput. A text is one prompt.
 
         kwargs: fields of SamplingParams, which override those of the config. With a seed each prompt of each call draws
         its own numbers, and the same calls give the same answers. Tokens have no padding, and end with the token that
@@ -148,8 +148,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         """
         self._check(rollout_config)
         call = next(self._calls)
-        ids = [self._prompt_ids(prompt) for prompt in prompts]
-        params = [self._params(rollout_config, kwargs, call, index) for index in range(len(prompts))]
+        ids = [self._prompt_ids(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        params = [self._params(rollout_config, kwargs, call, index) for index in range(len(ids))]
         outputs = self._llm.generate([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
         check_whole(answers)
@@ -204,11 +204,11 @@ class JaxengineRollout(_tunix.BaseRollout):
 
     def pad_id(self) -> int:
         """Return the token that pads."""
-        return int(self._tokenizer.pad_id())
+        return _token(self._tokenizer, "pad_id")
 
     def eos_id(self) -> int:
         """Return the token that ends an answer."""
-        return int(self._tokenizer.eos_id())
+        return _token(self._tokenizer, "eos_id")
 
     def model(self) -> None:
         """Return None: the engine's weights are its own, so that Tunix gives it new ones after a step.
@@ -284,11 +284,12 @@ class JaxengineRollout(_tunix.BaseRollout):
         """
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
-        ids, begin = [int(token) for token in self._tokenizer.encode(prompt)], self._tokenizer.bos_id()
-        if begin is None or begin < 0:
+        ids = [int(token) for token in self._tokenizer.encode(prompt)]
+        begin = _token(self._tokenizer, "bos_id") if hasattr(self._tokenizer, "bos_id") else -1
+        if begin < 0:
             return ids
         rest = itertools.dropwhile(lambda token: token == begin, ids)
-        return [int(begin), *rest]
+        return [begin, *rest]
 
 
 def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> None:
@@ -301,6 +302,13 @@ def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> N
         owner[last] = variable
     else:
         setattr(owner, last, variable)
+
+
+def _token(tokenizer: Any, name: str) -> int:
+    """Return a special token of a tokenizer, which has it as a method or as an attribute; -1 if that is None."""
+    value: Any = getattr(tokenizer, name)
+    found: Any = value() if callable(value) else value
+    return -1 if found is None else int(found)
 
 
 def _length(row: np.ndarray, pad: int) -> int:

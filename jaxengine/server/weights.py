@@ -40,11 +40,17 @@ async def resume(engine: EngineClient) -> None:
     await engine.utility("resume_engine")
 
 
-async def sleep(engine: EngineClient, level: int, mode: str) -> None:
-    """Free device memory; level and mode as of `LLM.sleep`. Raises RequestError for another level or mode."""
-    await engine.utility("check_sleep", level, mode)
-    await engine.utility("pause_engine", mode, level > 0)
-    while not await engine.utility("fall_asleep", level):
+async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | None) -> None:
+    """Free device memory; arguments as of `LLM.sleep`. Raises RequestError for another level, mode or tag."""
+    await engine.utility("begin_sleep", level, mode, tags)
+    while not await engine.utility("fall_asleep", level, tags):
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def release_kv_cache_memory(engine: EngineClient) -> None:
+    """Free the pages of a paused engine. Raises RequestError if it is not paused."""
+    await engine.utility("check_paused")
+    while not await engine.utility("fall_asleep", 1, ["kv_cache"]):
         await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -35,6 +35,7 @@ from tests.sharding.parallel_cases import OPTIONS, answers, differences, open_en
 from tests.sharding.parallel_models import MODELS
 
 NORM = "model.norm.weight"
+TAPS = ["residual:1", "mlp_output:*"]
 PROMPTS = [{"prompt_token_ids": [*range(start, start + 9)]} for start in (3, 50)]
 
 
@@ -43,11 +44,13 @@ def say(**content: Any) -> None:
 
 
 def compare(folder: str, cache: str, model: str, options: dict[str, Any]) -> None:
-    """Also log-probabilities, with new weights, and after sleeps."""
-    scored = {"enable_trace_replay": True, "enable_sampling_mass": True}
+    """Also log-probabilities, activations, with new weights, and after sleeps."""
+    scored = {"enable_trace_replay": True, "enable_sampling_mass": True, "capture": TAPS, "capture_layers": [-1]}
+    if "pipeline_parallel_size" not in options:
+        scored["steer"] = "residual:1"
     llm, alone = (open_engine(folder, cache, model, scored | chosen) for chosen in (options, {}))
     found = answers(llm)
-    wrong = differences(found, answers(alone)) + wrong_scores(llm, alone)
+    wrong = differences(found, answers(alone)) + wrong_scores(llm, alone) + wrong_activations(llm, alone)
     wrong += wrong_updates(llm, alone, folder, model)
     counted = {name: found[name] for name in ("preemptions", "prefix_hits")}
     say(**counted, compilations=llm.core.runner.compiles.count, wrong=wrong)
@@ -77,6 +80,28 @@ def wrong_scores(llm: LLM, alone: LLM) -> list[str]:
     return [
         f"{name}: {one[name]}, not {other[name]}" for name in one if not np.allclose(one[name], other[name], atol=1e-4)
     ]
+
+
+def wrong_activations(llm: LLM, alone: LLM) -> list[str]:
+    """Names of activations that differ by more than rounding between both engines, with steering vectors and without,
+    and "steered" if vectors change nothing.
+    """
+    size = llm.core.inputs.model_config.hidden_size
+    vector = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+
+    def captured(each: LLM, **more: Any) -> dict[str, np.ndarray]:
+        asked = {"capture": TAPS, "return_hidden_states": True, **more}
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False, **asked)
+        found = [output.outputs[0] for output in each.generate(PROMPTS, params, use_tqdm=False)]
+        arrays = {name: np.concatenate([answer.captured[name] for answer in found]) for name in found[0].captured}
+        return arrays | {"hidden states": np.concatenate([answer.hidden_states for answer in found])}
+
+    steer = [{"at": "residual:1", "vector": vector, "scale": 4.0}]
+    kinds: list[dict[str, Any]] = [{}] + ([{"steer": steer}] if llm.core.runner.config.steer else [])
+    found = [(captured(llm, **more), captured(alone, **more)) for more in kinds]
+    wrong = [name for one, other in found for name in one if not np.allclose(one[name], other[name], atol=1e-3)]
+    last = [one["hidden states"] for one, _ in found]
+    return wrong + ["steered" for other in last[1:] if np.allclose(last[0], other)]
 
 
 def wrong_updates(llm: LLM, alone: LLM, folder: str, model: str) -> list[str]:
@@ -122,7 +147,8 @@ def wrong_updates(llm: LLM, alone: LLM, folder: str, model: str) -> list[str]:
         each.update_weights(str(stored), version="stored")
     compare("a folder")
     for level in (1, 2):
-        llm.sleep(level)
+        for part in ("kv_cache", "weights"):
+            llm.sleep(level, tags=[part])
         if level == 2:
             for each in (llm, alone):
                 each.update_weights(first)

@@ -156,14 +156,20 @@ class WeightOrders:
         finally:
             self._weights.release(number)
 
-    def fall_asleep(self, level: int) -> bool:
+    def check_paused(self) -> None:
+        """Raise RequestError unless the operator's pause has begun: only then may pages alone be released."""
+        if not self._weights.is_paused:
+            text = "the engine is not paused; allowed: after pause_generation (/pause) or sleep with level 0"
+            raise RequestError(f"release_kv_cache_memory: {text}")
+
+    def fall_asleep(self, level: int, tags: list[str] | None = None) -> bool:
         """Put the engine to sleep if the operator's pause is complete. Returns whether it sleeps; if not, call again.
 
-        level: see `Weights.sleep`, whose errors this raises; RequestError if the pause has been ended.
+        level, tags: see `Weights.sleep`, whose errors this raises; RequestError if the pause has been ended.
         """
         if not self._weights.settle():
             return False
-        self._weights.sleep(level)
+        self._weights.sleep(level, tags)
         return True
 
     def _find(self, number: int) -> Future[NewWeights]:

@@ -31,6 +31,7 @@ from jaxengine.scheduler.weight_version import MAX_VERSION, check_version
 
 # What sleeps: given up and put back apart from each other.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
+PARTS = {WEIGHTS, KV_CACHE}
 SLEEP_LEVELS = (0, 1, 2)
 
 
@@ -60,18 +61,13 @@ class Weights(Pauses):
     def prepare(self, request: Request) -> None:
         request.weight_versions = [(self.version, 0)]
 
-    def pause(self, mode: PauseMode, to_sleep: bool = False) -> None:
+    def pause(self, mode: PauseMode) -> None:
         """Begin the operator's pause, after waking an engine that sleeps automatically. It is complete once `settle`
         returns True; steps must go on until then.
 
-        mode: what happens to unfinished requests, see PauseMode. to_sleep: `sleep` at a level above 0 follows, so that
-        an engine that sleeps automatically is not woken: its sleep becomes the operator's. Raises RequestError for an
-        unknown mode, and for "wait" while the engine sleeps and has requests.
+        mode: what happens to unfinished requests, see PauseMode. Raises RequestError for an unknown mode, and for
+        "wait" while the engine sleeps and has requests.
         """
-        _among("mode", mode, get_args(PauseMode))
-        if to_sleep and self.dozes:
-            self.dozes = False
-            return
         self.hold(None, mode)
 
     def hold(self, key: Any, mode: PauseMode) -> None:
@@ -158,31 +154,41 @@ class Weights(Pauses):
         """Return which of "weights" and "kv_cache" are not on the devices now."""
         return set(self._asleep)
 
-    def check_sleep(self, level: int, mode: PauseMode) -> None:
-        """Raises RequestError for a level or mode that is not allowed."""
-        _among("level", level, SLEEP_LEVELS)
-        _among("mode", mode, get_args(PauseMode))
+    def begin_sleep(self, level: int, mode: PauseMode, tags: Sequence[str] | None = None) -> None:
+        """Begin the operator's pause, for a call of `sleep` with this level and these tags once it is complete.
 
-    def sleep(self, level: int) -> None:
-        """Release device memory while the engine is paused. Running requests are computed again after `wake`.
-
-        level: 0 releases nothing; 1 the KV pools, and the weights, which host memory keeps; 2 the pools, and the
-        weights without a copy. Raises RequestError as `check_sleep` does; MemoryError or jax's RuntimeError if copies
-        cannot be made: `wake` then restores what was released. Asserts that the pause is complete.
+        An engine that sleeps automatically is not woken if all parts are to sleep: its sleep becomes the operator's.
+        Raises RequestError as `pause` does, and for a level or tags that are not allowed.
         """
-        self.check_sleep(level, "keep")
+        parts = _parts(level, tags)
+        _among("mode", mode, get_args(PauseMode))
+        if self.dozes and parts == PARTS:
+            self.dozes = False
+        else:
+            self.pause(mode)
+
+    def sleep(self, level: int, tags: Sequence[str] | None = None) -> None:
+        """Release device memory while the engine is paused, in addition to what an earlier call has released.
+
+        level: of the weights: 1 keeps them in host memory; 2 keeps no copy; 0 releases nothing. tags: parts to release,
+        "weights", "kv_cache" or both; None for both. Without "kv_cache", pages, cached prefixes and running requests
+        stay; with it, running requests are computed again after `wake`. Raises RequestError for a level or tags that
+        are not allowed; MemoryError or jax's RuntimeError if copies cannot be made: `wake` then restores what was
+        released. Asserts that the pause is complete.
+        """
+        parts = _parts(level, tags)
         assert self.is_still, "an engine falls asleep between two steps"
-        if level == 0:
-            return
         scheduler, runner = self.loop.scheduler, self.loop.runner
-        asleep, self._asleep, self._level = self._asleep, {WEIGHTS, KV_CACHE}, level
-        if KV_CACHE not in asleep:
+        asleep, self._asleep = self._asleep, self._asleep | parts
+        if KV_CACHE in parts - asleep:
             scheduler.preempt_all()
             scheduler.reset_prefix_cache()
             for extension in scheduler.extensions:
                 extension.reset_cache()
             everywhere(runner, sleep.release_pools)
-        everywhere(runner, sleep.release_weights, keep=level == 1)
+        if WEIGHTS in parts:
+            self._level = max(level, self._level) if WEIGHTS in asleep else level
+            everywhere(runner, sleep.release_weights, keep=level == 1)
 
     def doze(self) -> None:
         """Put an engine without requests to sleep at level 1, until a request or call needs it.
@@ -210,11 +216,7 @@ class Weights(Pauses):
         weights that nobody has given; jax's RuntimeError if memory cannot be allocated, and releases what it had
         allocated.
         """
-        if not isinstance(tags, Collection | None):
-            raise RequestError(f"tags must be None or a list of tags, got {show_value(tags)}", param="tags", value=tags)
-        for tag in tags or ():
-            _among("tags", tag, (WEIGHTS, KV_CACHE))
-        wanted = self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))
+        wanted = self._asleep & _named(tags)
         try:
             if WEIGHTS in wanted and not everywhere(self.loop.runner, sleep.restore_weights):
                 text = "the weights were given up at level 2: give new ones by update_weights"
@@ -238,16 +240,16 @@ class Weights(Pauses):
             "pause_engine": self.pause,
             "pause_is_there": self.settle,
             "resume_engine": self.resume,
-            "check_sleep": self.check_sleep,
+            "begin_sleep": self.begin_sleep,
             "wake_engine": self.wake,
         }
         return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
 
     def metrics(self) -> Iterator[Gauge]:
-        names = ("awake", "weights_offloaded", "discard_all")
-        state = names[self._level if WEIGHTS in self._asleep else bool(self._asleep)]
-        for name in names:
-            yield Gauge("vllm:engine_sleep_state", float(name == state), {"sleep_state": name})
+        level = self._level if WEIGHTS in self._asleep else 0
+        states = {"awake": not self._asleep, "weights_offloaded": level == 1, "discard_all": level == 2}
+        for name, holds in states.items():
+            yield Gauge("vllm:engine_sleep_state", float(holds), {"sleep_state": name})
 
     def status(self) -> dict[str, Any]:
         return {
@@ -277,6 +279,25 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
         scheduler.reset_prefix_cache()
     new.put()
     return WeightUpdate(weights.version, new.num_leaves, new.num_bytes, new.seconds, time.monotonic() - start)
+
+
+def _named(tags: Sequence[str] | None) -> set[str]:
+    """Return the parts that tags name; None names all. Raises RequestError for another type and for unknown tags."""
+    if not isinstance(tags, Collection | None):
+        raise RequestError(f"tags must be None or a list of tags, got {show_value(tags)}", param="tags", value=tags)
+    for tag in tags or ():
+        _among("tags", tag, (WEIGHTS, KV_CACHE))
+    return PARTS if tags is None else set(tags)
+
+
+def _parts(level: int, tags: Sequence[str] | None) -> set[str]:
+    """Return the parts that `sleep` releases. Raises RequestError for a level or tags that are not allowed."""
+    _among("level", level, SLEEP_LEVELS)
+    parts = _named(tags)
+    if tags is not None and not (level and parts):
+        allowed = f"{WEIGHTS}, {KV_CACHE} or both" if level else "None with level 0, which releases nothing"
+        raise RequestError(f"tags is {show_value(tags)}; allowed: {allowed}", param="tags", value=tags)
+    return parts if level else set()
 
 
 def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

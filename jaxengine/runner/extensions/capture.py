@@ -18,6 +18,7 @@ from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShap
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.buckets import Bucket
+from jaxengine.sharding.collectives import stack_ranks
 from jaxengine.sharding.stages import Stage
 
 NAME, SECTION = "capture", "taps"
@@ -85,7 +86,8 @@ class CaptureExtension(DeviceExtension):
     """Device extension whose forward passes leave the Activations of every token at the taps of its stage.
 
     A stage without taps leaves nothing. There is no epilogue: the host fetches the activations of all stages, in steps
-    where a request asked for them.
+    where a request asked for them. In an engine of several processes every device leaves those of all replicas, as
+    host 0 can fetch only what it has.
 
     Attributes:
       taps: the engine's. own: those of its stage.
@@ -108,9 +110,15 @@ class CaptureExtension(DeviceExtension):
         hidden, router = self.own.hidden, self._num_logits
         if not self.own.every:
             return None
+        config, shape = self.shape.model.config, self.shape
+
+        def of_tokens(width: int, dtype: Any) -> Any:
+            whole = (shape.num_ranks, num_tokens, width)
+            return shape.shape(whole, dtype) if self._gathers else shape.rows(num_tokens, dtype, width)
+
         return Activations(
-            self.shape.hidden(num_tokens, len(hidden)) if hidden else None,
-            self.shape.rows(num_tokens, jnp.float32, router) if router else None,
+            of_tokens(len(hidden) * config.hidden_size, shape.config.dtype) if hidden else None,
+            of_tokens(router, jnp.float32) if router else None,
         )
 
     def memory(self) -> Mapping[str, int]:
@@ -121,6 +129,7 @@ class CaptureExtension(DeviceExtension):
         num_hidden = len(self.own.hidden) * self.shape.model.config.hidden_size
         of_token = num_hidden * jnp.dtype(config.dtype).itemsize + 4 * self._num_logits
         most = max(bucket.num_tokens for bucket in self.shape.buckets)
+        most *= self.shape.num_ranks if self._gathers else 1
         return {"captured activations": most * of_token * (config.max_in_flight + 1)}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
@@ -139,10 +148,15 @@ class CaptureExtension(DeviceExtension):
                 jnp.concatenate(parts, axis=-1) if hidden else None,
                 jnp.concatenate([found[tap] for tap in router], axis=-1) if router else None,
             )
-            return step.leaving(NAME, left)
+            return step.leaving(NAME, jax.tree.map(stack_ranks, left) if self._gathers else left)
 
     def on_host(self, runner: Any) -> HostExtension:
         return StepActivations(runner, self.taps)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether every device leaves the activations of all replicas, [replicas, T, ...]."""
+        return self.shape.config.nnodes > 1
 
     @property
     def _num_logits(self) -> int:

@@ -56,7 +56,7 @@ class WeightMethods:
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
         level = request.level if request.HasField("level") else 1
-        await weights.sleep(self._engine, level, _mode(request.mode, "abort"))
+        await weights.sleep(self._engine, level, _mode(request.mode, "abort"), list(request.tags) or None)
         return pb.SleepResponse()
 
     async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.http.auth import require_admin
+from jaxengine.server.http.auth import ADMIN
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.lora import load_from_root, unload
@@ -28,7 +28,7 @@ class UnloadRequest(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    routes = APIRouter(tags=["admin"], dependencies=[Depends(require_admin)], route_class=JsonRoute)
+    routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not (config.enable_admin and engine.inputs.config.enable_lora):
         return routes
     names = served_names(engine, config)

@@ -5,9 +5,11 @@ It is middleware, so that no route can omit it.
 
 from __future__ import annotations
 
+from fastapi import Depends
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.errors import ApiError, error_response
 from jaxengine.server.keys import NO_KEY, Keys, bearer_key, digest_of, owner_tag
 from jaxengine.turns import OWNER
@@ -59,6 +61,20 @@ def require_admin(request: Request) -> None:
     if request.scope["state"]["holder"] != NO_KEY:
         raise ApiError(403, "this route needs an admin key")
     raise _unauthorized()
+
+
+def check_query(request: Request) -> None:
+    """Dependency of routes whose query parameters all act. Raises RequestError for one that the route lacks."""
+    known = sorted(each.alias for each in request.scope["route"].dependant.query_params)
+    for name in request.query_params:
+        if name not in known:
+            allowed = ", ".join(known) or "none"
+            problem = f"{show_value(name)} is no parameter of {request.url.path}; allowed: {allowed}"
+            raise RequestError(problem, param=name[:64])
+
+
+# What routes for operators depend on.
+ADMIN = [Depends(require_admin), Depends(check_query)]
 
 
 def _unauthorized() -> ApiError:

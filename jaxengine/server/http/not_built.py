@@ -18,7 +18,6 @@ NOT_BUILT: dict[str, str] = {
     "/get_world_size": _ONE_CALL,
     "/init_weight_transfer_engine": _ONE_CALL,
     "/is_scaling_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
-    "/release_kv_cache_memory": "POST /sleep frees memory; see docs/reinforcement_learning.md",
     "/reset_encoder_cache": "POST /reset_mm_cache; see docs/media.md",
     "/scale_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
     "/start_weight_update": _ONE_CALL,
@@ -51,7 +50,7 @@ _PROFILES = "--enable-admin and --profiler-config"
 SWITCHED_OFF: dict[str, str] = {
     **dict.fromkeys(("/abort_requests", "/reset_mm_cache", "/reset_prefix_cache", "/server_info"), _ADMIN),
     **dict.fromkeys(("/is_paused", "/is_sleeping", "/pause", "/resume", "/sleep", "/wake_up"), _ADMIN),
-    **dict.fromkeys(("/update_weights", "/weight_info"), _ADMIN),
+    **dict.fromkeys(("/release_kv_cache_memory", "/update_weights", "/weight_info"), _ADMIN),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(("/v1/batches", "/v1/files"), _BATCHES),
     **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILES),

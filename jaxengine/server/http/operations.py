@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import Answer, answers
-from jaxengine.server.http.auth import require_admin
+from jaxengine.server.http.auth import ADMIN
 from jaxengine.server.http.fields import Texts
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.protocol import RequestModel
@@ -63,13 +64,19 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    routes = APIRouter(tags=["admin"], dependencies=[Depends(require_admin)], route_class=JsonRoute)
+    routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
 
     @routes.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> dict[str, bool]:
-        """Drops all cached prefixes."""
+    async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
+        """Drops all cached prefixes, those in host memory too.
+
+        reset_running_requests, reset_external: False; running requests keep their pages, and files stay.
+        """
+        given = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
+        for name in (name for name, value in given.items() if value):
+            raise RequestError(f"{name} is true; allowed: false (see docs/reinforcement_learning.md)", param=name)
         return {"success": bool(await engine.utility("reset_prefix_cache"))}
 
     @routes.post("/reset_mm_cache")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.routing import Match
 from starlette.types import Scope
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server import weights
 from jaxengine.server.http.arrival import is_streamed
-from jaxengine.server.http.auth import require_admin
+from jaxengine.server.http.auth import ADMIN
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.options import ServerConfig
@@ -47,19 +46,8 @@ class UpdateWeights(RequestModel):
     chunk_bytes: ChunkBytes | None = None
 
 
-def check_query(request: Request) -> None:
-    """Dependency of routes whose query parameters all act. Raises RequestError for one that the route lacks."""
-    known = sorted(each.alias for each in request.scope["route"].dependant.query_params)
-    for name in request.query_params:
-        if name not in known:
-            allowed = ", ".join(known) or "none"
-            problem = f"{show_value(name)} is no parameter of {request.url.path}; allowed: {allowed}"
-            raise RequestError(problem, param=name[:64])
-
-
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    checks = [Depends(require_admin), Depends(check_query)]
-    routes = APIRouter(tags=["admin"], dependencies=checks, route_class=JsonRoute)
+    routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
 
@@ -84,13 +72,23 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return {"is_paused": (await weights.state(engine))["is_paused"]}
 
     @routes.post("/sleep")
-    async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
+    async def sleep(
+        level: Annotated[int, Query(ge=0, le=2)] = 1,
+        mode: Mode = "abort",
+        tags: Annotated[list[str] | None, Query()] = None,
+    ) -> dict[str, Any]:
         """Gives up device memory until /wake_up: level 1 keeps weights in host memory, level 2 keeps none.
 
-        Level 0 gives up nothing and only pauses.
+        Level 0 gives up nothing and only pauses. tags: give up "weights" or "kv_cache" alone; by default, both.
         """
-        await weights.sleep(engine, level, mode)
+        await weights.sleep(engine, level, mode, tags)
         return {"status": "asleep"}
+
+    @routes.post("/release_kv_cache_memory")
+    async def release_kv_cache_memory() -> dict[str, Any]:
+        """Gives up the pages of a paused engine until /wake_up. Requests that /pause has kept are computed again."""
+        await weights.release_kv_cache_memory(engine)
+        return {"status": "released"}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:

@@ -246,8 +246,6 @@ def test_an_engine_without_the_option_refuses_the_field(make_llm):
         ({"capture": ["layers.3"]}, "capture is 'layers.3'; .*such as .residual:3"),
         ({"capture": []}, "capture is .*at least one name such as .residual:3"),
         ({"capture": [3]}, "capture is .*at least one name such as .residual:3"),
-        ({"capture": "residual:*", "nnodes": 2, "pipeline_parallel_size": 2}, "capture is given, but nnodes"),
-        ({"capture_layers": [0], "nnodes": 2, "tensor_parallel_size": 2}, "capture_layers is given, but nnodes"),
     ],
 )
 def test_what_cannot_be_captured_is_one_error(options, said):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxengine import AsyncLLM, RequestError
+from jaxengine.runner import sleep
 from tests.jaxengine.engine.test_weight_updates import NUM_TOKENS, PROMPTS, changed, greedy, tokens_of
 from tests.tables import each_row
 
@@ -132,6 +133,57 @@ def test_an_engine_wakes_under_requests_that_wait(engine, expected, level):
         again = [await last(prompt) for prompt in PROMPTS]
         assert [tokens for tokens, _ in again] == expected
         assert [cached for _, cached in again] == [8, 4, 16]
+
+    asyncio.run(run())
+
+
+def test_parts_sleep_apart(engine, expected):
+    """What stays is used again: a request that ran goes on in its pages, prefixes are found. New weights find none."""
+
+    async def run() -> None:
+        await begin(engine)
+        runner, scheduler = engine.core.runner, engine.core.engine.scheduler
+        compiled = runner.compiles.count
+
+        async def last(prompt: Any, count: int = NUM_TOKENS) -> Any:
+            async for output in engine.generate(prompt, greedy(count), f"{prompt} {time.monotonic()}"):
+                newest = output
+            return newest.outputs[0].token_ids, newest.num_cached_tokens
+
+        def held() -> set[str]:
+            """The parts of which the devices have memory."""
+            present = {"weights": sleep.are_present(runner), "kv_cache": runner.stages[0]._kv is not None}
+            return {name for name, is_there in present.items() if is_there}
+
+        whole = (await last(PROMPTS[2], 70))[0]
+        assert await last(PROMPTS[0]) == (expected[0], 0)
+        for tags, preempted in ((["weights"], 0), (("kv_cache",), 1)):
+            early = asyncio.create_task(last(PROMPTS[2], 70))
+            while not scheduler.num_running:
+                await asyncio.sleep(0.001)
+            (request,) = scheduler.requests
+            await engine.sleep(1, mode="keep", tags=tags)
+            assert await engine.is_sleeping() and held() == {"weights", "kv_cache"} - set(tags)
+            await engine.wake_up(tags)
+            assert not await engine.is_paused() and (await early)[0] == whole
+            assert request.num_preemptions == preempted
+            assert await last(PROMPTS[0]) == (expected[0], 0 if preempted else 8)
+        await engine.sleep(2, tags=["weights"])
+        await engine.update_weights(changed(1))
+        assert held() == {"weights", "kv_cache"} and not await engine.is_sleeping()
+        await engine.wake_up()
+        changed_tokens = await last(PROMPTS[0])
+        assert changed_tokens[0] != expected[0] and changed_tokens[1] == 0
+        await engine.update_weights(changed(0))
+        with pytest.raises(RequestError, match="release_kv_cache_memory: the engine is not paused"):
+            await engine.release_kv_cache_memory()
+        await engine.pause_generation()
+        await engine.release_kv_cache_memory()
+        assert held() == {"weights"}
+        await engine.sleep(1, tags=["weights"])
+        assert not held()
+        await engine.wake_up()
+        assert await last(PROMPTS[0]) == (expected[0], 0) and runner.compiles.count == compiled
 
     asyncio.run(run())
 

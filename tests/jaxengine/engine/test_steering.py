@@ -234,7 +234,6 @@ def test_an_engine_without_the_option_refuses_the_field(make_llm):
         ({"steer": ["final_norm"]}, "steer is 'final_norm'; .*residual:0-2"),
         ({"steer": 3}, "steer is 3; .*at least one name"),
         ({"steer": "residual:*", "pipeline_parallel_size": 2}, "steer is given, but pipeline_parallel_size"),
-        ({"steer": "residual:*", "nnodes": 2, "tensor_parallel_size": 2}, "steer is given, but nnodes is more than 1"),
         ({"steering_vectors": {"a": "a.gguf"}}, "steering_vectors is given, but nothing is steered"),
         ({"steer": "residual:*", "steering_vectors": ["a.gguf"]}, "steering_vectors is .*a dict such as"),
     ],

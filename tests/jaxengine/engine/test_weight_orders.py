@@ -81,7 +81,7 @@ def test_a_sleep_of_its_own_becomes_the_operators(monkeypatch):
         monkeypatch.setattr(weights_module, "sleep", memory := Memory("restore", "allocate pools"))
         weights.doze()
         memory.calls.clear()
-        weights.pause("abort", True)
+        weights.begin_sleep(level, "abort")
         assert WeightOrders(weights).fall_asleep(level) and memory.calls == calls
         assert weights.is_paused and not weights.dozes
         with pytest.raises(RequestError, match="sleeps without"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -95,6 +96,15 @@ def test_generate_and_score(tunix, rollout):
         assert logprobs.dtype == np.float32
         np.testing.assert_array_equal(np.asarray(scores[row, : len(ids)]), logprobs)  # bit for bit
         assert not scores[row, len(ids) :].any()
+
+
+def test_a_text_is_one_prompt_and_tokenizers_may_have_their_tokens_as_attributes(tunix, rollout):
+    plain = Tokenizer()
+    attributes = SimpleNamespace(encode=plain.encode, decode=plain.decode, bos_id=None, pad_id=5, eos_id=EOS)
+    one = rollout(tokenizer=attributes)
+    found = one.generate("abc", config(tunix))
+    assert found.left_padded_prompt_tokens.tolist() == [[5, 5, 10, 11, 12]] and (one.pad_id(), one.eos_id()) == (5, EOS)
+    assert one.generate([], config(tunix)).left_padded_prompt_tokens.shape == (0, 5)
 
 
 def test_each_prompt_of_each_call_draws_its_own_numbers(tunix, rollout):

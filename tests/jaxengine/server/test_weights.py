@@ -136,6 +136,7 @@ async def test_pause_and_sleep(app):
             ("/pause?mode=keep", "/resume", "/is_paused"),
             ("/sleep?level=1&mode=wait", "/wake_up", "/is_sleeping"),
             ("/sleep?level=1", "/wake_up?tags=weights&tags=kv_cache", "/is_sleeping"),
+            ("/sleep?tags=kv_cache", "/wake_up?tags=kv_cache", "/is_sleeping"),
         ):
             assert (await client.post(begin)).status_code == 200
             assert list((await client.get(state)).json().values()) == [True]
@@ -145,16 +146,27 @@ async def test_pause_and_sleep(app):
             assert (await client.post(end)).status_code == 200
             assert list((await client.get(state)).json().values()) == [False]
             assert await waiting == first
-        for path in ("/sleep?level=3", "/sleep?mode=never", "/pause?mode=", "/wake_up?tags=all"):
+        wrong = ("/sleep?level=3", "/sleep?mode=never", "/pause?mode=", "/wake_up?tags=all", "/sleep?tags=all")
+        for path in (*wrong, "/sleep?tags=", "/sleep?tags=weights&level=0", "/release_kv_cache_memory"):
             assert (await client.post(path)).status_code == 400, path
+        assert not (await client.get("/is_paused")).json()["is_paused"]
+        await client.post("/pause?mode=keep")
+        assert (await client.post("/release_kv_cache_memory")).json() == {"status": "released"}
+        await client.post("/sleep?tags=weights")
+        assert (await client.post("/wake_up?tags=kv_cache")).json() == {"asleep": ["weights"]}
+        assert (await client.post("/wake_up")).json() == {"asleep": []} and await tokens(client) == first
         for path, name in {
-            "/sleep?tags=weights": "tags",
             "/resume?now=1": "now",
+            "/reset_mm_cache?now=1": "now",
             "/update_weights?level=1": "level",
         }.items():
             answer = await client.post(path, content=b"x", headers={"content-type": "application/octet-stream"})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
             assert f"'{name}' is no parameter of {path.partition('?')[0]}; allowed: " in answer.text
+        for name in ("reset_running_requests", "reset_external"):  # vLLM's, which say what is done anyway, or not
+            answer = await client.post(f"/reset_prefix_cache?{name}=true")
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+            assert (await client.post(f"/reset_prefix_cache?{name}=false")).json() == {"success": True}
         await client.post("/sleep?level=2")
         for path in ("/wake_up", "/resume"):
             answer = await client.post(path)
@@ -249,6 +261,9 @@ async def test_the_same_over_grpc(engine, admin, tmp_path):
         await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP), **key)
         assert (await stub.IsPaused(pb.IsPausedRequest(), **key)).is_paused
         await stub.Resume(pb.ResumeRequest(), **key)
+        await stub.Sleep(pb.SleepRequest(tags=["weights"]), **key)
+        answer = await stub.WakeUp(pb.WakeUpRequest(tags=["kv_cache"]), **key)
+        assert list(answer.asleep) == ["weights"]
         await stub.Sleep(pb.SleepRequest(), **key)
         assert (await stub.IsSleeping(pb.IsSleepingRequest(), **key)).is_sleeping
         answer = await stub.WakeUp(pb.WakeUpRequest(tags=["weights"]), **key)
@@ -256,6 +271,7 @@ async def test_the_same_over_grpc(engine, admin, tmp_path):
         assert not (await stub.WakeUp(pb.WakeUpRequest(), **key)).asleep and await tokens(client) == first
         for call, field in (
             (stub.Sleep(pb.SleepRequest(level=3), **key), "level"),
+            (stub.Sleep(pb.SleepRequest(tags=["all"]), **key), "tags"),
             (stub.Pause(pb.PauseRequest.FromString(b"\x08\x09"), **key), "mode"),
             (stub.UpdateWeights(pb.UpdateWeightsRequest(), **key), "path"),
             (stub.UpdateWeights(pb.UpdateWeightsRequest(path=new, options={"chunk_bytes": 0}), **key), "chunk_bytes"),
