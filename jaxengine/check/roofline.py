@@ -14,8 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxengine.models.cache import KVPages, KVSpec
-from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.state import LayerState
+from jaxengine.models.config.attention import LayerAttention, LayerState
 from jaxengine.models.layers.attention import gathered_bytes
 from jaxengine.models.layers.expert_counts import rows_at_once
 from jaxengine.models.layers.mla_made import made_numbers, makes_rows
