@@ -334,7 +334,11 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
         stored = text.get(QUANTIZATION)
     names = model.checkpoint_names
     prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_prefix(names.prefixes))
+    if isinstance(stored, Mapping) and fields.has("expert_dtype"):  # as DeepSeek-V4 has it
+        stored = {"expert_dtype": fields.text("expert_dtype"), **stored}
     quantization = read_quantization(stored, prefixes, names.suffixes, names.stacked_experts is not None)
+    if quantization is not None and names.plain:
+        quantization = replace(quantization, listed=(*quantization.listed, *names.plain))
     shape = model.read_hf(fields)
     if pooler is not None and sees_all(fields):
         shape["attention"] = _seeing_all(fields, shape["attention"])

@@ -105,7 +105,11 @@ class DeepseekV4ForCausalLM(Decoder):
             ("norm.", "model.norm."),
             ("hc_head_", "model.hc_head.hc_"),
         ),
-        suffixes=((".attn.norm.weight", ".attn.kv_norm.weight"),),  # as transformers writes it
+        suffixes=(
+            (".attn.norm.weight", ".attn.kv_norm.weight"),  # as transformers writes it
+            (".scale", ".weight_scale_inv"),
+        ),
+        plain=("compressor.wkv", "compressor.wgate"),
         unused=("mtp.", "model.mtp."),
     )
 
