@@ -248,7 +248,8 @@ def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     if not others:
         return replace(spec, num_pages=size)
     width = parts * _token_elements(spec)
-    return replace(spec, num_pages=size, num_kv_heads=1, head_dim=width - width // 2, v_head_dim=width // 2)
+    sizes = {"head_dim": width - width // 2, "v_head_dim": width // 2, "values_in_keys": False}
+    return replace(spec, num_pages=size, num_kv_heads=1, **sizes)
 
 
 def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
@@ -345,7 +346,11 @@ def row_step(kv: KVPages, place: LayerPlace) -> int:
 
 
 def as_viewed(kv: Any) -> Any:
-    """Return the pool of `of_layer` with its data (the same bytes) in the layer's shape; anything else unchanged."""
+    """Return the pool of `of_layer` with its data (the same bytes) in the layer's shape, also one in a tuple; anything
+    else unchanged.
+    """
+    if type(kv) is tuple:
+        return tuple(as_viewed(each) for each in kv)
     if not isinstance(kv, KVPages) or kv.layout in ("tpu", UNPAGED):
         return kv
     shape = pool_shape(kv.spec, kv.layout)
@@ -354,6 +359,8 @@ def as_viewed(kv: Any) -> Any:
 
 def as_stored(kv: Any, like: Any) -> Any:
     """Undo `as_viewed`: return the data in the shape of the pool `like`."""
+    if type(kv) is tuple:
+        return tuple(as_stored(each, its) for each, its in zip(kv, like, strict=True))
     if not isinstance(kv, KVPages) or kv.layout == UNPAGED or kv.data.shape == like.data.shape:
         return kv
     return replace(kv, data=kv.data.reshape(like.data.shape))

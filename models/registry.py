@@ -33,6 +33,7 @@ from jaxengine.models.families.declared_rows import ROWS_BY_NAME
 from jaxengine.models.families.declared_states import STATE_ROWS
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
+from jaxengine.models.families.deepseek_v4 import DeepseekV4ForCausalLM
 from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
 from jaxengine.models.families.distilbert import DistilBertModel
 from jaxengine.models.families.dots1 import Dots1ForCausalLM
@@ -170,6 +171,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
     "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,
+    "DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
     "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
     "MiniCPM3ForCausalLM": MiniCPM3ForCausalLM,
     "GlmForCausalLM": GlmForCausalLM,
@@ -332,7 +334,11 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
         stored = text.get(QUANTIZATION)
     names = model.checkpoint_names
     prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_prefix(names.prefixes))
+    if isinstance(stored, Mapping) and fields.has("expert_dtype"):  # as DeepSeek-V4 has it
+        stored = {"expert_dtype": fields.text("expert_dtype"), **stored}
     quantization = read_quantization(stored, prefixes, names.suffixes, names.stacked_experts is not None)
+    if quantization is not None and names.plain:
+        quantization = replace(quantization, listed=(*quantization.listed, *names.plain))
     shape = model.read_hf(fields)
     if pooler is not None and sees_all(fields):
         shape["attention"] = _seeing_all(fields, shape["attention"])

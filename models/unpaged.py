@@ -37,6 +37,8 @@ def check_unpaged(model: CausalLM) -> None:
         problem = "was built for an engine with rl_exact: build it without, and ask for exact=True"
     elif any(each.index is not None for each in config.attention):
         problem = "attends to keys that an indexer selects, which is written for pages alone"
+    elif any(each.compressed is not None for each in config.attention):
+        problem = "attends to keys of blocks of tokens, which is written for pages alone"
     elif config.quantization is not None:
         stored = getattr(config.quantization, "method", None) or config.quantization
         problem = f"stores its weights as {stored}, which have no gradient: take a checkpoint of plain weights"

@@ -195,6 +195,11 @@ types](quantization.md#gguf-files) that weights are stored in; dequantised at lo
 keys that its indexer selects, and runs as plain XLA on all platforms: there are no TPU or GPU kernels for it yet.
 GGUF files of these models are refused.
 
+**DeepSeek-V4** keeps a key for each block of tokens, beside a state of each sequence for its latest tokens ([How it
+works](architecture.md#the-kv-pool-and-attention)): some 12 MB for each of `max_num_seqs` and `num_state_snapshots` in
+V4-Flash. `block_size=128` keeps its pages smallest. It runs as plain XLA on CPUs and GPUs and is refused on TPUs, as
+are drafts, `kv_cache_dtype` fp8 and int8, and GGUF files.
+
 **Tokenizers** are read from `tokenizer.json`, from vocabularies of SentencePiece, tiktoken and BERT, and from GGUF
 files; see [Tokenizers](tokenizers.md).
 

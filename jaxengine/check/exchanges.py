@@ -16,6 +16,7 @@ from typing import Any
 from flax import nnx
 
 from jaxengine.check.hlo import Instruction, Module, arrays_of, bytes_of
+from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.layers.mamba2 import GroupsRMSNorm
 from jaxengine.models.layers.norm import HeadsRMSNorm
@@ -283,6 +284,11 @@ class Expected:
     encoding: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
+def _attends_beside_state(attention: LayerAttention) -> bool:
+    """Whether attention and a state have products of their own, whose results are both added up."""
+    return attention.beside_state and attention.compressed is None
+
+
 def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     """Return the exchanges that a forward pass of `bucket` should have on a model's mesh.
 
@@ -294,7 +300,7 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
         layer_exchanges(
             mesh,
             experts=None if number in dense else config.experts,
-            summed=norms(layer, mesh) + scales(layer) + config.attention[number].beside_state,
+            summed=norms(layer, mesh) + scales(layer) + _attends_beside_state(config.attention[number]),
             ordered=len(gathered_inputs(layer)),
         )
         for number, layer in zip(model.stage.layers, model.layers, strict=True)

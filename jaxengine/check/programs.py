@@ -233,7 +233,7 @@ class StagePrograms:
             products=product_work(self.model, at_least_two, self.config.dtype, kv),
             experts=rows_of_experts(self.model, bucket.num_tokens, self._layout),
             num_attentions=sum(
-                each.attends and each.index is None
+                each.attends and each.index is each.compressed is None
                 for each in (self.model.config.attention[layer] for layer in self.model.stage.layers)
             ),
             dtype=self.config.dtype,
@@ -257,7 +257,9 @@ class StagePrograms:
             own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, places[layer], 0)), pool)
             return self._on_one_device(own)
 
-        paged = {attention_spec(config.attention[layer], shared): layer for layer in sorted(places)}
+        # Compressed keys are read and written by no kernel.
+        kernels = [layer for layer in sorted(places) if config.attention[layer].compressed is None]
+        paged = {attention_spec(config.attention[layer], shared): layer for layer in kernels}
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._layout}
 
@@ -295,7 +297,7 @@ class StagePrograms:
 
         schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
         # What is written is the same in all layers with pages of one size.
-        kinds = {places[layer].spec: layer for layer in sorted(places, reverse=True)}
+        kinds = {places[layer].spec: layer for layer in reversed(kernels)}
         for page, layer in kinds.items():
             attention = config.attention[layer]
             count = num_kv_heads(attention, shared)

@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxengine.models.cache import KVPages, KVSpec
-from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.state import LayerState
+from jaxengine.models.config.attention import LayerAttention, LayerState
+from jaxengine.models.config.compressed import CompressedKeys
 from jaxengine.models.layers.attention import gathered_bytes
 from jaxengine.models.layers.expert_counts import rows_at_once
 from jaxengine.models.layers.mla_made import made_numbers, makes_rows
@@ -68,6 +68,8 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     """
     if attention.index is not None:
         return _selected_work(attention, bucket, kv_dtype, dtype, context)
+    if attention.compressed is not None:
+        return _compressed_work(attention, attention.compressed, bucket, dtype, context)
     keys, pairs = visible_keys(bucket, context, attention.reach)
     both = attention.head_dim + attention.v_head_dim
     queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
@@ -94,6 +96,28 @@ def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     return Work(num_bytes, flops)
 
 
+def _compressed_work(
+    attention: LayerAttention, compressed: CompressedKeys, bucket: Bucket, dtype: str, context: int
+) -> Work:
+    """Return `attention_work` of a layer with compressed keys: the window's keys, which are part of its state, and
+    those of blocks, or of the blocks that may be selected, are read once; the indexer's keys of all blocks, too.
+    """
+    itemsize, index, rate = jnp.dtype(dtype).itemsize, compressed.index, compressed.rate
+    pairs = visible_keys(bucket, context, compressed.window)[1]
+    num_bytes = 2 * bucket.num_tokens * attention.num_heads * attention.head_dim * itemsize
+    flops = 0
+    if rate is not None:
+        blocks, block_pairs = visible_keys(bucket, context, None if index is None else index.top_k * rate)
+        pairs += block_pairs // rate
+        num_bytes += blocks // rate * attention.head_dim * itemsize
+    if rate is not None and index is not None:
+        blocks, block_pairs = visible_keys(bucket, context, None)
+        queries = bucket.num_tokens * index.num_heads
+        num_bytes += (queries + blocks // rate) * index.head_dim * itemsize
+        flops = 2 * (block_pairs // rate) * index.num_heads * index.head_dim
+    return Work(num_bytes, flops + 4 * pairs * attention.num_heads * attention.head_dim)
+
+
 def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
     """Return the work of one layer's recurrent states: each read and written once, and the computation of every token.
 
@@ -111,6 +135,9 @@ def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
     """Return the work of one layer's KV write: new keys and values, read (as `dtype`) and stored (as `kv_dtype`)."""
+    if (compressed := attention.compressed) is not None:
+        itemsize = jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize
+        return Work(bucket.num_tokens * sum(compressed.widths) * itemsize // (compressed.rate or 1), 0)
     width = attention.head_dim + (0 if attention.values_in_keys else attention.v_head_dim)
     token = width * jnp.dtype(dtype).itemsize + _cached_bytes(attention, kv_dtype)
     return Work(bucket.num_tokens * attention.num_kv_heads * token, 0)

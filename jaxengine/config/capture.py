@@ -119,7 +119,7 @@ def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ..
     found = tuple(layer % (last + 1) for layer in layers)
     if len(set(found)) < len(found):
         raise ConfigError(NAME, list(layers), f"different layers; they are {list(found)} counted from 0")
-    if model.altup is not None and set(found) != {last}:
+    if model.num_streams > 1 and set(found) != {last}:
         allowed = f"{last}, after the last norm: before it a token of {model.architecture} has several hidden states"
         raise ConfigError(NAME, list(layers), allowed)
     return found

@@ -17,6 +17,7 @@ from jaxengine.config.capture import read_capture, read_capture_layers, settle_c
 from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.checks import check_options
 from jaxengine.config.compilation_config import CompilationConfig
+from jaxengine.config.compressed import check_compressed
 from jaxengine.config.encoder import EncoderOptions, settle_encoder
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.exact import settle_exact
@@ -335,6 +336,7 @@ class EngineConfig(
             runner="generate" if model.pooler is None else "pooling",
         )
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"], self.kv_cache_memory_bytes)
+        check_compressed(chosen, self.kv_cache_dtype, model, platform.name)
         chosen.update(settle_encoder(chosen, model, platform, pictures) | settle_prompt_embeds(chosen, model))
         for settle in (settle_recording, settle_offload, settle_kv_events, check_speculation, check_training):
             settle(chosen, model)

@@ -236,8 +236,8 @@ def check_head(head: Eagle3Config, model: ModelConfig) -> None:
         what = f"reads hidden states of {head.target_size} numbers, and {model.architecture} has {model.hidden_size}"
     elif head.vocab_size != model.vocab_size:
         what = f"has a vocabulary of {head.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
-    elif model.altup is not None:
-        what = f"reads one hidden state of a token, and {model.architecture} has {model.altup.num_streams}"
+    elif model.num_streams > 1:
+        what = f"reads one hidden state of a token, and {model.architecture} has {model.num_streams}"
     elif list(head.streams) != sorted(set(head.streams)) or not 0 <= head.streams[0] <= head.streams[-1] <= last:
         what = f"reads hidden states after {list(head.streams)} layers, and {model.architecture} has {last} layers"
     else:

@@ -7,7 +7,9 @@ file.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from jaxengine.models.config.compressed import CompressedKeys
 from jaxengine.models.config.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -17,7 +19,10 @@ from jaxengine.models.config.fields import (
     check_size,
 )
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.config.state import LayerState
+from jaxengine.models.config.state import GatedDelta, SelectiveScan, ShortConvolution, StateSpace
+
+# State that a layer may have instead of attention, or in addition to it.
+LayerState = GatedDelta | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,20 @@ class LayerAttention:
                 )
             if self.qk_norm or self.sinks:
                 raise ModelConfigError("latent attention takes no qk_norm and no sinks")
+        if (compressed := self.compressed) is not None:
+            kept = (self.num_kv_heads, self.head_dim, self.beside_state)
+            if kept != (1, compressed.head_dim, compressed.rate is not None):
+                raise ModelConfigError(
+                    f"compressed keys need one kv head, and pages where blocks have keys, got {kept}"
+                )
+            widths = compressed.widths if self.rope is not None else ()
+            if not widths or min(widths) < self.rope.rotary_dim:
+                raise ModelConfigError(f"compressed keys need a rope of at most their {compressed.widths} elements")
+            if self.num_heads % compressed.out_groups:
+                text = f"o_groups must divide num_attention_heads = {self.num_heads}, got {compressed.out_groups}"
+                raise ModelConfigError(text)
+            if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
+                raise ModelConfigError("attention to compressed keys takes no window of pages, soft cap or temperature")
         if self.index is not None:
             if self.latent is None or self.latent.q_lora_rank is None:
                 raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
@@ -210,6 +229,20 @@ class LayerAttention:
     @property
     def values_in_keys(self) -> bool:
         return self.latent is not None and self.index is None
+
+    @property
+    def compressed(self) -> CompressedKeys | None:
+        """Return the compressed keys that the layer attends to; None where each token has its own."""
+        return self.state if isinstance(self.state, CompressedKeys) else None
+
+    def page_sizes(self, page_size: int) -> dict[str, Any]:
+        """Return fields of KVSpec, by name: the sizes of a cached key and value, and whether one has the other.
+
+        Raises ModelConfigError for pages of `page_size` tokens that the layer cannot have.
+        """
+        if (compressed := self.compressed) is not None:
+            return compressed.page_sizes(page_size)
+        return {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "values_in_keys": self.values_in_keys}
 
     @property
     def reach(self) -> int | None:

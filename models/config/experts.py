@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxengine.models.config.fields import MAX_EXPERTS, MAX_HIDDEN, MAX_INTERMEDIATE, ModelConfigError, check_size
 
-SCORING_FUNCS = ("softmax", "sigmoid")
+SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class ExpertsConfig:
       intermediate_size: feed-forward size of one expert.
       norm_weights: a token's weights are scaled to add up to one.
       dense_layers: indices of the layers that have a dense MLP instead, ascending.
-      scoring_func: function from the router's logits to scores: over all experts (softmax), or of each alone (sigmoid).
+      hashed_layers: indices of the layers whose experts a table names for each token id, ascending; scores weigh them.
+      scoring_func: function from the router's logits to scores: over all experts (softmax), or of each alone (sigmoid;
+        sqrtsoftplus, the square root of softplus).
       correction_bias: a learned number is added to each expert's score when experts are picked, not when they are
         weighed (Wang et al. 2024, arXiv:2408.15664).
       corrects_logits: that number is added to the router's logits and not to scores.
@@ -44,6 +46,7 @@ class ExpertsConfig:
     intermediate_size: int
     norm_weights: bool = True
     dense_layers: tuple[int, ...] = ()
+    hashed_layers: tuple[int, ...] = ()
     scoring_func: str = "softmax"
     correction_bias: bool = False
     corrects_logits: bool = False

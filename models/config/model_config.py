@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxengine.models.config.altup import AltUp
 from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.experts import ExpertsConfig
@@ -65,9 +66,9 @@ class ModelConfig:
     plain weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
     `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
     each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
-    `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `altup` is for families
-    whose tokens have several hidden states; None for one. `declared` is for families that are rows of a table
-    (jaxengine.models.families.declared_rows).
+    `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `altup` and
+    `hyper_connections` are for families whose tokens have several hidden states; None for one. `declared` is for
+    families that are rows of a table (jaxengine.models.families.declared_rows).
     """
 
     architecture: str
@@ -95,6 +96,7 @@ class ModelConfig:
     ffn_sizes: tuple[int, ...] = ()
     layer_input_size: int = 0
     altup: AltUp | None = None
+    hyper_connections: HyperConnections | None = None
     declared: DeclaredForm | None = None
 
     def __post_init__(self) -> None:
@@ -170,7 +172,13 @@ class ModelConfig:
     @property
     def stream_size(self) -> int:
         """Return the number of elements that one layer passes to the next for a token: all of its hidden states."""
-        return self.hidden_size * (1 if self.altup is None else self.altup.num_streams)
+        return self.hidden_size * self.num_streams
+
+    @property
+    def num_streams(self) -> int:
+        """Return the number of hidden states of a token."""
+        streams = self.altup or self.hyper_connections
+        return 1 if streams is None else streams.num_streams
 
     @property
     def attending(self) -> tuple[LayerAttention, ...]:

@@ -260,10 +260,6 @@ class SelectiveScan:
         return 7 * self.channels * self.state_size
 
 
-# State that a layer may have instead of attention, or in addition to it.
-LayerState = GatedDelta | ShortConvolution | StateSpace | SelectiveScan
-
-
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
     """Read the fields that configurations with Mamba-2 share. Raises ModelConfigError.
 

@@ -92,7 +92,7 @@ def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list
     count, experts = model.num_layers, model.experts
     routed = [] if experts is None else [layer for layer in range(count) if layer not in experts.dense_layers]
     found = {
-        RESIDUAL: list(range(count + 1)) if model.altup is None else [],  # there are several
+        RESIDUAL: list(range(count + 1)) if model.num_streams == 1 else [],  # there are several
         ATTENTION: list(range(count)),
         MLP: list(range(count)),
         ROUTER: routed,

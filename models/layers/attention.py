@@ -54,6 +54,7 @@ class StepInputs(NamedTuple):
         values.
       of_layer: [T, P], this layer's further input besides the hidden states; None for none.
       selected: i32[T, k], positions of the keys that the last indexer before has selected; None without one.
+      blocks: result of jaxengine.models.layers.compressed.token_blocks; None for layers without compressed keys.
     """
 
     rows: Rows
@@ -63,6 +64,7 @@ class StepInputs(NamedTuple):
     made: Any = None
     of_layer: jax.Array | None = None
     selected: jax.Array | None = None
+    blocks: Any = None
 
 
 class LayerPages(NamedTuple):
@@ -157,7 +159,7 @@ def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
 def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | str | None:
     if attention.index is not None:
         return "selection"
-    return attention_spec(attention, build.mesh) if attention.attends else None
+    return attention_spec(attention, build.mesh) if attention.attends and attention.compressed is None else None
 
 
 SCHEDULE = StepInput("attention_schedule", _spec_of, _schedule)

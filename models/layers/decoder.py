@@ -17,10 +17,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, Paged, State, group_layers
+from jaxengine.models.config.attention import LayerState
 from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Classifier
-from jaxengine.models.config.state import LayerState
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import num_kv_heads
 from jaxengine.models.layers.classify import DenseModules, LabelScores
@@ -158,10 +158,8 @@ class Decoder(nnx.Module):
                 num_pages=1,
                 page_size=page_size,
                 num_kv_heads=num_kv_heads(each, self.mesh),
-                head_dim=each.head_dim,
-                v_head_dim=each.v_head_dim,
                 dtype=kv_dtype,
-                values_in_keys=each.values_in_keys,
+                **each.page_sizes(page_size),
             )
             for layer, each in enumerate(self.config.attention)
             if each.has_pages

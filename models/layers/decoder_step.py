@@ -34,6 +34,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
+from jaxengine.models.layers.compressed import BLOCKS
 from jaxengine.models.layers.mla_made import MADE_ROWS
 from jaxengine.models.layers.rope import ROPE
 from jaxengine.models.layers.rows import step_rows
@@ -46,7 +47,7 @@ from jaxengine.pallas_kernels.registry import UNPAGED
 from jaxengine.sharding.stages import Stage
 
 # The makers of StepInputs' fields but for `rows`.
-STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "made": MADE_ROWS}
+STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "made": MADE_ROWS, "blocks": BLOCKS}
 
 
 class DecoderLayer(Protocol):

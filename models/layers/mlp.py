@@ -46,6 +46,18 @@ class ScaledSilu:
 
 
 @dataclass(frozen=True)
+class ClampedSilu:
+    """Activation silu(gate) * up, with gate at most `limit` and up from -limit to limit. Equal for equal limits, so
+    that layers share a trace.
+    """
+
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
+
+
+@dataclass(frozen=True)
 class SparseGelu:
     """Activation gelu(max(x - c, 0)), where c is the mean of a token's gates plus so many of their deviations. Equal
     for equal numbers, so that layers share a trace.
@@ -98,6 +110,7 @@ class GatedMLP(nnx.Module):
     gate_up: checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
     down: checkpoint module of down, by default `down_proj`.
     bias, down_bias: whether gate and up, and whether down has a bias; None: as `bias`.
+    limit: bounds of gate and up, as of ClampedSilu, with which the activation is silu; None for none.
     """
 
     def __init__(
@@ -112,13 +125,14 @@ class GatedMLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
         gate_up: Sequence[Source] | None = None,
         down: Source | None = None,
+        limit: float | None = None,
     ):
         gate_up = gate_up or (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size))
         self.gate_up = Linear(hidden_size, gate_up, axes=("embed", "ffn"), bias=bias, build=build)
         down = down or Source(f"{source}.down_proj", hidden_size)
         down_bias = bias if down_bias is None else down_bias
         self.down = Linear(ffn_size, (down,), axes=("ffn", "embed"), bias=down_bias, build=build)
-        self.activation = activation
+        self.activation, self.clamped = activation, None if limit is None else ClampedSilu(limit)
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """Map [T, D] -> [T, D]; padding is computed like tokens."""
@@ -149,7 +163,7 @@ class GatedMLP(nnx.Module):
     def _activated(self, gate_up: jax.Array, dtype: Any) -> jax.Array:
         # Split before widening: XLA:TPU writes an array that is widened before the split to memory in float32.
         gate, up = (_rounded(part, dtype) for part in jnp.split(gate_up, 2, axis=-1))
-        return (self.activation(gate) * up).astype(dtype)
+        return (self.activation(gate) * up if self.clamped is None else self.clamped(gate, up)).astype(dtype)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -49,6 +49,11 @@ from jaxengine.sharding.collectives import (
     sum_same_tokens,
 )
 
+# The scores of an expert's own logit, by the names in ExpertsConfig: each grows with the logit.
+_SCORES_OF_ONE: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
+    {"sigmoid": jax.nn.sigmoid, "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits))}
+)
+
 
 class ExpertNames(NamedTuple):
     """Checkpoint names of an expert's three matrices (`gate`, `up`, `down`), and of the modules next to the experts:
@@ -368,16 +373,16 @@ class MixtureOfExperts(nnx.Module):
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)
-        sigmoid = experts.scoring_func == "sigmoid"
-        scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
+        score_of_one = _SCORES_OF_ONE.get(experts.scoring_func)
+        scores = jax.nn.softmax(logits, axis=-1) if score_of_one is None else score_of_one(logits)
         if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
             # Sigmoids of large logits are all 1, so experts are picked by the logits.
-            order = logits if sigmoid else scores
+            order = scores if score_of_one is None else logits
             best, ids = jax.lax.top_k(order, experts.num_per_token)
             if self.given is not None:
                 ids = self._replayed(ids)
                 best = jnp.take_along_axis(order, ids, axis=-1)
-            weights = jax.nn.sigmoid(best) if sigmoid else best
+            weights = best if score_of_one is None else score_of_one(best)
         else:
             ids = jax.lax.top_k(self._choices(logits if experts.corrects_logits else scores), experts.num_per_token)[1]
             ids = ids if self.given is None else self._replayed(ids)

@@ -40,6 +40,7 @@ class CheckpointNames(NamedTuple):
       transposed: ends of the names of matrices that are stored as [in, out].
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
       stacked_experts: storage of experts where they may be in one tensor; None for tensors per expert.
+      plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
       of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the model's
         replacement.
     """
@@ -56,6 +57,7 @@ class CheckpointNames(NamedTuple):
     transposed: tuple[str, ...] = ()
     flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None
+    plain: tuple[str, ...] = ()
     of_adapters: tuple[tuple[str, str], ...] = ()
 
     def is_unused(self, stored: str) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxengine.models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
+from jaxengine.models.quantization.mxfp4 import Mxfp4
 from jaxengine.models.quantization.rules import LINEAR, Quantization, bad, block_size, names_in, one_of
-from jaxengine.models.quantization.stored import Activation
+from jaxengine.models.quantization.stored import Activation, Stored
 from jaxengine.pallas_kernels.matmul.rounding import FLOAT32, UE8M0
 
 METHOD, FBGEMM = "fp8", "fbgemm_fp8"
@@ -30,7 +31,11 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     activation = Activation(_E4M3, group=None if block is None else block[1], static=static, scales=scales)
     stored = EightBits(METHOD, _E4M3, TENSOR if block is None else BLOCK, activation, block)
     listed = names_in(settings, "modules_to_not_convert") + names_in(settings, "ignored_layers")
-    return Quantization(METHOD, (((LINEAR,), stored),), listed=listed)
+    rules: tuple[tuple[tuple[str, ...], Stored], ...] = (((LINEAR,), stored),)
+    if one_of(settings, "expert_dtype", ("fp8", "fp4"), "fp8") == "fp4":  # DeepSeek-V4's
+        experts = Mxfp4("mxfp4 (experts)", "weight", "weight_scale_inv")
+        rules = ((("re:.*[.]experts[.]",), experts), *rules)
+    return Quantization(METHOD, rules, listed=listed)
 
 
 def read_fbgemm(settings: Mapping[str, Any]) -> Quantization:

@@ -282,6 +282,8 @@ def _kind_fault(dtype: Any, stored: Any) -> str:
     floating = jnp.issubdtype(dtype, jnp.floating)
     if stored == dtype or (floating and jnp.issubdtype(stored, jnp.floating)):
         return ""
+    if stored == np.int64 and dtype == jnp.int32:
+        return ""
     return f"a weight must hold {'floating-point numbers' if floating else str(jnp.dtype(dtype))}, got {stored}"
 
 

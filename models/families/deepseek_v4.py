@@ -1,0 +1,258 @@
+"""DeepSeek-V4 (DeepSeek-AI 2026): attention to a window and to keys of blocks of tokens, several hidden states for each
+token (manifold-constrained hyper-connections), and experts that the first layers look up by token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.compressed import BlockIndex, CompressedKeys, HyperConnections
+from jaxengine.models.config.experts import SCORING_FUNCS, ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_fields, read_rope
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import LayerPages, StepInputs
+from jaxengine.models.layers.compressed import CompressedAttention
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.hyper_connections import HyperConnection, JoinedStreams
+from jaxengine.models.layers.mlp import ClampedSilu
+from jaxengine.models.layers.moe import ExpertNames, GivenExperts, MixtureOfExperts
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.pallas_kernels.kv.pages import KVPages
+
+# What transformers takes for fields that a file lacks.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "max_position_embeddings": 1 << 20,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+_RATES = {SPARSE: 4, HEAVY: 128}
+_HASHED, _ROUTED = "hash_moe", "moe"
+NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="gate.bias")
+
+
+class HashedExperts(MixtureOfExperts):
+    """Experts that a table names for each token id; the router weighs them."""
+
+    def __init__(self, config: ModelConfig, *, source: str, build: Build, **options: Any):
+        assert config.experts is not None
+        config = replace(config, experts=replace(config.experts, correction_bias=False))
+        super().__init__(config, source=source, build=build, **options)
+        table = ParamDecl((None, None), (Source(f"{source}.gate.tid2eid", config.vocab_size),), init_value=0)
+        self.table = declare((config.vocab_size, self.experts.num_per_token), jnp.int32, table)
+
+    def look_up(self, token_ids: jax.Array) -> None:
+        """Send the next call's tokens i32[T] to their experts, where none are given. A number that is no expert's gives
+        weights that are not finite.
+        """
+        ids = self.table[...][token_ids]
+        ids = jnp.where(ids < 0, self.experts.num_experts, ids)
+        self.given = GivenExperts(ids if self.given is None else self._replayed(ids))
+
+
+class DeepseekV4Layer(nnx.Module):
+    """Attention, then experts, each of which reads one hidden state made from a token's, and writes to all of them."""
+
+    def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: MixtureOfExperts, build: Build):
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, build=build)
+        self.before_attention = HyperConnection(config, name=f"{LAYER}.hc_attn_")
+        self.input_norm, self.attention = norm(source=f"{LAYER}.attn_norm"), attention
+        self.before_mlp = HyperConnection(config, name=f"{LAYER}.hc_ffn_")
+        self.mlp_norm, self.mlp = norm(source=f"{LAYER}.ffn_norm"), mlp
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """Map the hidden states [T, A * D] as a DecoderLayer does."""
+        with jax.named_scope("attention"):
+            own, mixing = self.before_attention.read(x)
+            attended, kv = self.attention(self.input_norm(own), kv, pages, step)
+            x = self.before_attention.write(x, attended, mixing)
+        with jax.named_scope("mlp"):
+            own, mixing = self.before_mlp.read(x)
+            if isinstance(self.mlp, HashedExperts):
+                self.mlp.look_up(step.blocks.token_ids)
+            return self.before_mlp.write(x, self.mlp(self.mlp_norm(own), step.rows), mixing), kv
+
+
+class DeepseekV4ForCausalLM(Decoder):
+    """Decoder of DeepseekV4Layers, which pass on A hidden states of each token, [T, A * D]."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(
+            ("layers.", "model.layers."),
+            ("embed.", "model.embed_tokens."),
+            ("head.", "lm_head."),
+            ("norm.", "model.norm."),
+            ("hc_head_", "model.hc_head.hc_"),
+        ),
+        suffixes=(
+            (".attn.norm.weight", ".attn.kv_norm.weight"),  # as transformers writes it
+            (".scale", ".weight_scale_inv"),
+        ),
+        plain=("compressor.wkv", "compressor.wgate"),
+        unused=("mtp.", "model.mtp."),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**DEFAULTS)
+        fields.require(num_key_value_heads=1, norm_topk_prob=True, n_shared_experts=1, attention_bias=False)
+        fields.require(mlp_bias=False)
+        size, dim, kinds = fields.integer("moe_intermediate_size"), fields.integer("head_dim"), _layer_kinds(fields)
+        ropes = _read_ropes(fields, dim)
+        keys = {kind: _read_keys(fields, kind, dim) for kind in dict.fromkeys(kinds)}
+        raw = {**fields.raw, "intermediate_size": size}
+        shared = hf_fields(ConfigFields(raw), ropes=[ropes[kind != WINDOW] for kind in kinds], sinks=True)
+        layers = zip(shared["attention"], kinds, strict=True)
+        scoring = fields.text("scoring_func", SCORING_FUNCS[-1])
+        experts = ExpertsConfig(
+            num_experts=fields.integer("n_routed_experts", 256),
+            num_per_token=fields.integer("num_experts_per_tok", 6),
+            intermediate_size=size,
+            hashed_layers=_hashed_layers(fields),
+            scoring_func=scoring,
+            correction_bias=True,
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.5),
+            swiglu_limit=fields.number("swiglu_limit", 10.0),
+            shared_intermediate_size=size,
+        )
+        return shared | {
+            "attention": tuple(replace(each, state=keys[kind], beside_state=kind != WINDOW) for each, kind in layers),
+            "experts": experts,
+            "hyper_connections": HyperConnections(
+                num_streams=fields.integer("hc_mult", 4),
+                rounds=fields.integer("hc_sinkhorn_iters", 20),
+                eps=fields.number("hc_eps", 1e-6),
+            ),
+        }
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.attn"
+        own, eps = config.attention[layer], config.rms_norm_eps
+        attention = CompressedAttention(own, config.hidden_size, eps=eps, source=source, build=build)
+        return DeepseekV4Layer(config, attention, self._make_experts(layer, build), build)
+
+    def _make_experts(self, layer: int, build: Build) -> MixtureOfExperts:
+        experts, source = self.config.experts, f"{LAYER}.ffn"
+        assert experts is not None
+        kind = HashedExperts if layer in experts.hashed_layers else MixtureOfExperts
+        limit, size, beside = experts.swiglu_limit, experts.shared_intermediate_size, f"{source}.shared_experts"
+        shared = {
+            "gate_up": (Source(f"{beside}.w1", size), Source(f"{beside}.w3", size)),
+            "down": Source(f"{beside}.w2", self.config.hidden_size),
+            "limit": limit,
+        }
+        options: dict[str, Any] = {"activation": ClampedSilu(limit), "router_dtype": jnp.float32, "shared": shared}
+        return kind(self.config, source=source, names=NAMES, build=build, **options)
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        return JoinedStreams(self.config, super().make_norm(build), name="model.hc_head.hc_")
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        """Embed the tokens of a step: [T, A * D], the same for all hidden states of a token."""
+        return jnp.tile(self.embed_tokens(batch.token_ids), (1, self.config.num_streams))
+
+
+def _read_list(fields: ConfigFields, name: str, allowed: Mapping[Any, str] | Sequence[str]) -> list[str] | None:
+    """Read what a list says of each layer, of `allowed` values, or what these stand for; further entries are of layers
+    that are not read. None without the list. Raises ModelConfigError.
+    """
+    given, count = fields.value(name, None), fields.integer("num_hidden_layers")
+    known = dict(allowed) if isinstance(allowed, Mapping) else {each: each for each in allowed}
+    if given is None:
+        return None
+    if (
+        not isinstance(given, list)
+        or len(given) < count
+        or any(type(e) not in (str, int) or e not in known for e in given)
+    ):
+        raise fields.fail(name, f"a list of {count} of {', '.join(map(str, known))}")
+    return [known[each] for each in given[:count]]
+
+
+def _layer_kinds(fields: ConfigFields) -> list[str]:
+    """Read which keys each layer attends to, from `layer_types` or, as published, `compress_ratios`."""
+    ratios = {0: WINDOW, **{rate: kind for kind, rate in _RATES.items()}}
+    kinds = _read_list(fields, "layer_types", (WINDOW, *_RATES)) or _read_list(fields, "compress_ratios", ratios)
+    count = fields.integer("num_hidden_layers")
+    return kinds or [SPARSE if layer >= 2 and layer % 2 else HEAVY for layer in range(count)]
+
+
+def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
+    """Read which layers look their experts up, from `mlp_layer_types` or, as published, `num_hash_layers`."""
+    count = fields.integer("num_hidden_layers")
+    kinds = _read_list(fields, "mlp_layer_types", (_HASHED, _ROUTED))
+    if kinds is None:
+        return tuple(range(min(fields.integer("num_hash_layers", 3, minimum=0), count)))
+    return tuple(layer for layer in range(count) if kinds[layer] == _HASHED)
+
+
+def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys:
+    """Read what layers of this kind keep. Raises ModelConfigError."""
+    rates, own = fields.mapping("compress_rates") or {}, {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
+    rate = None if kind == WINDOW else ConfigFields(rates).integer(kind, None)
+    if kind != WINDOW and rate is None:
+        rate = fields.integer(own[kind], _RATES[kind])
+    index = None
+    if kind == SPARSE:
+        index = BlockIndex(
+            num_heads=fields.integer("index_n_heads", 64),
+            head_dim=fields.integer("index_head_dim", 128),
+            top_k=fields.integer("index_topk", 512),
+        )
+    return CompressedKeys(
+        head_dim=head_dim,
+        window=fields.integer("sliding_window", 128),
+        rate=rate,
+        overlapping=kind == SPARSE,
+        index=index,
+        q_rank=fields.integer("q_lora_rank", 1024),
+        out_groups=fields.integer("o_groups", 8),
+        out_rank=fields.integer("o_lora_rank", 1024),
+    )
+
+
+def _read_ropes(fields: ConfigFields, head_dim: int) -> tuple[Rope, Rope]:
+    """Read the rope of layers with a window alone, and that of layers with keys of blocks; both turn the last elements
+    of a head, and only the latter is scaled. Raises ModelConfigError.
+    """
+    given = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
+    both = ConfigFields(given)
+    if not (both.has("main") and both.has("compress")):
+        scaled = {"attention_factor": 1.0, **given, "rope_theta": fields.number("compress_rope_theta", 160_000.0)}
+        plain = {"rope_type": "default", "rope_theta": fields.number("rope_theta", 10_000.0)}
+        both = ConfigFields({"main": plain, "compress": scaled})
+    share = fields.integer("qk_rope_head_dim", 64) / head_dim if fields.has("qk_rope_head_dim") else 64 / 512
+    share = fields.number("partial_rotary_factor", share)
+    ropes = []
+    for name in ("main", "compress"):
+        own = dict(both.mapping(name) or {})
+        rotary = int(head_dim * ConfigFields(own).number("partial_rotary_factor", share))
+        if not 2 <= rotary <= head_dim or rotary % 2:
+            raise fields.fail(
+                "partial_rotary_factor", f"an even number of the {head_dim} elements of a head, 2 or more"
+            )
+        own.pop("partial_rotary_factor", None)
+        flat = {"max_position_embeddings": fields.integer("max_position_embeddings"), "rope_parameters": own}
+        ropes.append(read_rope(ConfigFields(flat), rotary, interleaved=True))
+    return ropes[0], ropes[1]

@@ -1,0 +1,98 @@
+"""Several hidden states of a token, which a part of a layer reads as one and writes as many: manifold-constrained
+hyper-connections (Xie et al. 2026, as in DeepSeek-V4). A: how many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.config.compressed import HyperConnections
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.norm import rms_normalized
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+
+
+class Mixing(NamedTuple):
+    """How a part's output joins the hidden states: its share in each, f32[T, A], and the share f32[T, A, A] that each
+    hidden state (second axis) has in each (third axis) afterwards.
+    """
+
+    shares: jax.Array
+    matrix: jax.Array
+
+
+class Mixer(nnx.Module):
+    """Weights from which a token's hidden states say how they are mixed, in float32: a product, factors and biases.
+
+    num_factors: parts of the product that have a factor each. name: the checkpoint's, before "fn", "base" and "scale".
+    """
+
+    def __init__(self, config: ModelConfig, num_outputs: int, num_factors: int, *, name: str):
+        sizes = config.hidden_size * config.num_streams, num_outputs
+        product = ParamDecl(("embed", None), (Source(f"{name}fn", num_outputs),), transposed=True, init_std=0.02)
+        self.product = declare(sizes, jnp.float32, product)
+        self.bias = declare((num_outputs,), jnp.float32, _plain(f"{name}base", num_outputs))
+        self.factors = declare((num_factors,), jnp.float32, _plain(f"{name}scale", num_factors))
+        self.norm_eps = config.rms_norm_eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map hidden states [T, A * D] to the product f32[T, num_outputs], without factors and biases."""
+        with jax.default_matmul_precision("float32"):
+            return rms_normalized(x, self.norm_eps) @ self.product[...]
+
+
+def _plain(name: str, size: int) -> ParamDecl:
+    return ParamDecl((None,), (Source(name, size),), init_std=0.3)
+
+
+class HyperConnection(nnx.Module):
+    """Input of one part of a layer from a token's hidden states [T, A * D], and its output joined to them."""
+
+    def __init__(self, config: ModelConfig, *, name: str):
+        assert config.hyper_connections is not None
+        self.form: HyperConnections = config.hyper_connections
+        count = self.form.num_streams
+        self.mixer = Mixer(config, (2 + count) * count, 3, name=name)
+
+    def read(self, x: jax.Array) -> tuple[jax.Array, Mixing]:
+        """Return the part's input [T, D] and how its output is to be joined."""
+        count, eps = self.form.num_streams, self.form.eps
+        mixed, bias, factors = self.mixer(x), self.mixer.bias[...], self.mixer.factors[...]
+        parts = zip(*(jnp.split(each, (count, 2 * count), axis=-1) for each in (mixed, bias)), factors, strict=True)
+        reading, writing, matrix = (part * factor + own for part, own, factor in parts)
+        matrix = jax.nn.softmax(matrix.reshape(-1, count, count), axis=-1) + eps
+        matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
+        for _ in range(self.form.rounds - 1):
+            for axis in (-1, -2):
+                matrix = matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + eps)
+        return joined(x, jax.nn.sigmoid(reading) + eps), Mixing(2 * jax.nn.sigmoid(writing), matrix)
+
+    def write(self, x: jax.Array, output: jax.Array, mixing: Mixing) -> jax.Array:
+        """Return the hidden states [T, A * D] after a part with this output [T, D]."""
+        wide = x.astype(jnp.float32).reshape(x.shape[0], self.form.num_streams, -1)
+        mixed = jnp.einsum("tab,tad->tbd", mixing.matrix, wide, precision="float32")
+        mixed = mixed + mixing.shares[..., None] * output.astype(jnp.float32)[:, None]
+        return mixed.astype(x.dtype).reshape(x.shape)
+
+
+def joined(x: jax.Array, shares: jax.Array) -> jax.Array:
+    """Add up hidden states [T, A * D] with these shares f32[T, A]: [T, D]."""
+    wide = x.astype(jnp.float32).reshape(*shares.shape, -1)
+    return jnp.sum(shares[..., None] * wide, axis=1).astype(x.dtype)
+
+
+class JoinedStreams(nnx.Module):
+    """Norm of a token's hidden states, added up: [T, A * D] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, norm: Any, *, name: str):
+        assert config.hyper_connections is not None
+        self.eps, self.norm = config.hyper_connections.eps, norm
+        self.mixer = Mixer(config, config.num_streams, 1, name=name)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shares = self.mixer(x) * self.mixer.factors[...] + self.mixer.bias[...]
+        return self.norm(joined(x, jax.nn.sigmoid(shares) + self.eps))

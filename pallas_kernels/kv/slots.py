@@ -1,0 +1,31 @@
+"""Reading of single slots of pages: a few neighbouring ones at a time, wherever they lie, in plain XLA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.pallas_kernels.kv.pages import KVPages, from_storage
+
+
+def read_slots(kv: KVPages, pages: jax.Array, offsets: jax.Array, count: int, *, of_values: bool = False) -> jax.Array:
+    """Read the keys, or the values, of `count` neighbouring slots of a page from `offsets` on: f32[..., count * H].
+
+    pages, offsets: i32[...], pool rows and the first of the slots, all of which are in the page; pages out of range are
+    clipped. kv: of one kv head, without scales; values that lie in keys are not read by themselves. Raises ValueError
+    for another pool.
+    """
+    spec = kv.spec
+    if spec.num_kv_heads != 1 or spec.token_scales or kv.k_scale is not None or (of_values and spec.values_in_keys):
+        raise ValueError(f"read_slots: the pool must hold one kv head, no codes, and the values asked for, got {spec}")
+    width = spec.value_width if of_values else spec.key_width
+    if kv.layout == "tpu":
+        lane = kv.lanes_of_page[0] + of_values * spec.key_width
+        index, sizes = [pages, offsets, jnp.full_like(pages, lane)], (1, count, width)
+    else:
+        column = of_values * spec.page_size * spec.key_width
+        index, sizes = [pages, jnp.zeros_like(pages), column + offsets * width], (1, 1, count * width)
+    dims = lax.GatherDimensionNumbers((pages.ndim, pages.ndim + 1), (0,), (0, 1, 2))
+    rows = lax.gather(kv.data, jnp.stack(index, axis=-1), dims, sizes, mode=lax.GatherScatterMode.CLIP)
+    return from_storage(rows.reshape(*pages.shape, count * width), spec)
