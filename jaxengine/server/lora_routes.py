@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -13,14 +12,14 @@ from typing import Any, Self
 
 from jaxengine.config.errors import ConfigError
 from jaxengine.requests.options import SESSION
-from jaxengine.scheduler.adapter_names import alike
+from jaxengine.scheduler.adapter_names import seen_as
 from jaxengine.server.options import ServerConfig
 
 # By what the request of the current task is routed: see `route_key`.
 ROUTE_KEY: ContextVar[str] = ContextVar("route_key", default="")
 
-_FORM = 'JSON: {"name": [["adapter", weight], ...], ...}, with weights above 0'
-_NAME_LENGTH, _MOST_ROUTES = 256, 1 << 16
+_FORM = 'JSON: {"name": [["adapter", weight], ...], ...}, with weights above 0, at most 1e12'
+_NAME_LENGTH, _MOST_ROUTES, _MOST_WEIGHT = 256, 1 << 16, 1e12
 
 
 def route_key(session: str, request_id: str) -> str:
@@ -52,15 +51,15 @@ class LoraRoutes:
             read = None
         if not isinstance(read, dict) or not 1 <= len(read) <= _MOST_ROUTES:
             raise ConfigError("lora_routes", text[:200], _FORM)
+        seen = {seen_as(name) for name in names}
         rows: dict[str, tuple[list[str], list[float]]] = {}
         for name, row in read.items():
             if not (1 <= len(name) <= _NAME_LENGTH and isinstance(row, list) and row and all(map(_is_arm, row))):
                 raise ConfigError("lora_routes", json.dumps({name: row})[:200], _FORM)
-            if alike(name, names) is not None or alike(name, rows) is not None:
+            if seen_as(name) in seen:
                 raise ConfigError("lora_routes", name[:200], "each name once, none of them the model's own")
+            seen.add(seen_as(name))
             rows[name] = [each[0] for each in row], list(accumulate(float(each[1]) for each in row))
-            if not math.isfinite(rows[name][1][-1]):
-                raise ConfigError("lora_routes", json.dumps({name: row})[:200], _FORM)
         return cls(rows)
 
     @property
@@ -83,4 +82,4 @@ def _is_arm(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
         return False
     weight = value[1]
-    return 1 <= len(value[0]) <= _NAME_LENGTH and type(weight) in (int, float) and 0 < weight < math.inf
+    return 1 <= len(value[0]) <= _NAME_LENGTH and type(weight) in (int, float) and 0 < weight <= _MOST_WEIGHT

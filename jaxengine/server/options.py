@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import json
@@ -219,7 +220,8 @@ class ServerConfig:
 
     def __post_init__(self):
         if isinstance(self.lora_routes, dict):
-            object.__setattr__(self, "lora_routes", json.dumps(self.lora_routes))
+            with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is then refused as a dict
+                object.__setattr__(self, "lora_routes", json.dumps(self.lora_routes))
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), str(field.type)
             if kind.startswith("tuple"):

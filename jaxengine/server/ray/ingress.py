@@ -45,6 +45,16 @@ _CREATES = ("/v1/files", "/v1/batches")
 _SESSIONS = "/v1/sessions/"
 
 
+class _Body(msgspec.Struct):
+    """Fields of requests by which they are routed."""
+
+    model: Any = None
+    background: Any = None
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+
+
 @serve.ingress()
 class Ingress:
     """HTTP deployment; it gets the served model's config from a replica."""
@@ -130,10 +140,12 @@ class Front:
 
         Raises ApiError (413) for one of these that is larger than whoever reads it allows.
         """
-        streamed = is_streamed(scope)
-        is_file = _path(scope) == "/v1/files"
-        most = self._server.max_batch_file_bytes + MIB if is_file else float("inf") if is_admin else 0
-        chunks, parts, size = [], [], 0
+        streamed, most = is_streamed(scope), float("inf") if is_admin else 0
+        if _path(scope) == "/v1/files":
+            most = self._server.max_batch_file_bytes + MIB if self._server.enable_batch_api else 0
+        if streamed and not most:  # the replica refuses it
+            return ()
+        chunks, parts, size, num_stored = [], [], 0, 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -143,9 +155,9 @@ class Front:
             if streamed:
                 if size > most:
                     raise ApiError(413, f"the body has more than {most} bytes", headers={"Connection": "close"})
-                if sum(map(len, chunks)) >= _PART_BYTES:
+                if size - num_stored >= _PART_BYTES:
                     parts.append(await asyncio.to_thread(ray.put, b"".join(chunks)))
-                    chunks.clear()
+                    chunks, num_stored = [], size
             if not message.get("more_body", False):
                 break
         if parts:
@@ -166,14 +178,13 @@ class Front:
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             return hint
         try:
-            body = msgspec.json.decode(call.body)
-        except (msgspec.DecodeError, RecursionError):
+            body = _decode_body(call.body)
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # the replica says what is wrong
             return hint
-        model = body.get("model") if isinstance(body, dict) else None
-        if isinstance(model, str):
-            model = self._routes.pick(model, route_key(given, request_id))
+        if isinstance(body.model, str):
+            model = self._routes.pick(body.model, route_key(given, request_id))
             hint.adapter = None if model in self._names else model
-        if self._reader is not None and path in PATHS and not body.get("background"):
+        if self._reader is not None and path in PATHS and not body.background:
             hint.token_ids, hint.cache_salt = await self._reader.read(scope, call.body, hint.adapter)
         return hint
 
@@ -183,10 +194,11 @@ class Front:
         Raises EngineDeadError if all attempts have failed or the response ends early, OverloadedError if too many
         requests wait.
         """
-        encoded, started, is_stream = encode(call), False, False
+        encoded, started, is_stream, ended = encode(call), False, False, False
         for attempt in range(1, num_attempts + 1):
-            stream = self._replicas.respond.remote(hint, encoded, parts)
+            stream = None
             try:
+                stream = self._replicas.respond.remote(hint, encoded, parts)
                 async for data in stream:
                     piece = decode_piece(data)
                     if piece.status is not None:
@@ -195,15 +207,18 @@ class Front:
                         is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
                         await send({"type": "http.response.start", "status": piece.status, "headers": headers})
                         started = True
-                    await send({"type": "http.response.body", "body": piece.body, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
+                    ended = piece.last
+                    await send({"type": "http.response.body", "body": piece.body, "more_body": not ended})
                 return
             except asyncio.CancelledError:
-                stream.cancel()
+                if stream is not None:
+                    stream.cancel()
                 raise
             except BackPressureError as error:
                 raise OverloadedError("too many requests wait for a replica", retry_after=1.0) from error
             except RayError as error:
+                if ended:
+                    return
                 if isinstance(error, RayTaskError) and not isinstance(error.cause, EngineDeadError):
                     raise  # a fault of ours, which another replica would have, too
                 lost = EngineDeadError("the replica was lost")

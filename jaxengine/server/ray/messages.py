@@ -33,9 +33,10 @@ class HttpCall(msgspec.Struct):
 
 
 class Piece(msgspec.Struct, omit_defaults=True):
-    """Part of a response's body; the first one has its status and headers, too."""
+    """Part of a response's body; the first one has its status and headers, too. last: nothing comes after it."""
 
     body: bytes = b""
+    last: bool = False
     status: int | None = None
     headers: Headers = []
 

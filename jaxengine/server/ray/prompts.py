@@ -28,7 +28,7 @@ PATHS = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
 )
 # Bodies that are not read: reading images twice would cost more than a prefix saves.
-_MEDIA = re.compile(rb'"(?:image|input_image|image_url|video|video_url|audio|input_audio|audio_url|file)')
+_MEDIA = re.compile(rb'"type"\s*:\s*"(?:input_)?(?:image|video|audio|file)')
 
 _Tokens = tuple[Sequence[int], str | None]
 _READ: ContextVar[_Reading] = ContextVar("reading")
@@ -88,7 +88,7 @@ class _NoEngine:
     ) -> AsyncIterator[Any]:
         found: _Tokens = (), None
         if not (has_media(prompt) or (sampling_params is not None and sampling_params.steer)):
-            _, token_ids, salt = self.inputs.read_prompt(prompt)
+            _, token_ids, salt = await asyncio.to_thread(self.inputs.read_prompt, prompt)
             found = token_ids, salt
         await _found(found)
         yield  # never

@@ -142,13 +142,14 @@ async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
     """Yield what the application has said, in as few pieces as there is no wait for. None in the queue ends it."""
     status, headers = None, []
     while (message := await said.get()) is not None:
-        body = [message.get("body", b"")]
+        body, last = [message.get("body", b"")], not message.get("more_body", False)
         if message["type"] == "http.response.start":
             status, headers = message["status"], [(bytes(name), bytes(value)) for name, value in message["headers"]]
             continue
         while not said.empty() and (message := said.get_nowait()) is not None:
             body.append(message.get("body", b""))
-        yield Piece(b"".join(body), status, headers)
+            last = not message.get("more_body", False)
+        yield Piece(b"".join(body), last, status, headers)
         status, headers = None, []
         if message is None:
             return

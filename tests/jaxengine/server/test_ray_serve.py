@@ -82,7 +82,9 @@ def run(url, tmp_path_factory, executables_dir):
         "lora_routes": {"acme": [["v1", 0.5], ["v2", 0.5]]},
     }
 
-    def start(name, **changes):
+    def start(name, *, alone=False, **changes):
+        for other in serve.status().applications if alone else ():
+            serve.delete(other)
         serve.run(app({**options, "num_cpus": 0.5, **changes}), name=name, route_prefix=changes.get("root_path", "/"))
 
     return start, adapters, str(folder / "batches")
@@ -176,15 +178,6 @@ def test_prefixes_are_found_by_both_ingresses(client):
     assert hit_rate(client, num_prefixes=6, rounds=5) == 1.0
 
 
-def test_a_pooling_model_is_served(url, run, pooling_folder, pooling_options):
-    start, *_ = run
-    start("pooling", **{**pooling_options, "model": pooling_folder("mean"), "root_path": "/pool", "num_cpus": 0.1})
-    answer = httpx.post(f"{url}/pool/v1/embeddings", json={"input": TEXTS}, timeout=120).json()
-    found = np.array([entry["embedding"] for entry in answer["data"]])
-    expected = GOLDENS["mean"] / np.linalg.norm(GOLDENS["mean"], axis=1, keepdims=True)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-
-
 def test_a_killed_replica_costs_no_request_that_had_not_begun(url, two):
     prompts = [[number % 97 + 3, number % 89 + 5, 7] for number in range(NUM_REQUESTS)]
 
@@ -208,34 +201,36 @@ def test_a_killed_replica_costs_no_request_that_had_not_begun(url, two):
     assert killed == asyncio.run(ask_all(kill=False))
 
 
+@pytest.mark.thorough("replicas pass on what the application says; test_pooling_server.py has embeddings")
+def test_a_pooling_model_is_served(url, run, pooling_folder, pooling_options):
+    start, *_ = run
+    pools = {"model": pooling_folder("mean"), "pooler_config": {"use_activation": True}}
+    start("pooling", **{**pooling_options, **pools, "root_path": "/pool"})
+    answer = httpx.post(f"{url}/pool/v1/embeddings", json={"input": TEXTS}, timeout=120).json()
+    found = np.array([entry["embedding"] for entry in answer["data"]])
+    expected = GOLDENS["mean"] / np.linalg.norm(GOLDENS["mean"], axis=1, keepdims=True)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 @pytest.mark.thorough("tests/jaxengine/cluster has engines over two hosts, and the tests above replicas")
 def test_an_engine_over_two_hosts_is_one_replica(url, run, client):
-    from ray import serve
-
     start, *_ = run
     tokens = tokens_of(client)
-    serve.delete("two")
     over_two = {"nnodes": 2, "master_port": free_port(), "tensor_parallel_size": 2, "placement_strategy": "PACK"}
-    start("over two", **over_two)
+    start("over two", alone=True, **over_two, limit_mm_per_prompt={"image": 0, "video": 0})
     assert tokens_of(client) == tokens
-    serve.delete("over two")
 
 
 @pytest.mark.thorough("test_routing.py compares the policies, and a test above finds prefixes over Ray")
 def test_prefixes_are_found_more_often_than_without_digests(url, run, report):
     """Twelve prefixes, of which a replica has room for seven."""
-    from ray import serve
-
     start, *_ = run
-    for app in ("two", "pooling"):
-        serve.delete(app)
     rates = {}
     for digests in (1 << 16, 0):
         pool = {"num_gpu_blocks_override": 7 * 13 + 4, "max_num_seqs": 2, "routing_digest_bytes": digests}
-        start("routed", min_replicas=2, max_replicas=2, routing_period=0.2, **pool)
+        start("routed", alone=True, min_replicas=2, max_replicas=2, routing_period=0.2, **pool)
         with httpx.Client(base_url=url, timeout=120) as client:
             rates[digests] = hit_rate(client, num_prefixes=12, rounds=8)
-        serve.delete("routed")
     report(f"hit rate over two replicas: {rates[1 << 16]:.2f} by published digests, {rates[0]:.2f} without")
     assert rates[1 << 16] > 0.9 > rates[0]
 
@@ -245,7 +240,7 @@ def test_load_adds_a_replica(url, run):
     from ray import serve
 
     start, *_ = run
-    start("scaled", min_replicas=1, max_replicas=2, target_ongoing_requests=1)
+    start("scaled", alone=True, min_replicas=1, max_replicas=2, target_ongoing_requests=1)
 
     def num_running():
         return serve.status().applications["scaled"].deployments["Replica"].replica_states.get("RUNNING", 0)
@@ -260,4 +255,3 @@ def test_load_adds_a_replica(url, run):
         return num_running()
 
     assert asyncio.run(load()) == 2
-    serve.delete("scaled")

@@ -137,22 +137,33 @@ def _into(said):
     return send
 
 
-async def test_a_lost_replica_costs_what_had_begun(make_front):
-    client, handle, _ = make_front()
+class Slow(ScriptedEngine):
+    """An engine whose tokens come one by one."""
+
+    async def stream(self, *arguments, **options):
+        async for output in super().stream(*arguments, **options):
+            yield output
+            await asyncio.sleep(0.01)
+
+
+async def test_a_lost_replica_costs_what_had_begun(make_front, chat_engine):
+    client, handle, _ = make_front(engine=Slow(chat_engine, TEXT))
     handle.faults = [(0, LOST), (0, ray.exceptions.RayTaskError("", "", EngineDeadError("x"), pid=1, ip=""))]
     assert (await client.post("/v1/completions", json=BODY)).status_code == 200 and len(handle.hints) == 3
     handle.faults = [(0, LOST)] * 3
     gone = await client.post("/v1/completions", json=BODY)
     assert gone.status_code == 503 and len(handle.hints) == 6 and gone.headers["retry-after"]
+    handle.faults = [(1, LOST)]  # after all of the response
+    assert (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == TEXT
     handle.faults = [(1, LOST)]
     broken = await client.post("/v1/completions", json={**BODY, "stream": True})
     *_, error, end = broken.text.split("\n\n")
-    assert broken.status_code == 200 and "the engine cannot answer" in error and not end and len(handle.hints) == 7
+    assert broken.status_code == 200 and "the engine cannot answer" in error and not end and len(handle.hints) == 8
     # A fault of ours is not tried again, and neither is what would be created twice.
     handle.faults = [(0, ray.exceptions.RayTaskError("", "", ValueError("x"), pid=1, ip=""))]
-    assert (await client.post("/v1/completions", json=BODY)).status_code == 500 and len(handle.hints) == 8
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 500 and len(handle.hints) == 9
     handle.faults = [(0, LOST)]
-    assert (await client.post("/v1/batches", json={})).status_code == 503 and len(handle.hints) == 9
+    assert (await client.post("/v1/batches", json={})).status_code == 503 and len(handle.hints) == 10
     handle.faults = [(0, ray.serve.exceptions.BackPressureError(1, 1))]
     full = await client.post("/v1/completions", json=BODY)
     assert full.status_code == 429 and full.headers["retry-after"] == "1"
@@ -230,8 +241,10 @@ async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
         ("/v1/completions", {"prompt": "x", "nonsense": 1, "temperature": "hot"}),
         ("/v1/embeddings", {"input": "x"}),
         ("/v1/completions", [1]),
+        ("/v1/completions", {"model": [1], "prompt": 3}),
     ):
-        await client.post(path, json=body)
+        num_asked, answer = len(handle.hints), await client.post(path, json=body)
+        assert len(handle.hints) == num_asked + 1 and answer.status_code < 500, path
         assert not handle.hints[-1].token_ids, path
     assert len(recorded.calls) == count + 1
     await client.delete("/v1/sessions/s1")
