@@ -35,6 +35,7 @@ from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.ray.options import RayConfig
 from scripts import first_hour
 from scripts.hub_ids import HUB_IDS
 from scripts.model_names import read_names
@@ -77,6 +78,13 @@ A `CompilationConfig`, a dict of its fields, or JSON on the command line.
 Flags of `jaxengine serve` in addition to the engine's, and fields of `ServerConfig`.
 
 {server}
+
+## Ray Serve
+
+Arguments of `jaxengine.server.ray_serve:app` in addition to those of the engine and of the server
+([Ray Serve](serving.md#ray-serve)).
+
+{ray}
 """
 
 _SAMPLING_PARAMS = """# Sampling parameters
@@ -301,6 +309,7 @@ def documents() -> dict[str, str]:
             engine=_table(EngineConfig),
             compilation=_table(CompilationConfig, flags=False),
             server=_table(ServerConfig),
+            ray=_table(RayConfig, flags=False),
         ),
         "parsers.md": _PARSERS.format(
             tools="\n".join(_parsers(TOOL_PARSERS)), reasoning="\n".join(_parsers(REASONING_PARSERS))

@@ -28,6 +28,7 @@ APART = {
     "jaxengine.engine:loop": (
         "jaxengine.engine.engine",
         "jaxengine.engine.metrics",
+        "jaxengine.engine.prefixes",
         "jaxengine.engine.status",
     ),
     "jaxengine.media:what": (
@@ -305,7 +306,8 @@ ROOMS = {
         "jaxengine.checkpoint jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
     ),
     "jaxengine.server": (
-        "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.parsers jaxengine.requests jaxengine.api"
+        "jaxengine.scheduler jaxengine.scheduler.pages jaxengine.config jaxengine.checkpoint jaxengine.parsers "
+        "jaxengine.requests jaxengine.api"
     ),
     "jaxengine.bench": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine:base jaxengine.config "
@@ -380,10 +382,14 @@ ROOMS = {
         "jaxengine.server.observe jaxengine.server.grpc jaxengine.server.stored jaxengine.server.http:app "
         "jaxengine.server.batch"
     ),
+    "jaxengine.server.ray": (
+        "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests.media jaxengine.requests "
+        "jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.stored jaxengine.server.http "
+        "jaxengine.server.http:app jaxengine.server.batch"
+    ),
     "jaxengine.server:entries": (
-        "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api "
-        "jaxengine.server jaxengine.server.observe jaxengine.server.batch:base jaxengine.server.http:app "
-        "jaxengine.server.processes"
+        "jaxengine:base jaxengine.config jaxengine.server jaxengine.server.observe jaxengine.server.batch:base "
+        "jaxengine.server.processes jaxengine.server.ray"
     ),
     "jaxengine.commands": (
         "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "

@@ -19,6 +19,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
 from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.prefixes import known_prefixes
 from jaxengine.engine.profiler import Profiler
 from jaxengine.engine.status import engine_status
 from jaxengine.models.quantization.table import weight_table
@@ -114,6 +115,7 @@ class EngineCore:
             "metrics": self.metrics.snapshot,
             "status": lambda: engine_status(self.engine, self.metrics),
             "load": self._load,
+            "prefixes": lambda most_bytes: known_prefixes(self.engine, most_bytes),
             "report": self.metrics.server.report,
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,

@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
         needed = f"serving needs {', '.join(missing)}: pip install 'jaxengine[serve]', or '.[serve]' in a clone"
         print(f"jaxengine: error: {needed}", file=sys.stderr)
         return 2
-    from jaxengine.server.adapter_sources import AdapterSources
     from jaxengine.server.batch.store import BatchStore
     from jaxengine.server.observe.spans import check_endpoint
     from jaxengine.server.processes.supervisor import Supervisor
@@ -54,11 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if server.batch_priority is not None and engine.scheduling_policy != "priority":
         problem = f"batch_priority is {server.batch_priority}, and scheduling_policy is {engine.scheduling_policy!r}"
         raise ConfigError.because("batch_priority", problem, "give --scheduling-policy priority")
-    if server.lora_dirs or server.lora_hub_owners:
-        if not engine.enable_lora:
-            name = "lora_dirs" if server.lora_dirs else "lora_hub_owners"
-            raise ConfigError.because(name, f"{name} is given without enable_lora", "give --enable-lora too")
-        AdapterSources(server)
+    check_adapters(server, engine)
     if server.enable_batch_api:
         BatchStore.of(server)
     # Fails for unreadable files before the model is loaded.
@@ -67,6 +62,19 @@ def run(args: argparse.Namespace) -> int:
     check_endpoint(server.otlp_traces_endpoint)
     check_certificates(server)
     return Supervisor(server, engine).run()
+
+
+def check_adapters(server: ServerConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for options of adapters that cannot be, or need enable_lora."""
+    from jaxengine.server.adapter_sources import AdapterSources
+    from jaxengine.server.lora_routes import LoraRoutes
+    from jaxengine.server.names import names_of
+
+    for name in ("lora_dirs", "lora_hub_owners", "lora_routes"):
+        if getattr(server, name) and not engine.enable_lora:
+            raise ConfigError.because(name, f"{name} is given without enable_lora", "give --enable-lora too")
+    AdapterSources(server)
+    LoraRoutes.of(server, names_of(engine.model, server))
 
 
 def check_certificates(server: ServerConfig) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
+import json
 import math
 import os
 import stat
@@ -80,6 +82,9 @@ class ServerConfig:
       lora_dirs: folders whose adapters requests may name as their model, by the path of the adapter's folder in one of
         them; it is loaded then.
       lora_hub_owners: owners on the Hugging Face hub whose adapters requests may name likewise, as owner/name.
+      lora_routes: names that requests may give as their model, each for adapters by weight, as JSON:
+        {"acme": [["acme-v1", 0.9], ["acme-v2", 0.1]]}. A conversation (X-Session-ID), and a request that is sent again
+        with its X-Request-Id, get the same adapter; answers carry its name.
       weight_upload_dir: the folder that keeps weights which operators send, until the engine has read them; it needs
         room for all of them. None forbids sending; weights of a folder are read where they are.
       ssl_certfile: certificate chain for TLS, PEM.
@@ -162,6 +167,7 @@ class ServerConfig:
     lora_root: str | None = None
     lora_dirs: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     lora_hub_owners: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
+    lora_routes: str | None = None
     weight_upload_dir: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -213,6 +219,9 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
 
     def __post_init__(self):
+        if isinstance(self.lora_routes, dict):
+            with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is then refused as a dict
+                object.__setattr__(self, "lora_routes", json.dumps(self.lora_routes))
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), str(field.type)
             if kind.startswith("tuple"):

@@ -13,6 +13,8 @@ from jaxengine.api.engine_client import EngineClient, EngineWrapper
 from jaxengine.requests.options import RequestOptions
 from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.adapter_sources import AdapterSources
+from jaxengine.server.lora_routes import ROUTE_KEY, LoraRoutes
+from jaxengine.server.names import names_of
 from jaxengine.server.options import ServerConfig
 
 _AT = "@"  # not a character of names.REQUEST_ID
@@ -28,12 +30,13 @@ def shown_id(engine_id: str) -> str:
 class OwnedEngine(EngineWrapper):
     """EngineClient that wraps another one and keeps the ids of owners (`RequestOptions.owner`) apart.
 
-    It has one more utility, "find_adapter", which is AdapterSources.find.
+    It has two more utilities: "find_adapter", which is AdapterSources.find, and "route_model", the name that
+    lora_routes put in place of another one for the current request.
     """
 
-    def __init__(self, engine: EngineClient, sources: AdapterSources | None = None):
+    def __init__(self, engine: EngineClient, sources: AdapterSources | None = None, routes: LoraRoutes | None = None):
         super().__init__(engine)
-        self._sources = sources
+        self._sources, self._routes = sources, routes
         # Id that clients know -> ids in the engine, of running requests.
         self._running: dict[str, list[str]] = {}
 
@@ -62,6 +65,8 @@ class OwnedEngine(EngineWrapper):
     async def utility(self, name: str, *arguments: Any) -> Any:
         if name == "find_adapter":
             return self._sources is not None and await self._sources.find(self._engine, *arguments)
+        if name == "route_model":
+            return arguments[0] if self._routes is None else self._routes.pick(arguments[0], ROUTE_KEY.get())
         return await super().utility(name, *arguments)
 
     async def abort(self, request_id: str) -> None:
@@ -100,14 +105,19 @@ class OwnedEngine(EngineWrapper):
 
 
 def owned(engine: EngineClient, config: ServerConfig | None = None) -> OwnedEngine:
-    """Returns `engine` in an OwnedEngine, or itself if it is one. config: says where adapters are found; None: nowhere.
+    """Returns `engine` in an OwnedEngine, or itself if it is one.
 
-    Raises ConfigError for a folder of lora_dirs that is missing.
+    config: says where adapters are found, and which names stand for them; None: nowhere, and none.
+
+    Raises ConfigError for a folder of lora_dirs that is missing, and for lora_routes that cannot be.
     """
     if isinstance(engine, OwnedEngine):
         return engine
     finds = config is not None and engine.inputs.config.enable_lora and (config.lora_dirs or config.lora_hub_owners)
-    return OwnedEngine(engine, AdapterSources(config) if config is not None and finds else None)
+    if config is None:
+        return OwnedEngine(engine)
+    routes = LoraRoutes.of(config, names_of(engine.inputs.config.model, config))
+    return OwnedEngine(engine, AdapterSources(config) if finds else None, routes)
 
 
 class Viewer:

@@ -6,7 +6,7 @@ content can be looked up by its digest until the page is allocated again).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -143,6 +143,11 @@ class PagePool:
                 break
             pages.append(page)
         return np.array(pages, np.int32)
+
+    @property
+    def digests(self) -> Collection[bytes]:
+        """Return the digests under which pages can be found now."""
+        return self._page_of.keys()
 
     def find(self, digest: bytes) -> int | None:
         """Return the page with a digest, None if there is none."""

@@ -23,6 +23,7 @@ from jaxengine.engine.metric_types import Counter, Metric
 from jaxengine.engine.output import EngineOutput
 from jaxengine.scheduler.batch import StepResult
 from jaxengine.scheduler.extensions.kv_events import NAME, Cleared, Removed, Stored
+from jaxengine.scheduler.pages.groups import short_digest
 
 logger = logging.getLogger(__name__)
 
@@ -172,13 +173,13 @@ class KVEvents(LoopExtension):
     def _event(self, event: Stored | Removed | Cleared) -> BlockStored | BlockRemoved | AllBlocksCleared:
         if isinstance(event, Cleared):
             return AllBlocksCleared()
-        hashes = [_shortened(digest) for digest in event.digests]
+        hashes = [short_digest(digest) for digest in event.digests]
         if isinstance(event, Removed):
             return BlockRemoved(hashes, _MEDIUM, event.group)
         window = self._windows[event.group]
         return BlockStored(
             block_hashes=hashes,
-            parent_block_hash=None if event.parent is None else _shortened(event.parent),
+            parent_block_hash=None if event.parent is None else short_digest(event.parent),
             token_ids=event.token_ids,
             block_size=self._page_size,
             lora_id=None,
@@ -189,7 +190,3 @@ class KVEvents(LoopExtension):
             kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
             kv_cache_spec_sliding_window=window,
         )
-
-
-def _shortened(digest: bytes) -> int:
-    return int.from_bytes(digest[-8:], "big")

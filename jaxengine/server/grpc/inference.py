@@ -176,10 +176,12 @@ class InferenceService:
             raise CallError(grpc.StatusCode.ABORTED, f"the stream was left unread for {limit:g} s") from None
 
     async def _model(self, name: str) -> tuple[str, str | None]:
-        """Return (model name for the answer, adapter name or None) for a request's `model`, "" for the default.
+        """Return (model name for the answer, adapter name or None) for a request's `model`, "" for the default, or
+        for the adapter that lora_routes put in its place.
 
         Raises CallError (NOT_FOUND) for a model or adapter that is not served.
         """
+        name = await self._engine.utility("route_model", name)
         if not name or name in self._model_names:
             return name or self._model_names[0], None
         if await has_adapter(self._engine, name):

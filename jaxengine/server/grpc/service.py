@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from jaxengine.api.engine_client import EngineDrainingError
 from jaxengine.scheduler.errors import OverloadedError, RequestError
 from jaxengine.server.grpc.convert import field_of, refuse_unknown_fields
 from jaxengine.server.grpc.status import CallError, status_of
+from jaxengine.server.lora_routes import ROUTE_KEY, route_key
 from jaxengine.server.observe.spans import caller_trace
 
 logger = logging.getLogger(__name__)
@@ -113,7 +115,10 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
             calls.enter(name, context)
             data = await first_message(requests, context, calls.read_timeout)
             _parse(request, data)
-            with caller_trace(_text_metadata(context)):
+            given = _text_metadata(context)
+            request_id = given.get("x-request-id") or secrets.token_hex(8)
+            ROUTE_KEY.set(route_key(given.get("x-session-id", ""), request_id))
+            with caller_trace(given):
                 if streams:
                     return await method(request, _rest(requests, request_type, calls.read_timeout), context)
                 return await method(request, context)

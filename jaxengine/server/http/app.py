@@ -45,6 +45,7 @@ from jaxengine.server.http.messages import endpoint as messages
 from jaxengine.server.http.pooling import embeddings, scores
 from jaxengine.server.http.responses import endpoint as responses
 from jaxengine.server.keys import Keys
+from jaxengine.server.lora_routes import ROUTE_KEY, route_key
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
@@ -218,6 +219,8 @@ class TrafficMiddleware:
         state.setdefault("arrival", time.monotonic())
         state.setdefault("priority", None)
         # Proxies may send the same id with several calls, so it is not unique.
+        session = next((value for name, value in scope["headers"] if name == b"x-session-id"), b"")
+        ROUTE_KEY.set(route_key(session.decode("latin-1"), request_id))
         state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
         started, status = False, "none"
         # A request of a batch, whose caller is in this process, came with no HTTP.

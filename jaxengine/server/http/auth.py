@@ -41,7 +41,7 @@ class AuthMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         state = scope.setdefault("state", {})
-        holder = state.setdefault("holder", digest_of(_key(scope)))
+        holder = state.setdefault("holder", digest_of(given_key(scope)))
         state["owner"] = holder.hex()
         state["owner_tag"] = owner_tag(holder)
         state["is_admin"] = self._keys.is_admin(holder)
@@ -81,7 +81,7 @@ def _unauthorized() -> ApiError:
     return ApiError(401, "a valid key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _key(scope: Scope) -> bytes:
+def given_key(scope: Scope) -> bytes:
     """Return the request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key; b"" for
     none.
     """

@@ -12,6 +12,7 @@ from jaxengine.scheduler.errors import show_value
 from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.errors import ApiError
 from jaxengine.server.lora import has_adapter, loaded_adapters
+from jaxengine.server.lora_routes import LoraRoutes
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
@@ -29,11 +30,13 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
 
 async def choose_model(engine: EngineClient, name: str | None, served: tuple[str, ...]) -> tuple[str, str | None]:
     """Return (model name for the response, adapter name or None) for a request's `model`, `name`; None: the first of
-    `served`, the model's own names.
+    `served`, the model's own names. For a name of lora_routes they are those of the adapter that it stands for.
 
-    Raises ApiError (404) for a model or adapter that is not served; EngineDeadError if the engine does not answer the
-    request for its adapters.
+    engine: an OwnedEngine. Raises ApiError (404) for a model or adapter that is not served; EngineDeadError if the
+    engine does not answer the request for its adapters.
     """
+    if name is not None and name not in served:
+        name = str(await engine.utility("route_model", name))
     if name is not None and name not in served:
         if await has_adapter(engine, name):
             return name, name
@@ -77,6 +80,7 @@ class ModelList(Answer):
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["models"])
     names = served_names(engine, config)
+    routes_to_adapters = LoraRoutes.of(config, names).names
     created = int(time.time())
 
     def card(name: str, root: str = names[0], parent: str | None = None) -> dict[str, Any]:
@@ -97,11 +101,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/v1/models")
     @answers(ModelList)
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [*map(card, names), *await adapter_cards()]}
+        routed = [card(name, names[0], names[0]) for name in routes_to_adapters]
+        return {"object": "list", "data": [*map(card, names), *await adapter_cards(), *routed]}
 
     @routes.get("/v1/models/{model:path}")
     @answers(ModelCard)
     async def get_model(model: str) -> dict[str, Any]:
+        if model in routes_to_adapters:
+            return card(model, names[0], names[0])
         found = next((each for each in await adapter_cards() if each["id"] == model), None)
         return found or card(check_model(model, names))
 

@@ -90,29 +90,34 @@ class StoreServer:
             writer.close()
 
     async def _answer(self, call: StoreCall, worker: _RemoteWorker) -> None:
-        reply = StoreReply(call.number)
-        store, key = self._store, (call.response_id, call.owner)
-        try:
-            match call.name:
-                case "put":
-                    assert call.stored is not None
-                    reply.needs = await store.put(call.stored, worker, call.texts)
-                case "find":
-                    reply.found = await store.find(*key)
-                case "read":
-                    # One at a time for each connection: an encoded reply is a copy of all its texts.
-                    async with worker.turn:
-                        reply.reading = await store.read(*key, call.part)
-                        worker.say(reply)
-                        await worker.sent()
-                    return
-                case "stop":
-                    reply.found = await store.stop(*key)
-                case "delete":
-                    reply.found = await store.delete(*key)
-        except OverloadedError as error:
-            reply.full, reply.retry_after = str(error), error.retry_after
-        worker.say(reply)
+        if call.name != "read":
+            worker.say(await answer(self._store, call, worker))
+            return
+        # One at a time for each connection: an encoded reply is a copy of all its texts.
+        async with worker.turn:
+            worker.say(await answer(self._store, call, worker))
+            await worker.sent()
+
+
+async def answer(store: ResponseStore, call: StoreCall, worker: Worker) -> StoreReply:
+    """Return the store's reply to a call. worker: generates the responses that are put."""
+    reply, key = StoreReply(call.number), (call.response_id, call.owner)
+    try:
+        match call.name:
+            case "put":
+                assert call.stored is not None
+                reply.needs = await store.put(call.stored, worker, call.texts)
+            case "find":
+                reply.found = await store.find(*key)
+            case "read":
+                reply.reading = await store.read(*key, call.part)
+            case "stop":
+                reply.found = await store.stop(*key)
+            case "delete":
+                reply.found = await store.delete(*key)
+    except OverloadedError as error:
+        reply.full, reply.retry_after = str(error), error.retry_after
+    return reply
 
 
 class _RemoteWorker:
@@ -135,25 +140,17 @@ class _RemoteWorker:
             await self._writer.drain()
 
 
-class RemoteStore:
-    """Client of the store that listens at a path; implements `Responses` and reconnects whenever the store restarts."""
+class StoreClient:
+    """Client of a store elsewhere; implements `Responses` by calls, which a subclass sends."""
 
-    def __init__(self, path: str):
-        self._path = path
+    def __init__(self):
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[StoreReply]] = {}
         # By (owner, id).
         self._workers: dict[tuple[str, str], Worker] = {}
-        self._writer: asyncio.StreamWriter | None = None
-        self._connected = asyncio.Event()
-        self._task = asyncio.create_task(self._stay_connected())
 
-    @classmethod
-    async def connect(cls, path: str) -> RemoteStore:
-        """Returns a client once the store listens at `path` and is connected, however long that takes."""
-        store = cls(path)
-        await store._connected.wait()
-        return store
+    async def reply(self, call: StoreCall) -> StoreReply:
+        """Send a call and return its reply. Raises EngineDeadError if the store is down."""
+        raise NotImplementedError
 
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
@@ -177,27 +174,53 @@ class RemoteStore:
     async def delete(self, response_id: str, owner: str) -> Found | None:
         return (await self._call("delete", response_id, owner)).found
 
-    def close(self) -> None:
-        """Closes the connection."""
-        self._task.cancel()
+    def cancel(self, response_id: str, owner: str) -> None:
+        """Ask the worker on a response, if it is one of this client's, to end its work."""
+        if (worker := self._workers.get((owner, response_id))) is not None:
+            worker.cancel(response_id, owner)
 
     async def _call(self, name: _Method, response_id: str, owner: str, **more: Any) -> StoreReply:
         """Sends a call and waits for its reply. more: further fields of StoreCall.
 
-        Raises EngineDeadError without a connection or if it is lost, OverloadedError if the store has no room.
+        Raises EngineDeadError if the store is down, OverloadedError if it has no room.
         """
-        if self._writer is None:
-            raise _gone()
-        number = next(self._numbers)
-        future = self._calls[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._writer.write(frame(StoreCall(number, name, response_id, owner, **more)))
-            reply = await future
-        finally:
-            self._calls.pop(number, None)
+        reply = await self.reply(StoreCall(next(self._numbers), name, response_id, owner, **more))
         if reply.full is not None:
             raise OverloadedError(reply.full, retry_after=reply.retry_after)
         return reply
+
+
+class RemoteStore(StoreClient):
+    """Client of the store that listens at a path; reconnects whenever the store restarts."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        self._path = path
+        self._calls: dict[int, asyncio.Future[StoreReply]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._connected = asyncio.Event()
+        self._task = asyncio.create_task(self._stay_connected())
+
+    @classmethod
+    async def connect(cls, path: str) -> RemoteStore:
+        """Returns a client once the store listens at `path` and is connected, however long that takes."""
+        store = cls(path)
+        await store._connected.wait()
+        return store
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._task.cancel()
+
+    async def reply(self, call: StoreCall) -> StoreReply:
+        if self._writer is None:
+            raise _gone()
+        future = self._calls[call.number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(frame(call))
+            return await future
+        finally:
+            self._calls.pop(call.number, None)
 
     async def _stay_connected(self) -> None:
         while True:
@@ -222,8 +245,8 @@ class RemoteStore:
                     future = self._calls.get(message.number)
                     if future is not None and not future.done():
                         future.set_result(message)
-                elif (worker := self._workers.get((message.owner, message.response_id))) is not None:
-                    worker.cancel(message.response_id, message.owner)
+                else:
+                    self.cancel(message.response_id, message.owner)
 
 
 def _gone() -> EngineDeadError:

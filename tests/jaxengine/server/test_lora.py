@@ -97,7 +97,8 @@ async def test_a_models_name_finds_an_adapter(engine, admin, tmp_path, monkeypat
         return tmp_path / "outside"
 
     monkeypatch.setattr(adapter_sources, "download", download)
-    options = {"served_model_name": ("base",), "lora_dirs": (root,), "lora_hub_owners": ("org",)}
+    routes = {"acme": [["b", 1]], "half": [["b", 1], ["base", 1]]}
+    options = {"served_model_name": ("base",), "lora_dirs": (root,), "lora_hub_owners": ("org",), "lora_routes": routes}
     async with http_client(create_app(engine, ServerConfig(**options))) as client:
 
         async def ask(model):
@@ -106,6 +107,14 @@ async def test_a_models_name_finds_an_adapter(engine, admin, tmp_path, monkeypat
         answers = await asyncio.gather(*(ask(model) for model in ("base", "b", "b", "org/sql")))
         texts = [answer.json()["choices"][0]["text"] for answer in answers]
         assert texts[1] == texts[2] and len(set(texts)) == 3
+        routed = (await ask("acme")).json()
+        assert (routed["model"], routed["choices"][0]["text"]) == ("b", texts[1])
+        for number in range(8):
+            body, named = {**BODY, "model": "half"}, {"X-Session-ID": f"s{number}"}
+            halves = [(await client.post("/v1/completions", json=body, headers=named)).json() for _ in range(2)]
+            assert halves[0]["model"] == halves[1]["model"] in ("b", "base")
+            assert halves[0]["choices"][0]["text"] == texts[halves[0]["model"] == "b"]
+        assert (await client.get("/v1/models/half")).json()["root"] == "base"
         for name in (
             "link",
             "../outside",
@@ -123,7 +132,9 @@ async def test_a_models_name_finds_an_adapter(engine, admin, tmp_path, monkeypat
         assert asked == ["org/sql", "org/none"]
         wide = await ask("team/wide")
         assert wide.status_code == 400 and "rank" in wide.json()["error"]["message"] and root not in wide.text
-        assert {row["id"] for row in (await client.get("/v1/models")).json()["data"]} == {"base", "b", "org/sql"}
+        assert {row["id"] for row in (await client.get("/v1/models")).json()["data"]} == {
+            *("base", "b", "org/sql", "acme", "half")
+        }
     for name in ("b", "org/sql"):
         await unload(engine, name)
     for name, value in (("lora_dirs", str(tmp_path / "none")), ("lora_hub_owners", "../x")):
@@ -133,7 +144,7 @@ async def test_a_models_name_finds_an_adapter(engine, admin, tmp_path, monkeypat
 
 async def test_over_grpc(engine, admin):
     key = {"metadata": (("authorization", "Bearer operator"),)}
-    async with connected(engine, **admin) as (channel, stub):
+    async with connected(engine, **admin, lora_routes={"acme": [["a", 1]]}) as (channel, stub):
         operator = AdminStub(channel)
         load = admin_pb2.LoadLoraAdapterRequest(lora_name="a", lora_path="a")
         await operator.LoadLoraAdapter(load, **key)
@@ -146,6 +157,7 @@ async def test_over_grpc(engine, admin):
             assert answer.model == model
             found.append(answer.outputs[0].text)
         assert found[0] != found[1]
+        assert (await stub.Generate(pb.GenerateRequest(text="Hello there", model="acme"))).model == "a"
         await operator.UnloadLoraAdapter(admin_pb2.UnloadLoraAdapterRequest(lora_name="a"), **key)
         gone = pb.GenerateRequest(text="Hello there", model="a")
         assert (await refusal(stub.Generate(gone)))[0] is grpc.StatusCode.NOT_FOUND

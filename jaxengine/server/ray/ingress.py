@@ -1,0 +1,247 @@
+"""Ingress of Ray Serve: reads a request, chooses a replica by its prompt, and passes the replica's response on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import ray  # pyright: ignore[reportMissingImports]
+from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import BackPressureError  # pyright: ignore[reportMissingImports]
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
+from jaxengine.requests.inputs import input_processor
+from jaxengine.requests.options import SESSION, session_key
+from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.server.http.app import TrafficMiddleware, TrafficState
+from jaxengine.server.http.arrival import LimitsMiddleware, is_streamed
+from jaxengine.server.http.auth import given_key
+from jaxengine.server.http.errors import ApiError, as_api_error
+from jaxengine.server.http.sse import ClientLeft, failed_event, while_connected
+from jaxengine.server.keys import Keys, digest_of
+from jaxengine.server.lora_routes import LoraRoutes, route_key
+from jaxengine.server.names import names_of
+from jaxengine.server.options import MIB, ServerConfig
+from jaxengine.server.ray.messages import Hint, HttpCall, decode_piece, encode
+from jaxengine.server.ray.options import RayConfig
+from jaxengine.server.ray.prompts import PATHS, PromptReader
+from jaxengine.server.ray.store import RayStore
+
+logger = logging.getLogger(__name__)
+
+# Bodies that are not held in memory are cut into parts of so many bytes, which Ray stores.
+_PART_BYTES = 8 * MIB
+# What creates something whenever it is asked to, so that it is not to be asked twice.
+_CREATES = ("/v1/files", "/v1/batches")
+_SESSIONS = "/v1/sessions/"
+
+
+class _Body(msgspec.Struct):
+    """Fields of requests by which they are routed."""
+
+    model: Any = None
+    background: Any = None
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+
+
+@serve.ingress()
+class Ingress:
+    """HTTP deployment; it gets the served model's config from a replica."""
+
+    async def __init__(
+        self, replicas: Any, options: dict[str, Any], server: ServerConfig, ray_config: RayConfig, store: Any = None
+    ):
+        """Make the application. replicas, store: handles of deployments. options: of EngineConfig."""
+        config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
+        reader = None
+        if ray_config.max_replicas > 1 and ray_config.routing_digest_bytes and config.enable_prefix_caching:
+            inputs = input_processor(open_model(EngineConfig.from_options(**options)), config)
+            reader = PromptReader(inputs, server, None if store is None else RayStore(store))
+        self._app = Front(replicas, names_of(config.model, server), server, ray_config.num_attempts, reader).app
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+
+class Front:
+    """Application of an ingress, `app`.
+
+    Args:
+      replicas: handle of the engines' deployment.
+      names: the model's.
+      num_attempts: replicas on which a request without output is tried.
+      reader: reads prompts, by which replicas are chosen; None: they are chosen without.
+    """
+
+    def __init__(
+        self,
+        replicas: Any,
+        names: Sequence[str],
+        server: ServerConfig,
+        num_attempts: int,
+        reader: PromptReader | None = None,
+    ):
+        self._replicas, self._names = replicas.options(stream=True), names
+        self._server, self._num_attempts, self._reader = server, num_attempts, reader
+        self._keys = Keys(server.api_keys(), server.admin_keys())
+        self._routes = LoraRoutes.of(server)
+        limits = server.max_header_bytes, server.max_request_bytes, server.read_timeout
+        inner = LimitsMiddleware(self._serve, *limits)
+        self.app = TrafficMiddleware(inner, TrafficState("ingress"), server.root_path.rstrip("/"))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request: ASGI application without limits."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        holder = digest_of(given_key(scope))
+        admitted, request_id = self._keys.admits(holder), scope["state"]["request_id"]
+        named = [each for each in scope["headers"] if each[0] != b"x-request-id"]
+        call = HttpCall(
+            scope["method"],
+            scope["path"],
+            scope.get("raw_path") or scope["path"].encode(),
+            scope["query_string"],
+            [*map(tuple, named), (b"x-request-id", request_id.encode())],
+            scope["scheme"],
+            None if scope.get("client") is None else tuple(scope["client"]),
+        )
+        try:
+            if not admitted:  # the replica says why; the body is not read
+                await self._answer(call, (), Hint(request_id), send, self._num_attempts)
+                return
+            is_admin = self._keys.is_admin(holder)
+            parts = await self._read(scope, receive, call, is_admin)
+            hint = await self._hint(scope, call, request_id)
+            call.age = time.monotonic() - scope["state"]["arrival"]
+            once = parts or is_admin or _creates(scope)
+            await while_connected(receive, self._answer(call, parts, hint, send, 1 if once else self._num_attempts))
+        except (EngineDeadError, OverloadedError) as error:
+            raise as_api_error(error) from error
+        except ClientLeft:
+            logger.debug("the client of request %s has left", request_id)
+
+    async def _read(self, scope: Scope, receive: Receive, call: HttpCall, is_admin: bool) -> Sequence[Any]:
+        """Read a request's body into `call`; return references to the parts of a large one, of STREAMED.
+
+        Raises ApiError (413) for one of these that is larger than whoever reads it allows.
+        """
+        streamed, most = is_streamed(scope), float("inf") if is_admin else 0
+        if _path(scope) == "/v1/files":
+            most = self._server.max_batch_file_bytes + MIB if self._server.enable_batch_api else 0
+        if streamed and not most:  # the replica refuses it
+            return ()
+        chunks, parts, size, num_stored = [], [], 0, 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if streamed:
+                if size > most:
+                    raise ApiError(413, f"the body has more than {most} bytes", headers={"Connection": "close"})
+                if size - num_stored >= _PART_BYTES:
+                    parts.append(await asyncio.to_thread(ray.put, b"".join(chunks)))
+                    chunks, num_stored = [], size
+            if not message.get("more_body", False):
+                break
+        if parts:
+            parts.append(ray.put(b"".join(chunks)))
+        else:
+            call.body = b"".join(chunks)
+        return parts
+
+    async def _hint(self, scope: Scope, call: HttpCall, request_id: str) -> Hint:
+        """Return what is known of a request for the choice of its replica."""
+        headers, path = dict(call.headers), _path(scope)
+        given = headers.get(b"x-session-id", b"").decode("latin-1")
+        # The pages of a session are where its requests went.
+        session = path.removeprefix(_SESSIONS) if path.startswith(_SESSIONS) else given
+        # It is its key's own.
+        own = session_key(digest_of(given_key(scope)).hex(), session) if SESSION.fullmatch(session) else None
+        hint = Hint(request_id, own)
+        if not headers.get(b"content-type", b"").startswith(b"application/json"):
+            return hint
+        try:
+            body = _decode_body(call.body)
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # the replica says what is wrong
+            return hint
+        if isinstance(body.model, str):
+            model = self._routes.pick(body.model, route_key(given, request_id))
+            hint.adapter = None if model in self._names else model
+        if self._reader is not None and path in PATHS and not body.background:
+            hint.token_ids, hint.cache_salt = await self._reader.read(scope, call.body, hint.adapter)
+        return hint
+
+    async def _answer(self, call: HttpCall, parts: Sequence[Any], hint: Hint, send: Send, num_attempts: int) -> None:
+        """Send the response of a replica. A request is tried again on another one while there is none of it.
+
+        Raises EngineDeadError if all attempts have failed or the response ends early, OverloadedError if too many
+        requests wait.
+        """
+        encoded, started, is_stream, ended = encode(call), False, False, False
+        for attempt in range(1, num_attempts + 1):
+            stream = None
+            try:
+                stream = self._replicas.respond.remote(hint, encoded, parts)
+                async for data in stream:
+                    piece = decode_piece(data)
+                    if piece.status is not None:
+                        # The middleware names the request, as the replica did.
+                        headers = [each for each in piece.headers if each[0] != b"x-request-id"]
+                        is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
+                        await send({"type": "http.response.start", "status": piece.status, "headers": headers})
+                        started = True
+                    ended = piece.last
+                    await send({"type": "http.response.body", "body": piece.body, "more_body": not ended})
+                return
+            except asyncio.CancelledError:
+                if stream is not None:
+                    stream.cancel()
+                raise
+            except BackPressureError as error:
+                raise OverloadedError("too many requests wait for a replica", retry_after=1.0) from error
+            except RayError as error:
+                if ended:
+                    return
+                if isinstance(error, RayTaskError) and not isinstance(error.cause, EngineDeadError):
+                    raise  # a fault of ours, which another replica would have, too
+                lost = EngineDeadError("the replica was lost")
+                if started and is_stream:
+                    await send({"type": "http.response.body", "body": failed_event(as_api_error(lost))})
+                    return
+                if started or attempt == num_attempts:
+                    raise lost from error
+                logger.warning("attempt %d of request %s has failed: %s", attempt, hint.key, error)
+
+
+def _path(scope: Scope) -> str:
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+def _creates(scope: Scope) -> bool:
+    return scope["method"] == "POST" and _path(scope).startswith(_CREATES)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Say that there is nothing to start, or to end."""
+    while True:
+        message: Message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

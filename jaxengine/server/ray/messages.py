@@ -1,0 +1,80 @@
+"""What an ingress and a replica say to each other: a request of HTTP, and the pieces of its response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from jaxengine.server.routing import prompt_digests
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class HttpCall(msgspec.Struct):
+    """Request of HTTP.
+
+    Attributes:
+      path, raw_path, query_string, headers, client, scheme: of ASGI's scope.
+      body: whole, unless it was too large to be held in memory.
+      age: seconds since the request arrived. Clocks differ between machines.
+    """
+
+    method: str
+    path: str
+    raw_path: bytes
+    query_string: bytes
+    headers: Headers
+    scheme: str = "http"
+    client: tuple[str, int] | None = None
+    body: bytes = b""
+    age: float = 0.0
+
+
+class Piece(msgspec.Struct, omit_defaults=True):
+    """Part of a response's body; the first one has its status and headers, too. last: nothing comes after it."""
+
+    body: bytes = b""
+    last: bool = False
+    status: int | None = None
+    headers: Headers = []
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_call = msgspec.msgpack.Decoder(HttpCall).decode
+decode_piece = msgspec.msgpack.Decoder(Piece).decode
+
+
+class Hint:
+    """What a request's replica is chosen by. It stays in the process: pickled, it is empty.
+
+    Attributes:
+      token_ids: of the prompt, none if they are not known; cache_salt: of the request.
+      session, adapter: names, None for none.
+      key: of ties; the request's id.
+    """
+
+    def __init__(
+        self,
+        key: str = "",
+        session: str | None = None,
+        adapter: str | None = None,
+        token_ids: Sequence[int] = (),
+        cache_salt: str | None = None,
+    ):
+        self.key, self.session, self.adapter = key, session, adapter
+        self.token_ids, self.cache_salt = token_ids, cache_salt
+        self._digests: dict[tuple[bytes, bytes], list[int]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hint, ()
+
+    def digests(self, page_size: int, adapter: bytes, weights: bytes) -> list[int]:
+        """Return the short digests of the prompt's pages. Arguments: as of `prompt_digests`."""
+        found = self._digests.get((adapter, weights))
+        if found is None:
+            salt = self.cache_salt
+            found = prompt_digests(self.token_ids, page_size, cache_salt=salt, adapter=adapter, weights=weights)
+            self._digests[adapter, weights] = found
+        return found

@@ -1,0 +1,137 @@
+"""Prompts of requests as a replica would read them, for an ingress that routes by them.
+
+The ingress has the HTTP application over an engine that does nothing: the application reads a request up to the call of
+the engine, which has the prompt, and is then left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.types import Message, Scope
+
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.media.inputs import has_media
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.app import create_app
+from jaxengine.server.options import ServerConfig
+
+# Paths of requests that generate text from a prompt.
+PATHS = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+)
+# Bodies that are not read: reading images twice would cost more than a prefix saves.
+_MEDIA = re.compile(rb'"type"\s*:\s*"(?:input_)?(?:image|video|audio|file)')
+
+_Tokens = tuple[Sequence[int], str | None]
+_READ: ContextVar[_Reading] = ContextVar("reading")
+
+
+class _Reading:
+    """Request that is being read. adapter: what it names as its model, if that is not the model's own name."""
+
+    def __init__(self, adapter: str | None):
+        self.adapter = adapter
+        self.tokens: asyncio.Future[_Tokens] = asyncio.get_running_loop().create_future()
+
+
+class PromptReader:
+    """Reader of the prompts of requests.
+
+    inputs: as an engine's. store: where responses are that a request may continue; None for nowhere.
+    """
+
+    def __init__(self, inputs: InputProcessor, server: ServerConfig, store: Any = None):
+        # Any name may be an adapter's, so that none is looked for.
+        bare = dataclasses.replace(server, lora_dirs=(), lora_hub_owners=(), otlp_traces_endpoint=None)
+        self._app = create_app(_NoEngine(inputs), bare, store)
+
+    async def read(self, scope: Scope, body: bytes, adapter: str | None) -> _Tokens:
+        """Return (token ids, cache salt) of the first prompt of a request; ((), None) if it has none, has images, or is
+        not valid. scope: without changes by an application.
+        """
+        if _MEDIA.search(body):
+            return (), None
+        reading = _Reading(adapter)
+        _READ.set(reading)
+        work = asyncio.create_task(self._app({**scope, "state": {}}, _receive_once(body), _ignore))
+        try:
+            await asyncio.wait((work, reading.tokens), return_when=asyncio.FIRST_COMPLETED)
+            return reading.tokens.result() if reading.tokens.done() else ((), None)
+        finally:
+            reading.tokens.cancel()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+
+class _NoEngine:
+    """EngineClient that notes the first prompt of a request and never answers."""
+
+    errored = False
+
+    def __init__(self, inputs: InputProcessor):
+        self.inputs = inputs
+
+    async def stream(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[Any]:
+        found: _Tokens = (), None
+        if not (has_media(prompt) or (sampling_params is not None and sampling_params.steer)):
+            _, token_ids, salt = await asyncio.to_thread(self.inputs.read_prompt, prompt)
+            found = token_ids, salt
+        await _found(found)
+        yield  # never
+
+    async def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        await _found(((), None))
+        yield  # never
+
+    async def abort(self, request_id: str) -> None:
+        """Do nothing."""
+
+    async def check_health(self) -> None:
+        """Do nothing."""
+
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        """Answer that there is an adapter of the name that the request has; the replica knows better."""
+        if name != "adapters":
+            raise EngineDeadError("an ingress has no engine")
+        adapter = _READ.get().adapter
+        return [] if adapter is None else [{"name": adapter, "path": ""}]
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        return []
+
+
+async def _found(tokens: _Tokens) -> None:
+    """Note what was looked for, and wait to be cancelled."""
+    future = _READ.get().tokens
+    if not future.done():
+        future.set_result(tokens)
+    await asyncio.Event().wait()
+
+
+def _receive_once(body: bytes) -> Any:
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    return receive
+
+
+async def _ignore(message: Message) -> None:
+    """Drop a message."""

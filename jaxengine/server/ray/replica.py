@@ -1,0 +1,200 @@
+"""Replica of Ray Serve: one engine and the whole HTTP application over it. It starts the engine's other hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
+from starlette.types import ASGIApp, Message
+
+from jaxengine.api.adapters import load_adapter
+from jaxengine.api.async_llm import AsyncLLM
+from jaxengine.api.engine_client import EngineClient, EngineDeadError
+from jaxengine.server.batch.service import BatchService
+from jaxengine.server.http.app import create_app
+from jaxengine.server.lora import read_modules, refuse_models_name
+from jaxengine.server.names import served_names
+from jaxengine.server.observe.spans import traced
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.owned_ids import owned
+from jaxengine.server.ray.messages import Hint, Piece, decode_call, encode
+from jaxengine.server.ray.store import RayStore
+
+
+class Responder:
+    """Answerer of requests by an HTTP application over an engine."""
+
+    def __init__(self, engine: EngineClient, app: ASGIApp):
+        self._engine, self._app = engine, app
+
+    async def respond(self, hint: Hint, call: bytes, parts: Sequence[Any] = ()) -> AsyncIterator[bytes]:
+        """Yield the Pieces of the response to an HttpCall, all of them encoded as msgpack.
+
+        hint: for Router. parts: references to the parts of a large body, which come after the call's own.
+
+        Raises EngineDeadError, before it yields, if the engine cannot answer. A caller that leaves aborts the request.
+        """
+        asked = decode_call(call)
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "root_path": "",
+            "server": None,
+            "state": {"arrival": time.monotonic() - asked.age},
+            **{name: getattr(asked, name) for name in asked.__struct_fields__ if name not in ("body", "age")},
+        }
+        bodies = _bodies(asked.body, parts)
+        said = asyncio.Queue[Message | None]()
+
+        async def receive() -> Message:
+            message = await anext(bodies, None)
+            if message is None:  # a caller that leaves cancels this call
+                await asyncio.Event().wait()
+            return message or {}
+
+        async def run() -> None:
+            try:
+                await self._app(scope, receive, said.put)
+            finally:
+                said.put_nowait(None)
+
+        work = asyncio.create_task(run())
+        try:
+            async for piece in _pieces(said):
+                if piece.status == 503 and self._engine.errored:
+                    raise EngineDeadError("the engine has failed")
+                yield encode(piece)
+            await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+
+class Replica(Responder):
+    """Ray Serve replica with one engine."""
+
+    async def __init__(self, options: dict[str, Any], server: ServerConfig, digest_bytes: int, store: Any = None):
+        """Start the engine. options: of EngineConfig. digest_bytes: as RayConfig.routing_digest_bytes. store: handle of
+        the deployment that stores responses; None: they are stored here.
+        """
+        options = dict(options)
+        self._digest_bytes = digest_bytes
+        self._nodes, self._folder = [], None
+        if options.get("nnodes", 1) > 1:
+            self._folder = tempfile.TemporaryDirectory()
+            key = secrets.token_hex(32)
+            options["master_addr"] = ray.util.get_node_ip_address()
+            options["cluster_key_file"] = _write_key(self._folder.name, key)
+            self._nodes = [_start_node(rank, options, key) for rank in range(1, options["nnodes"])]
+        engine = self._llm = await asyncio.to_thread(AsyncLLM, **options)
+        for name, path in read_modules(server.lora_modules):
+            refuse_models_name(name, served_names(engine, server))
+            await load_adapter(engine.utility, name, path)
+        client = owned(traced(engine, server), server)
+        super().__init__(client, create_app(client, server, None if store is None else RayStore(store)))
+        batches = BatchService(self._app, client, server).run() if server.enable_batch_api else None
+        self._batches = None if batches is None else asyncio.create_task(batches)
+
+    async def describe(self) -> str:
+        """Returns the engine's resolved config and its process id, as JSON."""
+        return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return what Ray publishes to all who route: prefixes, adapters, and whether requests are to go elsewhere."""
+        digests = b""
+        known: dict[str, Any] = {"weights": "", "adapters": {}}
+        with contextlib.suppress(EngineDeadError):  # that is what `draining` says
+            known = await self._engine.utility("prefixes", self._digest_bytes or 8)
+            digests = bytes.fromhex(known["digests"]) if self._digest_bytes else b""
+        page_size = self._engine.inputs.config.block_size if self._digest_bytes else 0
+        return {**known, "digests": digests, "page_size": page_size, "draining": self._engine.errored}
+
+    async def check_health(self) -> None:
+        """Raises if the engine is unhealthy; Ray then replaces the replica."""
+        await self._engine.check_health()
+
+    def __del__(self):
+        if engine := getattr(self, "_llm", None):
+            engine.shutdown()
+
+
+async def _bodies(first: bytes, parts: Sequence[Any]) -> AsyncIterator[Message]:
+    """Yield the messages of a request's body. parts: as of `Replica.respond`."""
+    yield {"type": "http.request", "body": first, "more_body": bool(parts)}
+    for index, part in enumerate(parts, 1):
+        yield {"type": "http.request", "body": await part, "more_body": index < len(parts)}
+
+
+async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
+    """Yield what the application has said, in as few pieces as there is no wait for. None in the queue ends it."""
+    status, headers = None, []
+    while (message := await said.get()) is not None:
+        body, last = [message.get("body", b"")], not message.get("more_body", False)
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], [(bytes(name), bytes(value)) for name, value in message["headers"]]
+            continue
+        while not said.empty() and (message := said.get_nowait()) is not None:
+            body.append(message.get("body", b""))
+            last = not message.get("more_body", False)
+        yield Piece(b"".join(body), last, status, headers)
+        status, headers = None, []
+        if message is None:
+            return
+
+
+class Node:
+    """Actor for another host of a replica's engine."""
+
+    def __init__(self, words: list[str], key: str):
+        self._folder = tempfile.TemporaryDirectory()
+        words = [*words, "--cluster-key-file", _write_key(self._folder.name, key)]
+        # A separate process, since it ends with the engine.
+        self._process = subprocess.Popen([sys.executable, "-m", "jaxengine", "worker", *words])
+
+    def __del__(self):
+        self._process.kill()
+
+
+def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
+    """Start host `rank` of the engine, in bundle `rank` of this replica's placement group; return its actor.
+
+    options: of EngineConfig. key: the cluster's secret. Does not wait until the host is there. A replica without a
+    placement group fails an assertion.
+    """
+    words = ["--node-rank", str(rank)]
+    for name in ("nnodes", "master_addr", "master_port", "cluster_timeout"):
+        if name in options:
+            words += ["--" + name.replace("_", "-"), str(options[name])]
+    group = ray.util.get_current_placement_group()
+    assert group is not None, "a replica of several hosts has a placement group"
+    bundle = group.bundle_specs[rank]
+    known = {"CPU": "num_cpus", "GPU": "num_gpus"}
+    return (
+        ray.remote(Node)
+        .options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            resources={name: count for name, count in bundle.items() if name not in known},
+            **{known[name]: count for name, count in bundle.items() if name in known},
+        )
+        .remote(words, key)
+    )
+
+
+def _write_key(folder: str, key: str) -> str:
+    path = os.path.join(folder, "key")
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key)
+    return path

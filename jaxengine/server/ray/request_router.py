@@ -1,0 +1,121 @@
+"""Ray Serve's request router with the policy of jaxengine.server.routing, in each process that calls replicas."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from typing import Any
+
+import numpy as np
+from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+from jaxengine.server.ray.messages import Hint
+from jaxengine.server.routing import ReplicaState, choose
+
+# Requests whose pages a replica is taken to have before it has published them.
+_MOST_RECENT = 256
+
+
+class _Known:
+    """What this process knows of a replica: a container of the digests of pages that it has.
+
+    Attributes:
+      adapters, weights, page_size, draining: as it published them last.
+    """
+
+    def __init__(self):
+        self._stats: dict[str, Any] = {}
+        self._published: set[int] = set()
+        # Of prompts that were sent to it: when, their digests, and how many of these prompts have each of them.
+        self._recent: deque[tuple[float, list[int]]] = deque()
+        self._counts: Counter[int] = Counter()
+        self.adapters: dict[str, bytes] = {}
+        self.weights, self.page_size, self.draining = b"", 0, False
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._published or digest in self._counts
+
+    def read(self, stats: dict[str, Any]) -> None:
+        """Read what a replica has published, unless it was read before, and forget prompts of long ago."""
+        while self._recent and (self._recent[0][0] < time.monotonic() or len(self._recent) > _MOST_RECENT):
+            for digest in self._recent.popleft()[1]:
+                self._counts[digest] -= 1
+                if not self._counts[digest]:
+                    del self._counts[digest]
+        if stats is self._stats or not stats:
+            return
+        self._stats = stats
+        self._published = set(np.frombuffer(stats["digests"], ">u8").tolist())
+        self.adapters = {name: bytes.fromhex(digest) for name, digest in stats["adapters"].items()}
+        self.weights, self.page_size = bytes.fromhex(stats["weights"]), stats["page_size"]
+        self.draining = stats["draining"]
+
+    def sent(self, digests: list[int], seconds: float) -> None:
+        """Note a prompt that was sent to it, for so many seconds."""
+        self._recent.append((time.monotonic() + seconds, digests))
+        self._counts.update(digests)
+
+
+class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
+    """Chooser of a replica for each call. Calls without a Hint go to the one with the shortest queue."""
+
+    def initialize_state(self, *, imbalance: float = 8.0, period: float = 1.0) -> None:
+        """Store the settings. imbalance: as of `choose`. period: seconds between two publications of a replica."""
+        self._imbalance = imbalance
+        # A prompt that was sent has been computed and published by then, or its pages are gone.
+        self._recent_seconds = 10.0 + 3.0 * period
+        self._known: dict[Any, _Known] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the chosen replica alone, and then, for when it is full, all the others."""
+        hint = _hint(pending_request)
+        if pending_request is not None:  # if all are full, wait before the next attempt
+            pending_request.routing_context.should_backoff = True
+        if hint is None or len(candidate_replicas) < 2:
+            return [candidate_replicas]
+        for gone in self._known.keys() - self.curr_replicas.keys():
+            del self._known[gone]
+        known = [self._known.setdefault(each.replica_id, _Known()) for each in candidate_replicas]
+        for each, replica in zip(known, candidate_replicas, strict=True):
+            each.read(replica.routing_stats)
+        digests = self._digests(hint, known)
+        states = [
+            ReplicaState(
+                replica.replica_id.unique_id,
+                self.replica_queue_len_cache.get(replica.replica_id) or 0,
+                each,
+                each.adapters,
+                each.draining,
+            )
+            for each, replica in zip(known, candidate_replicas, strict=True)
+        ]
+        chosen = choose(digests, hint.session, hint.adapter, states, key=hint.key, imbalance=self._imbalance)
+        others = [each for index, each in enumerate(candidate_replicas) if index != chosen]
+        return [[candidate_replicas[chosen]], others]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Note that a replica will soon have the pages of a prompt."""
+        hint, known = _hint(pending_request), self._known.get(replica_id)
+        if hint is not None and known is not None and (digests := self._digests(hint, [known])):
+            known.sent(digests, self._recent_seconds)
+
+    def _digests(self, hint: Hint, known: list[_Known]) -> list[int]:
+        """Return a prompt's digests, of the adapter and weights that the first of the replicas has that has the
+        adapter; [] if none has it.
+        """
+        for each in known if len(hint.token_ids) else ():
+            adapter = b"" if hint.adapter is None else each.adapters.get(hint.adapter)
+            if adapter is not None and each.page_size:
+                return hint.digests(each.page_size, adapter, each.weights)
+        return []
+
+
+def _hint(pending: PendingRequest | None) -> Hint | None:
+    return None if pending is None else next((each for each in pending.args if isinstance(each, Hint)), None)

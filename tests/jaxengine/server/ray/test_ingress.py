@@ -1,0 +1,291 @@
+"""Requests between an ingress and replicas, in one process: what they say, and what happens when replicas are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
+
+from jaxengine.api.engine_client import EngineDeadError, EngineWrapper  # noqa: E402
+from jaxengine.config.errors import ConfigError  # noqa: E402
+from jaxengine.server.http.app import create_app  # noqa: E402
+from jaxengine.server.options import MIB, ServerConfig  # noqa: E402
+from jaxengine.server.ray.ingress import Front  # noqa: E402
+from jaxengine.server.ray.messages import Hint  # noqa: E402
+from jaxengine.server.ray.prompts import PromptReader  # noqa: E402
+from jaxengine.server.ray.replica import Responder  # noqa: E402
+from jaxengine.server.ray_serve import app  # noqa: E402
+from tests.jaxengine.server.asgi_client import Connection, http_client  # noqa: E402
+from tests.jaxengine.server.scripted_engine import ScriptedEngine  # noqa: E402
+from tests.tables import each_row  # noqa: E402
+
+TEXT = "A dog."
+BODY = {"prompt": "What is it?", "max_tokens": 8}
+
+
+class Handle:
+    """Ray Serve's handle of replicas that are objects in this process.
+
+    Attributes:
+      hints: of the calls so far.
+      faults: for each of the next calls, how many pieces come before which error.
+    """
+
+    def __init__(self, responder):
+        self._responder = responder
+        self.hints, self.faults = [], []
+        self.num_cancelled = 0
+
+    def options(self, **_):
+        return self
+
+    @property
+    def respond(self):
+        return self
+
+    def remote(self, hint, call, parts):
+        self.hints.append(hint)
+        fault = self.faults.pop(0) if self.faults else (1 << 30, None)
+        return Stream(self, self._responder.respond(copy.copy(hint), call, parts), *fault)
+
+
+class Stream:
+    def __init__(self, handle, pieces, most, error):
+        self._handle, self._pieces, self._most, self._error = handle, pieces, most, error
+
+    def cancel(self):
+        self._handle.num_cancelled += 1
+
+    async def __aiter__(self):
+        number = 0
+        try:
+            while number < self._most and (piece := await anext(self._pieces, None)) is not None:
+                number += 1
+                yield piece
+        except EngineDeadError as error:
+            raise ray.exceptions.RayTaskError("", "", error, pid=1, ip="").as_instanceof_cause() from None
+        finally:
+            await self._pieces.aclose()
+        if self._error is not None:
+            raise self._error
+
+
+class Failing(EngineWrapper):
+    """An engine that fails at the first request."""
+
+    errored = False
+
+    async def stream(self, *_, **__):
+        self.errored = True
+        raise EngineDeadError("the engine has failed")
+        yield
+
+
+@pytest.fixture
+def make_front(chat_engine):
+    def make(*, engine=None, reads=False, num_attempts=3, **options):
+        server = ServerConfig(served_model_name=("tiny",), **options)
+        engine = ScriptedEngine(chat_engine, TEXT) if engine is None else engine
+        handle = Handle(Responder(engine, create_app(engine, server)))
+        inputs = copy.copy(chat_engine.inputs)
+        inputs.config = dataclasses.replace(inputs.config, enable_lora=True)
+        reader = PromptReader(inputs, server) if reads else None
+        front = Front(handle, ("tiny",), server, num_attempts, reader)
+        return http_client(front.app), handle, front
+
+    return make
+
+
+LOST = ray.exceptions.ActorDiedError()
+
+
+async def test_answers_pass_as_they_are(make_front):
+    client, handle, front = make_front()
+    answer = await client.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == TEXT
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    stream = await client.post("/v1/completions", json={**BODY, "stream": True, "nonsense": 1})
+    assert stream.text.endswith("data: [DONE]\n\n") and stream.text.count("data: ") > 2
+    assert stream.headers["x-unknown-fields"] == "nonsense" and len(stream.headers.get_list("x-request-id")) == 1
+    for method, path, status in (("GET", "/v1/models", 200), ("GET", "/nothing", 404), ("PUT", "/v1/models", 405)):
+        assert (await client.request(method, path)).status_code == status
+    assert (await client.post("/v1/completions", content=b"{")).status_code == 415
+    assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 400
+    large = await client.post("/v1/completions", content=b" " * (33 * MIB))
+    assert large.status_code == 413 and len(handle.hints) == 7  # no replica has seen it
+    said = []
+    messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+    await front.app({"type": "lifespan"}, _from(messages), _into(said))
+    assert [each["type"] for each in said] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+def _from(messages):
+    async def receive():
+        return messages.pop(0)
+
+    return receive
+
+
+def _into(said):
+    async def send(message):
+        said.append(message)
+
+    return send
+
+
+class Slow(ScriptedEngine):
+    """An engine whose tokens come one by one."""
+
+    async def stream(self, *arguments, **options):
+        async for output in super().stream(*arguments, **options):
+            yield output
+            await asyncio.sleep(0.01)
+
+
+async def test_a_lost_replica_costs_what_had_begun(make_front, chat_engine):
+    client, handle, _ = make_front(engine=Slow(chat_engine, TEXT))
+    handle.faults = [(0, LOST), (0, ray.exceptions.RayTaskError("", "", EngineDeadError("x"), pid=1, ip=""))]
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 200 and len(handle.hints) == 3
+    handle.faults = [(0, LOST)] * 3
+    gone = await client.post("/v1/completions", json=BODY)
+    assert gone.status_code == 503 and len(handle.hints) == 6 and gone.headers["retry-after"]
+    handle.faults = [(1, LOST)]  # after all of the response
+    assert (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == TEXT
+    handle.faults = [(1, LOST)]
+    broken = await client.post("/v1/completions", json={**BODY, "stream": True})
+    *_, error, end = broken.text.split("\n\n")
+    assert broken.status_code == 200 and "the engine cannot answer" in error and not end and len(handle.hints) == 8
+    # A fault of ours is not tried again, and neither is what would be created twice.
+    handle.faults = [(0, ray.exceptions.RayTaskError("", "", ValueError("x"), pid=1, ip=""))]
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 500 and len(handle.hints) == 9
+    handle.faults = [(0, LOST)]
+    assert (await client.post("/v1/batches", json={})).status_code == 503 and len(handle.hints) == 10
+    handle.faults = [(0, ray.serve.exceptions.BackPressureError(1, 1))]
+    full = await client.post("/v1/completions", json=BODY)
+    assert full.status_code == 429 and full.headers["retry-after"] == "1"
+
+
+async def test_an_engine_that_fails_is_a_lost_replica(make_front, chat_engine):
+    engine = Failing(chat_engine)
+    client, handle, _ = make_front(engine=engine)
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 503 and len(handle.hints) == 3
+
+
+async def test_a_client_that_leaves_ends_its_request(make_front):
+    stopped = asyncio.Event()
+
+    class Endless(ScriptedEngine):
+        async def stream(self, *arguments, **options):
+            try:
+                await asyncio.Event().wait()
+                yield
+            finally:
+                stopped.set()
+
+    _, handle, front = make_front()
+    handle._responder = Responder(
+        engine := Endless(handle._responder._engine._engine, TEXT), create_app(engine, ServerConfig())
+    )
+    connection = Connection.of_json(front.app, "/v1/completions", **BODY)
+    while not handle.hints:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    await connection.leave()
+    assert handle.num_cancelled == 1
+
+
+async def test_those_without_a_key_are_refused_before_their_body_is_read(make_front):
+    client, handle, _ = make_front(api_key=("secret",), reads=True)
+
+    async def endless():
+        yield b"x"
+        raise AssertionError("the body is read")
+
+    refused = await client.post("/v1/files", content=endless(), headers={"Content-Type": "multipart/form-data"})
+    assert refused.status_code == 401 and len(handle.hints) == 1
+    known = await client.post("/v1/completions", json=BODY, headers={"Authorization": "Bearer secret"})
+    assert known.status_code == 200 and handle.hints[-1].token_ids
+    assert (await client.get("/health")).status_code == 200
+
+
+PROMPTS = {
+    "/v1/completions": {"prompt": "What is it?", "cache_salt": "s"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is it?"}], "stream": True},
+    "/v1/responses": {"input": "What is it?"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 4},
+}
+
+
+async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
+    client, handle, _ = make_front(reads=True, lora_routes='{"ab": [["a", 1]]}')
+    recorded = handle._responder._engine
+    for path, body in PROMPTS.items():
+        headers = {"X-Session-ID": "s1", "X-Request-Id": "mine"}
+        assert (await client.post(path, json=body, headers=headers)).status_code == 200, path
+        hint, prompt = handle.hints[-1], recorded.calls[-1][0]
+        assert list(hint.token_ids) == chat_engine.inputs.read_prompt(prompt)[1], path
+        assert (hint.cache_salt, hint.adapter, hint.key) == (body.get("cache_salt"), None, "mine")
+        assert hint.session == f"{hint.session.partition('/')[0]}/s1"
+    count = len(recorded.calls)
+    for model, adapter in (("tiny", None), ("ab", "a"), ("b", "b")):
+        await client.post("/v1/completions", json={**BODY, "model": model})
+        assert handle.hints[-1].adapter == adapter and bool(handle.hints[-1].token_ids)
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": image}),
+        ("/v1/responses", {"input": "x", "background": True, "store": False}),
+        ("/v1/completions", {"prompt": "x", "nonsense": 1, "temperature": "hot"}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/v1/completions", [1]),
+        ("/v1/completions", {"model": [1], "prompt": 3}),
+    ):
+        num_asked, answer = len(handle.hints), await client.post(path, json=body)
+        assert len(handle.hints) == num_asked + 1 and answer.status_code < 500, path
+        assert not handle.hints[-1].token_ids, path
+    assert len(recorded.calls) == count + 1
+    await client.delete("/v1/sessions/s1")
+    assert handle.hints[-1].session == hint.session
+
+
+def test_a_hint_stays_where_it_is():
+    sent = copy.copy(Hint("k", "s", "a", [1, 2, 3], "salt"))  # as pickle does it
+    assert (sent.key, sent.session, sent.adapter, list(sent.token_ids)) == ("", None, None, [])
+
+
+REFUSED = (
+    ({"port": 1}, "port is 1; allowed: 8000 under Ray Serve"),
+    ({"enable_log_requests": True}, "whose proxies log"),
+    ({"max_num_queued_tokens": 5}, "max_num_queued_tokens is 5"),
+    ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3; allowed: 1 to max_replicas, 2"),
+    ({"num_ingresses": 0}, "num_ingresses"),
+    ({"num_attempts": 1.5}, "num_attempts"),
+    ({"routing_imbalance": -1}, "routing_imbalance"),
+    ({"routing_digest_bytes": 8}, "routing_digest_bytes"),
+    ({"routing_period": 0}, "routing_period"),
+    ({"placement_strategy": "X"}, "placement_strategy"),
+    ({"resources": {"TPU": -1}}, "resources"),
+    ({"resources": 3}, "resources"),
+    ({"profiler_config": {"profiler_dir": "x"}}, "profiler_config"),
+    ({"lora_routes": {"a": [["b", 1]]}}, "lora_routes is given without enable_lora"),
+    ({"lora_routes": {"a": [["b", 0]]}, "enable_lora": True}, "lora_routes"),
+)
+
+
+@each_row("options, problem", REFUSED)
+def test_options_are_refused(options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        app({"model": "m", **options})
+
+
+def test_orders_need_a_single_replica(tmp_path):
+    """Each would reach one of several, whichever is chosen."""
+    (tmp_path / "keys").write_text("root")
+    admin = {"model": "m", "enable_admin": True, "admin_key_file": str(tmp_path / "keys")}
+    with pytest.raises(ConfigError, match="enable_admin is True; allowed: False with max_replicas 2"):
+        app(admin | {"max_replicas": 2})
+    for allowed in (admin, admin | {"enable_admin": False, "max_replicas": 2, "max_num_queued_reqs": 9}):
+        app(allowed)

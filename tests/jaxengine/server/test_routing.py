@@ -1,0 +1,163 @@
+"""Choice of a replica: prefixes, load, sessions, adapters and drains; and names that stand for adapters by weight."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.server.lora_routes import LoraRoutes, route_key
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.routing import ReplicaState, choose, num_known, prompt_digests
+from tests.tables import each_row
+
+A, B, C = (ReplicaState(name) for name in "abc")
+
+
+def with_state(replica: ReplicaState, **state) -> ReplicaState:
+    return ReplicaState(replica.name, **state)
+
+
+ADAPTER = {"x": b"1"}
+# None: any but the last, which is too busy.
+CHOICES = {
+    "the shortest queue": ([1], None, [with_state(A, queue=3), with_state(B, queue=2), with_state(C, queue=4)], 1),
+    "a prefix": ([1, 2], None, [A, B, with_state(C, queue=7, digests={1, 2})], 2),
+    "half of one": ([1, 2], None, [A, with_state(B, queue=5, digests={1}), with_state(C, queue=9)], 0),
+    "more of it": ([1, 2, 3], None, [with_state(A, digests={1}), with_state(B, digests={1, 2}), C], 1),
+    "a late page": ([1, 2, 3], None, [with_state(A, digests={1}), B, with_state(C, digests={3})], 2),
+    "a prefix, not at any price": ([1, 2], None, [A, B, with_state(C, queue=9, digests={1, 2})], None),
+    "an adapter": ([], "x", [A, with_state(B, queue=7, adapters=ADAPTER), C], 1),
+    "an adapter, not at any price": ([], "x", [A, B, with_state(C, queue=9, adapters=ADAPTER)], None),
+    "no draining one": ([1], None, [with_state(A, draining=True, digests={1}), with_state(B, queue=9)], 1),
+    "draining ones, if all are": ([], None, [with_state(A, draining=True, queue=2), with_state(B, draining=True)], 1),
+}
+
+
+@each_row("digests, adapter, replicas, chosen", CHOICES.values(), CHOICES)
+def test_a_replica_is_chosen_by(digests, adapter, replicas, chosen):
+    found = choose(digests, None, adapter, replicas, key="k")
+    assert found == chosen if chosen is not None else found < len(replicas) - 1
+
+
+def test_there_must_be_replicas():
+    with pytest.raises(ValueError, match="no replicas"):
+        choose([], None, None, [])
+
+
+def test_a_conversation_stays_while_replicas_come_and_go():
+    sessions = [f"s{number}" for number in range(300)]
+    many = [ReplicaState(f"r{number}", queue=number % 3) for number in range(5)]
+    homes = {each: many[choose([], each, None, many)].name for each in sessions}
+    assert min(Counter(homes.values()).values()) > 30
+    random.Random(0).shuffle(many)
+    assert {each: many[choose([], each, None, many)].name for each in sessions} == homes
+    fewer = many[1:]
+    moved = [each for each in sessions if fewer[choose([], each, None, fewer)].name != homes[each]]
+    assert {homes[each] for each in moved} == {many[0].name}
+    # Its replica may be much busier, but not at any price.
+    for queue, stays in ((15, True), (17, False)):
+        busy = [with_state(each, queue=queue if each.name == homes["s0"] else 0) for each in many]
+        assert (busy[choose([], "s0", None, busy)].name == homes["s0"]) == stays
+
+
+def test_equal_requests_meet_and_others_spread():
+    idle = [ReplicaState(f"r{number}") for number in range(4)]
+    assert len({choose([7, 8], None, None, idle, key=str(number)) for number in range(50)}) == 1
+    assert len({choose([], None, "x", idle, key=str(number)) for number in range(50)}) == 1
+    for spread in (
+        [choose([number], None, None, idle) for number in range(400)],
+        [choose([], None, None, idle, key=str(number)) for number in range(400)],
+    ):
+        assert min(Counter(spread).values()) > 60
+
+
+def test_prefixes_are_found_where_they_are():
+    """Forty prefixes, four replicas that hold ten of them each: the share of requests that finds its own, and the
+    longest queue, by policy.
+    """
+
+    def run(policy) -> tuple[float, int]:
+        draw = random.Random(1)
+        caches = [OrderedDict[int, None]() for _ in range(4)]
+        queues, hits, longest, number = [0] * 4, 0, 0, 4000
+        for time in range(number):
+            prefix = draw.randrange(40)
+            index = policy(time, prefix, queues, caches)
+            hits += prefix in caches[index]
+            caches[index][prefix] = None
+            caches[index].move_to_end(prefix)
+            if len(caches[index]) > 10:
+                caches[index].popitem(last=False)
+            queues[index] += 1
+            longest = max(longest, *queues)
+            for done in range(4):
+                queues[done] = max(0, queues[done] - (draw.random() < 0.24))
+        return hits / number, longest
+
+    def affinity(time, prefix, queues, caches):
+        states = [ReplicaState(f"r{index}", queues[index], set(caches[index])) for index in range(4)]
+        return choose([prefix], None, None, states, key=str(time))
+
+    rate, longest = run(affinity)
+    others = run(lambda time, *_: time % 4), run(lambda time, prefix, queues, _: queues.index(min(queues)))
+    assert rate > 0.8 and all(other < 0.3 for other, _ in others), (rate, others)
+    assert longest < 60
+
+
+def test_digests_are_the_engines(make_llm):
+    """Of prompts with and without a salt; and what is published fits into its bytes, the same pages everywhere."""
+    llm = make_llm()
+    llm.reset_prefix_cache()
+    page_size = llm._core.config.block_size
+    prompts = [list(range(3 + number, 3 + number + 4 * page_size + 1)) for number in range(6)]
+    for prompt in prompts:
+        llm.generate({"prompt_token_ids": prompt, "cache_salt": "s"}, use_tqdm=False)
+    known = llm._core.utility("prefixes", 1 << 16)
+    published = set(np.frombuffer(bytes.fromhex(known["digests"]), ">u8").tolist())
+    assert (known["weights"], known["adapters"]) == ("", {})
+    for prompt in prompts:
+        digests = prompt_digests(prompt, page_size, cache_salt="s")
+        assert len(digests) == 4 and num_known(digests, published) == 4
+        assert num_known(prompt_digests(prompt, page_size), published) == 0
+        assert prompt_digests(prompt, page_size, cache_salt="s", most=2) == digests[:2]
+    fewer = np.frombuffer(bytes.fromhex(llm._core.utility("prefixes", 64)["digests"]), ">u8").tolist()
+    assert 0 < len(fewer) <= 8 and fewer == sorted(fewer) and set(fewer) < published
+    lowest = max(each & -each for each in fewer)
+    mask = min(each & -each for each in fewer) - 1
+    assert lowest and set(fewer) == {each for each in published if not each & mask}
+
+
+ROUTES = {"acme": [["v1", 0.9], ["v2", 0.1]], "one": [["v3", 5]]}
+
+
+def test_routes_divide_requests_by_weight():
+    config = ServerConfig(lora_routes=json.dumps(ROUTES))
+    assert ServerConfig(lora_routes=ROUTES).lora_routes == config.lora_routes
+    routes = LoraRoutes.of(config, ("base",))
+    assert routes.names == ("acme", "one") and LoraRoutes.of(ServerConfig()).names == ()
+    found = Counter(routes.pick("acme", route_key("", f"{number}")) for number in range(4000))
+    assert 3500 < found["v1"] < 3700 and found["v1"] + found["v2"] == 4000
+    assert routes.pick("one", "x") == "v3" and routes.pick("base", "x") == "base"
+    for number in range(50):
+        keys = [route_key(f"session-{number}", f"{request}") for request in range(3)]
+        assert len({routes.pick("acme", key) for key in keys}) == 1
+    assert route_key("not a session", "r") == route_key("", "r") != route_key("r", "r")
+
+
+WRONG = (
+    "{", "[]", "{}", '{"a": []}', '{"a": [["b"]]}', '{"a": [["b", 0]]}', '{"a": [["b", -1]]}', '{"a": [["b", "1"]]}',
+    '{"a": [["", 1]]}', '{"": [["b", 1]]}', '{"a": [["b", 1e999]]}', '{"a": [["b", NaN]]}', '{"a": [["b", true]]}',
+    '{"base": [["b", 1]]}', '{"a": [["b", 1]], "A": [["c", 1]]}', '{"a": [["b", 1e308], ["c", 1e308]]}', "[" * 100_000,
+    '{"a": [["b", 1' + 400 * "0" + "]]}", {"a": [["b", 1j]]},
+)  # fmt: skip
+
+
+@each_row("text", WRONG)
+def test_wrong_routes_are_refused(text):
+    with pytest.raises(ConfigError, match="lora_routes"):
+        LoraRoutes.of(ServerConfig(lora_routes=text), ("base",))
