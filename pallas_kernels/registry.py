@@ -182,6 +182,13 @@ def lowers_triton() -> bool:
     return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
 
 
+def why_no_kernels(capability: str) -> str:
+    """Return the reason why a card of this compute capability has no attention kernels, for a card that has none."""
+    if capability in _TRITON_CAPABILITIES and not lowers_triton():
+        return f"jax {version('jax')} lowers no Triton kernels, 0.10 does"
+    return f"compute capability {capability}"
+
+
 @contextmanager
 def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
     """Context manager in which operations do not run as these kinds, (operation, kind), but as the next one of their

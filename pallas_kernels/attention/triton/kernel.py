@@ -213,13 +213,13 @@ def _softmax(shape: Shape, refs: _Refs, item, q, index):
         keys = _tile(shape, refs.pool, page, head, offset[:, None] * spec.head_dim, spec.head_dim, in_use)
         at = page_size * spec.head_dim + offset[:, None] * spec.v_head_dim
         values = _tile(shape, refs.pool, page, head, at, spec.v_head_dim, in_use)
-        products = pl.dot(q, keys, trans_b=True)
+        products = plt.dot(q, keys, trans_b=True)
         logits = jnp.where(_seen(spec, key[None], last, begin, end), _logits(spec, products, scale), -jnp.inf)
         new_largest = jnp.maximum(largest, jnp.max(logits, axis=1))
         decay = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(logits - new_largest[:, None])
         total = total * decay + jnp.sum(weights, axis=1)
-        acc = acc * decay[:, None] + pl.dot(weights.astype(shape.dtype), values)
+        acc = acc * decay[:, None] + plt.dot(weights.astype(shape.dtype), values)
         return new_largest, total, acc
 
     steps = DECODE_KEYS // num_keys
@@ -228,8 +228,8 @@ def _softmax(shape: Shape, refs: _Refs, item, q, index):
 
 
 def _tile(shape: Shape, pool, page, head, start, width: int, in_use):
-    """Load the keys or values of a block as operands [keys, padded width]; 0 where a slot is not in use, because 0 times
-    what is not a number is not 0.
+    """Load the keys or values of a block as operands [keys, padded width]; 0 where a slot is not in use and may be NaN,
+    because 0 * NaN is not 0.
 
     page: of the block, or i32 [keys, 1] of each key. start: i32 [keys, 1] offsets in the page's tile of a head.
     """
