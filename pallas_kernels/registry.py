@@ -177,7 +177,7 @@ def has_triton(capability: str) -> bool:
 @cache
 def lowers_triton() -> bool:
     """Whether the installed jax gives XLA a Pallas-Triton kernel to compile. From 0.11 on, where that backend is
-    deprecated, jax compiles it itself, for the card of the process or, if there is none, for compute capability 9.0.
+    deprecated, jax compiles it itself as it lowers, and needs a card for that.
     """
     return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
 

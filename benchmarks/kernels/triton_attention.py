@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import shared
-from benchmarks.kernels.gpu_launches import NUM_PAGES, PAGE_SIZE, STEPS, batch_of, launches_of
+from benchmarks.kernels.gpu_launches import PAGE_SIZE, STEPS, batch_of, launches_of
 from benchmarks.recorder import Recorder
 from jaxengine.check import hlo
 from jaxengine.check.devices import target_devices
@@ -32,6 +32,7 @@ from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
 from jaxengine.pallas_kernels.tuning import Tuning
 
 LAYOUT, KERNEL = "gpu_triton", "paged_attention_rows"
+NUM_PAGES = 1 << 16  # a pool of more than 4 GiB: offsets take 64 bits
 # Query and KV heads, their width, dtype of the pool, and what is special.
 SHAPES: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
     "32/8 heads of 128": (32, 8, 128, "bfloat16", {}),

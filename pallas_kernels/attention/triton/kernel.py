@@ -37,7 +37,7 @@ from jaxengine.pallas_kernels.tuning import TritonAttention
 
 LOG2E = 1.4426950408889634
 NOTHING = -1e30  # maximum of a row that has seen nothing, and the logit of an absent sink
-LEAST_ROWS = 16  # of a tensor-core product
+LEAST = 16  # rows and columns of operands of a tensor-core product
 NARROW = 128  # widest head whose blocks are 64 keys and 64 rows of queries; those of wider ones are half as long
 
 
@@ -60,7 +60,7 @@ class Shape:
     @property
     def rows(self) -> int:
         """Rows of queries of a pair, padded: M."""
-        return max(_padded(self.tokens * self.spec.group_size), LEAST_ROWS)
+        return _padded(self.tokens * self.spec.group_size)
 
 
 class _Refs(NamedTuple):
@@ -339,5 +339,5 @@ def _columns(width: int, live):
 
 
 def _padded(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()
+    """Return the smallest power of two that is at least `size`, and LEAST."""
+    return max(1 << (size - 1).bit_length(), LEAST)
