@@ -26,6 +26,10 @@ BENCHMARKS = {
     "attention": ("kernels.attention", "paged attention beside what the device can do and beside other attentions"),
     "expert_tiles": ("kernels.expert_tiles", "rows that the kernels of experts multiply for each row of a token"),
     "gpu_launches": ("kernels.gpu_launches", "launches of attention on cards without a kernel for it (jax's compiler)"),
+    "triton_attention": (
+        "kernels.triton_attention",
+        "launches, registers and spills of Triton attention (jax's compiler)",
+    ),
     "gpu_check": ("kernels.device_check", "all that a machine with a CUDA device can say, within a budget of seconds"),
     "tpu_check": ("kernels.tpu_check", "the same of a machine with TPUs, in ten minutes"),
     "tpu_copies": ("kernels.tpu_copies", "instructions of TPU attention for copying a block of pages (libtpu)"),

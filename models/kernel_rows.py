@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from jaxengine.pallas_kernels.interpreted import interpreted
-from jaxengine.pallas_kernels.registry import has_kernels, kernel_rows, rows_of, without_rows
+from jaxengine.pallas_kernels.registry import (
+    has_kernels,
+    kernel_rows,
+    lowers_triton,
+    rows_of,
+    why_no_kernels,
+    without_rows,
+)
 
-__all__ = ["has_kernels", "interpreted", "kernel_rows", "rows_of", "without_rows"]
+__all__ = ["has_kernels", "interpreted", "kernel_rows", "lowers_triton", "rows_of", "why_no_kernels", "without_rows"]

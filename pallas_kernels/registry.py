@@ -11,13 +11,15 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 # The kinds of implementations that a platform takes, the best first: an operation runs as the first one that has a row.
 PLATFORMS = {
     "cpu": ("cpu", "xla"),
     "gpu": ("hopper", "cuda", "xla"),
+    "gpu_triton": ("triton", "cuda", "xla"),
     "gpu_xla": ("cuda", "xla"),
     "tpu": ("tpu", "xla"),
 }
@@ -32,10 +34,12 @@ PLAIN_KINDS = frozenset(("cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
+    ("attention_schedule", "triton"): "attention.triton.attend",
     ("attention_schedule", "xla"): "attention.xla.schedule",
     ("attention_schedule", UNPAGED): "attention.unpaged",
     ("ragged_paged_attention", "hopper"): "attention.hopper.attend",
     ("ragged_paged_attention", "tpu"): "attention.tpu.attend",
+    ("ragged_paged_attention", "triton"): "attention.triton.attend",
     ("ragged_paged_attention", "xla"): "attention.xla.attend",
     ("ragged_paged_attention", UNPAGED): "attention.unpaged",
     ("selection_schedule", "xla"): "attention.xla.selected",
@@ -118,6 +122,7 @@ PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 # Kernels for quantised and for grouped matrices also have a form with the instructions of 10.0 (tcgen05).
 _MOSAIC_CAPABILITIES = ("9.0",)
 _TCGEN05_CAPABILITIES = ("10.0",)
+_TRITON_CAPABILITIES = ("8.0", "8.6", "8.9")
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
 _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
 _UNUSED: ContextVar[frozenset[tuple[str, str]]] = ContextVar("unused rows", default=frozenset())
@@ -162,6 +167,26 @@ def has_mosaic(capability: str) -> bool:
 def has_tcgen05(capability: str) -> bool:
     """Whether the matrix-product kernels for tcgen05 run on a card of this compute capability."""
     return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
+
+
+def has_triton(capability: str) -> bool:
+    """Whether the Triton kernels run on a card of this compute capability, with this jax."""
+    return capability in _TRITON_CAPABILITIES and lowers_triton() and not _PLAIN.get()
+
+
+@cache
+def lowers_triton() -> bool:
+    """Whether the installed jax gives XLA a Pallas-Triton kernel to compile. From 0.11 on, where that backend is
+    deprecated, jax compiles it itself as it lowers, and needs a card for that.
+    """
+    return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
+
+
+def why_no_kernels(capability: str) -> str:
+    """Return the reason why a card of this compute capability has no attention kernels, for a card that has none."""
+    if capability in _TRITON_CAPABILITIES and not lowers_triton():
+        return f"jax {version('jax')} lowers no Triton kernels, 0.10 does"
+    return f"compute capability {capability}"
 
 
 @contextmanager
@@ -267,7 +292,8 @@ def group_kernel(platform: str) -> Any:
 def kernel_modules(platform: str) -> tuple[str, ...]:
     """Return the names of the modules whose kernels a program compiled for `platform` can contain.
 
-    "gpu" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA cards share a row.
+    "gpu", "gpu_triton" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA
+    cards share a row.
     """
     family = platform.partition("_")[0]
     modules = {kernel_module(op, row) for op, row in KERNELS if row.partition("_")[0] == family}
@@ -281,14 +307,17 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
 
 
 def platform_of(device: Any) -> str:
-    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels) or "gpu_xla" (any other CUDA card).
+    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels), "gpu_triton" (Triton kernels) or
+    "gpu_xla" (any other CUDA card).
 
     Raises ValueError for a kind of device that has no rows.
     """
     if device.platform in ("cpu", "tpu"):
         return device.platform
     if device.platform in ("gpu", "cuda"):
-        return "gpu" if has_mosaic(device.compute_capability) else "gpu_xla"
+        if has_mosaic(device.compute_capability):
+            return "gpu"
+        return "gpu_triton" if has_triton(device.compute_capability) else "gpu_xla"
     raise ValueError(f"platform {device.platform!r} has no kernels, allowed: cpu, tpu, gpu (CUDA)")
 
 

@@ -111,6 +111,19 @@ class HopperAttention(_Sizes):
 
 
 @dataclass(frozen=True)
+class TritonAttention(_Sizes):
+    """Sizes of attention.triton."""
+
+    num_ctas: int = 216  # parts that the blocks of keys are cut into: two per SM, of which A100 has 108
+    pair_cost: int = 2  # as HopperAttention's
+    min_part_cost: int = 4
+    # Two blocks of keys, which Triton's count of stages means by five: it divides them between the loads of page
+    # numbers and of what lies there.
+    num_stages: int = 5
+    merged_parts: int = 16  # parts that a program of the merge loads at a time; a power of two
+
+
+@dataclass(frozen=True)
 class TpuUpdate(_Sizes):
     """Sizes of kv.update_tpu."""
 
@@ -173,6 +186,7 @@ class Tuning:
     xla_selection: XlaSelection = XlaSelection()
     tpu_attention: TpuAttention = TpuAttention()
     hopper_attention: HopperAttention = HopperAttention()
+    triton_attention: TritonAttention = TritonAttention()
     tpu_update: TpuUpdate = TpuUpdate()
     tpu_products: TpuProducts = TpuProducts()
     hopper_products: HopperProducts = HopperProducts()
@@ -234,8 +248,10 @@ def tuning_of(platform: str) -> Tuning:
             faster = chip.int8_ops_per_second > chip.bf16_ops_per_second
             products = replace(table.tpu_products, int8_products=2 if faster else 1, cores=chip.num_cores)
             return replace(table, tpu_attention=sizes, tpu_products=products)
-    if platform in ("gpu", "gpu_xla"):
+    if platform.startswith("gpu"):
         table = replace(table, xla_attention=_XLA_ON_CUDA)
+    if platform == "gpu_triton" and (card := card_of_trace()) is not None and card.num_sms:
+        table = replace(table, triton_attention=replace(table.triton_attention, num_ctas=2 * card.num_sms))
     if platform == "gpu":
         if num_sms := getattr(jax.devices()[0], "core_count", None):
             table = replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))

@@ -63,7 +63,7 @@ _CALLED = re.compile(
 )
 _NAME = re.compile(r"[\w.\-<>]+")
 _INDEX = re.compile(r"index=(\d+)")
-_MOSAIC = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"')
+_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla\.gpu\.triton)"')
 _ATTENDS = re.compile(r'op_name="(?:[^"]*?/(layer_\d+)/)?[^"]*paged_attention_')
 _OPERAND = re.compile(r"%([\w.\-<>]+)")
 
@@ -351,6 +351,6 @@ def custom_calls(module: Module) -> Iterator[Instruction]:
 
 
 def attending_places(module: Module) -> int:
-    """Return the number of layers (plus one for outside of layers) whose attention is one of our Mosaic kernels."""
-    scopes = [_ATTENDS.search(call.rest) for call in custom_calls(module) if _MOSAIC.search(call.rest)]
+    """Return the number of layers (plus one for outside of layers) whose attention is one of our kernels."""
+    scopes = [_ATTENDS.search(call.rest) for call in custom_calls(module) if _KERNEL.search(call.rest)]
     return len({scope[1] for scope in scopes if scope is not None})

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.models.kernel_rows import lowers_triton
 
 GIB = 2**30
 
@@ -73,6 +74,7 @@ _H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), True, 132, 128, 1.98, 52428800, 233
 _H200 = replace(_H100, description="NVIDIA H200 141GB HBM3e")
 _B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 232448)
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
+_L4 = Gpu("NVIDIA L4", (8, 9), False, 58, 128, 2.04, 50331648, 102400, 101376)
 
 # Clocks as libtpu 0.0.52 states them.
 # Cycles a second of all cores of a device (TPU) or of a multiprocessor, for tuning.
@@ -80,6 +82,7 @@ CLOCKS = {"v5e": 1.5e9, "v5p": 3.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9, "sm_90": 1.
 _NO_COPIES = "libtpu's profile of it ends at copies within the chip"
 _NO_ROOM = "what a block's profile holds does not fit into its VMEM"
 _NO_WGMMA = "the kernels are written with wgmma, which it does not have"
+_NO_TRITON = "" if lowers_triton() else "this jax has XLA compile no Triton kernels"
 
 # A v5p device is a chip of two cores that act as one, a tpu7x device one of the two cores of its chip.
 TARGETS = {
@@ -99,7 +102,18 @@ TARGETS = {
             312e12,
             _A100.shared_per_block,
             gpu=_A100,
-            plain_attention=_NO_WGMMA,
+            plain_attention=_NO_TRITON,
+        ),
+        Target(
+            "sm_89",
+            "cuda",
+            "",
+            int(22.03 * GIB),
+            300e9,
+            121e12,
+            _L4.shared_per_block,
+            gpu=_L4,
+            plain_attention=_NO_TRITON,
         ),
         Target("sm_90", "cuda", "", 84942979072, 3352e9, 989e12, _H100.shared_per_block, gpu=_H100),
         Target("h200", "cuda", "", 151397597184, 4800e9, 989e12, _H200.shared_per_block, gpu=_H200),

@@ -21,7 +21,7 @@ from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of, product_platform_of
-from jaxengine.models.kernel_rows import has_kernels, without_rows
+from jaxengine.models.kernel_rows import has_kernels, why_no_kernels, without_rows
 from jaxengine.runner.bundles import with_bundle
 from jaxengine.runner.card import claim_card
 from jaxengine.runner.devices import choose_devices, open_stages, plan_shapes
@@ -199,9 +199,8 @@ def kernel_platform(device: Any) -> str:
     platform = platform_of(device)
     if platform == "gpu_xla":
         logger.warning(
-            "no attention kernels for %s (compute capability %s): attention runs as plain XLA, slower than on a card "
-            "with kernels",
+            "no attention kernels for %s (%s): attention runs as plain XLA, slower than on a card with kernels",
             device.device_kind,
-            device.compute_capability,
+            why_no_kernels(device.compute_capability),
         )
     return platform

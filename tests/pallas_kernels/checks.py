@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.pallas_kernels import reference
-from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
+from jaxengine.pallas_kernels.tuning import HopperAttention, TritonAttention, Tuning
 from tests.pallas_kernels import conformance
 from tests.pallas_kernels.cases import BY_NAME, MIXED_KV, MIXED_Q
 from tests.pallas_kernels.conformance import attend, check_attention, check_update, compiled, operands, pool, watched
@@ -137,7 +137,8 @@ def splits(implementation: Implementation) -> None:
     problem = build(case, "bfloat16", "normal")
     want = expected(case, problem)
     for num_ctas in (1, 7):
-        split = replace(implementation, tuning=Tuning(hopper_attention=HopperAttention(num_ctas=num_ctas)))
+        sizes = {"hopper_attention": HopperAttention(num_ctas), "triton_attention": TritonAttention(num_ctas)}
+        split = replace(implementation, tuning=Tuning(**sizes))
         with watched(split, f"{num_ctas} splits"):
             got = attend(case, problem, "bfloat16", split)
         conformance.check_close(got, want, problem, "bfloat16", f"{num_ctas} splits")
@@ -145,16 +146,19 @@ def splits(implementation: Implementation) -> None:
 
 def many_parts(implementation: Implementation) -> None:
     """More partial results for one row than the merge has in flight: its ring is filled again."""
-    parts = Tuning(hopper_attention=HopperAttention(num_ctas=14, pair_cost=1, min_part_cost=1))
+    sizes = {"num_ctas": 14, "pair_cost": 1, "min_part_cost": 1}
+    parts = Tuning(hopper_attention=HopperAttention(**sizes), triton_attention=TritonAttention(**sizes, merged_parts=4))
     split = replace(implementation, tuning=parts)
     sizes = {"num_tokens": 2, "max_seqs": 2, "max_pages": 40, "heads": (2, 1)}
     case = implementation.adapted(Case("many parts", (1, 1), (640, 70), **sizes))
     problem = build(case, "bfloat16", "normal")
-    if implementation.platform == "gpu":
+    most = {"gpu": parts.hopper_attention.merge_stages, "gpu_triton": parts.triton_attention.merged_parts}
+    if implementation.platform in most:
         batch = conformance.ragged_batch(problem)
         schedule = split.schedule(batch, case.spec, num_tokens=case.num_tokens, page_size=case.page_size)
-        counts = np.diff(schedule.decode.pair_items)
-        assert counts.max() > parts.hopper_attention.merge_stages, f"{counts.max()} parts fit the ring"
+        items = schedule.decode if implementation.platform == "gpu" else schedule.items
+        counts = np.diff(items.pair_items)
+        assert counts.max() > most[implementation.platform], f"{counts.max()} parts fit at once"
     with watched(split, "many parts"):
         got = attend(case, problem, "bfloat16", split)
     conformance.check_close(got, expected(case, problem), problem, "bfloat16", "many parts")

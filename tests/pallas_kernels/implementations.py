@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from jaxengine.pallas_kernels.registry import kernel, platform_of
-from jaxengine.pallas_kernels.tuning import HopperAttention, TpuAttention, TpuUpdate, Tuning, tuning_of
+from jaxengine.pallas_kernels.tuning import (
+    HopperAttention,
+    TpuAttention,
+    TpuUpdate,
+    TritonAttention,
+    Tuning,
+    tuning_of,
+)
 from tests.pallas_kernels.pools import PER_TOKEN, QUANTIZED
 from tests.pallas_kernels.problems import Case
 
@@ -77,6 +84,8 @@ class Implementation:
         """Names of the kernels of its own that attend a case; none where plain XLA does."""
         if self.elsewhere is None or self.elsewhere(case, dtype) is not None:
             return set()
+        if self.platform == "gpu_triton":
+            return {"paged_attention_rows", "paged_attention_cuts"}
         always, with_runs = _KERNELS[self.platform]
         if self.platform == "gpu" and case.values_in_keys:
             return {"paged_attention_latent", "paged_attention_merge"}
@@ -164,6 +173,18 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def _not_triton(case: Case, dtype: str) -> str | None:
+    pool_dtype = case.pool_dtype(dtype)
+    reasons = {
+        "latents": case.values_in_keys,
+        "tree mask": case.tree is not None,
+        "limits of keys": case.pictures,
+        "queries": dtype == "float32",
+        "pool": pool_dtype in PER_TOKEN or (pool_dtype not in QUANTIZED and pool_dtype != dtype),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 # Blocks of 128 keys in three buffers, writes of four groups, so that small problems meet every border there is.
 _SMALL_TPU = Tuning(
     tpu_attention=TpuAttention(single_keys=128, run_keys=128, part_rows=64, single_tiles=3, max_heads=1, max_buffers=3),
@@ -209,6 +230,13 @@ MOSAIC_GPU = Implementation(
 )
 # Of products only: it has no other kernels.
 BLACKWELL = replace(MOSAIC_GPU, name="mgpu-blackwell", options={"tensor_memory": True})
+TRITON = Implementation(
+    "triton",
+    "gpu_triton",
+    interpret=lambda: True,
+    elsewhere=_not_triton,
+    tuning=Tuning(triton_attention=TritonAttention(num_ctas=3, merged_parts=2)),
+)
 ACCELERATOR = None if jax.default_backend() == "cpu" else platform_of(jax.devices()[0])
 DEVICE = (
     []
@@ -218,7 +246,7 @@ DEVICE = (
             "device",
             ACCELERATOR,
             refuses={"gpu": _mosaic_gpu_refuses, "tpu": _tpu_refuses}.get(ACCELERATOR, lambda case, dtype: None),
-            elsewhere={"gpu": _not_mosaic_gpu, "tpu": _always_itself}.get(ACCELERATOR),
+            elsewhere={"gpu": _not_mosaic_gpu, "gpu_triton": _not_triton, "tpu": _always_itself}.get(ACCELERATOR),
             default_dims=(64, 64),
             latent_dims=(192, 128) if ACCELERATOR == "gpu" else (40, 24),
         )
@@ -227,5 +255,5 @@ DEVICE = (
 
 IN_PROCESS = [CPU, GPU_XLA, *DEVICE]
 TPU = [TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER, TPU_PRODUCTION_LAZY, TPU_PRODUCTION_EAGER]
-INTERPRETED = [*TPU, MOSAIC_GPU]
+INTERPRETED = [*TPU, MOSAIC_GPU, TRITON]
 IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*IN_PROCESS, *INTERPRETED, BLACKWELL)}

@@ -27,6 +27,7 @@ from tests.pallas_kernels.mutants import (
     gpu_lora,
     gpu_prefill,
     gpu_products,
+    gpu_triton,
     tpu,
     tpu_lora,
     tpu_products,
@@ -50,6 +51,7 @@ GATES: dict[str, ModuleType] = {
     "gpu-products": gpu_products,
     "gpu-blackwell": gpu_blackwell,
     "gpu-lora": gpu_lora,
+    "gpu-triton": gpu_triton,
     "counters": counters,
 }
 

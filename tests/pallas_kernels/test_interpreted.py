@@ -29,6 +29,7 @@ from tests.pallas_kernels.implementations import (
     TPU_LAZY,
     TPU_PRODUCTION_EAGER,
     TPU_PRODUCTION_LAZY,
+    TRITON,
 )
 from tests.pallas_kernels.problems import FAMILIES
 from tests.pallas_kernels.worker import Job
@@ -45,6 +46,14 @@ GPU_FEATURES = (
     "fp8 e4m3 keys and values",
     "tree branches",
     "pictures and window",
+)
+# A program of every kind: runs, decodes, codes, wide heads, pages as long as a block.
+TRITON_BATCHES = ("mixed", "single tokens behind runs", "empty sequences")
+TRITON_FEATURES = (
+    "codes with window and sinks",
+    "codes of decodes",
+    "production 4/2 heads of 256, pages of 256",
+    "split decodes",
 )
 GPU_LATENT = ("latent decodes", "latent of many heads")
 GPU_INVARIANTS = ("update_then_attend", "many_parts")
@@ -85,6 +94,7 @@ def quick_groups() -> list[list[Job]]:
     for name, batches, features in (
         (MOSAIC_GPU.name, GPU_BATCHES, GPU_FEATURES),
         (MOSAIC_GPU.name, (), GPU_LATENT),
+        (TRITON.name, TRITON_BATCHES, TRITON_FEATURES),
         (TPU_LAZY.name, QUICK_BATCHES, TPU_FEATURES),
         (TPU_EAGER.name, EAGER_BATCHES, EAGER_FEATURES),
         (TPU_FAR_LAZY.name, EAGER_BATCHES[:1], ()),
@@ -126,7 +136,7 @@ def thorough_groups() -> list[list[Job]]:
             [("attention", one.name, case.name, dtype, *FAMILIES) for dtype in one.dtypes(case)] for case in cases
         ]
         groups += [[(check.__name__, one.name)] for check in INVARIANTS]
-    groups += [[(check, MOSAIC_GPU.name)] for check in ("splits", "many_parts")]
+    groups += [[(check, one.name)] for one in (MOSAIC_GPU, TRITON) for check in ("splits", "many_parts")]
     groups.append([("determinism", MOSAIC_GPU.name, 2)])
     for name in WRITES:
         groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]

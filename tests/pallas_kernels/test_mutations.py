@@ -33,6 +33,7 @@ SAMPLE = [
     pytest.param("gpu-products:scales shifted by a group", marks=SAME),
     pytest.param("gpu-blackwell:sums overwritten as they are read", marks=pytest.mark.versions),
     pytest.param("gpu-lora:rows of others' tiles of slots kept", marks=SAME),
+    pytest.param("gpu-triton:merge takes the next row's parts", marks=SAME),
 ]
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
-from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
+from jaxengine.pallas_kernels.tuning import HopperAttention, TritonAttention, Tuning
 
 DECODE_KEYS = 64  # keys of a decode block; a page is a multiple of a block, or a block of pages
 
@@ -119,26 +119,12 @@ def attention_schedule(
 
     Tokens of no sequence are in no item. `prefill` is None over latents, and where no batch of this shape has a run.
     """
-    sizes = tuning.hopper_attention
-    num_seqs, num_columns = batch.page_table.shape
-    live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
-    q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
-    kv_lens = jnp.minimum(batch.kv_lens, num_columns * page_size)
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    seqs = jnp.sum(live & (tokens[:, None] >= batch.cu_q_lens[1:]), axis=-1, dtype=jnp.int32)
-    valid = seqs < batch.num_seqs
-    seqs = jnp.minimum(seqs, num_seqs - 1)
-    index = tokens - batch.cu_q_lens[seqs]  # index of a token in its sequence
-    if spec.values_in_keys:
-        spec = tiled_heads(spec)
-    if num_tokens <= num_seqs:
-        position = kv_lens[seqs] - q_lens[seqs] + index
-        pairs = _pairs(seqs, position, valid.astype(jnp.int32), kv_lens[seqs], spec)
-        slots = jnp.where(valid, tokens, num_tokens)
-        return Schedule(DecodeItems(*_cut(pairs, spec, sizes), slots[:, None], slots), None, tuning)
-    if spec.values_in_keys:
-        token_seqs = jnp.where(valid, seqs, num_seqs)
-        return Schedule(_rows_of_runs(q_lens, batch.cu_q_lens, kv_lens, token_seqs, index, spec, sizes), None, tuning)
+    sizes, num_seqs = tuning.hopper_attention, batch.page_table.shape[0]
+    if num_tokens <= num_seqs or spec.values_in_keys:
+        rows_spec = tiled_heads(spec) if spec.values_in_keys else spec
+        items = row_items(batch, rows_spec, sizes, num_tokens=num_tokens, page_size=page_size)
+        return Schedule(items, None, tuning)
+    q_lens, kv_lens, seqs, valid, index = _tokens(batch, num_tokens, page_size)
     width = min(num_tokens // num_seqs, sizes.decode_tokens, WARPGROUP_ROWS // spec.group_size)
     counts = jnp.where(q_lens <= width, q_lens, 0)
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
@@ -156,12 +142,60 @@ def attention_schedule(
     return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec), tuning)
 
 
-def _rows_of_runs(q_lens, cu_q_lens, kv_lens, token_seqs, index, spec: AttentionSpec, sizes) -> DecodeItems:
-    """Cut all new tokens into rows, each sequence's into rows of as many tokens as fill a warpgroup.
+def row_items(
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    sizes: HopperAttention | TritonAttention,
+    *,
+    num_tokens: int,
+    page_size: int,
+    most_rows: int = WARPGROUP_ROWS,
+) -> DecodeItems:
+    """Cut all new tokens of a batch into rows: of one token each if there are at most as many as sequences, else each
+    sequence's into rows of as many as make `most_rows` rows of queries.
+    """
+    num_seqs = batch.page_table.shape[0]
+    q_lens, kv_lens, seqs, valid, index = _tokens(batch, num_tokens, page_size)
+    if num_tokens > num_seqs:
+        token_seqs = jnp.where(valid, seqs, num_seqs)
+        width = most_rows // spec.group_size
+        return _rows_of_runs(q_lens, batch.cu_q_lens, kv_lens, token_seqs, index, width, spec, sizes)
+    position = kv_lens[seqs] - q_lens[seqs] + index
+    pairs = _pairs(seqs, position, valid.astype(jnp.int32), kv_lens[seqs], spec)
+    slots = jnp.where(valid, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
+    return DecodeItems(*_cut(pairs, spec, sizes), slots[:, None], slots)
+
+
+def _tokens(batch: RaggedBatch, num_tokens: int, page_size: int) -> tuple[jax.Array, ...]:
+    """Return (new tokens, keys) of each sequence, i32 [S]; then of each token, [T], its sequence, whether it has one,
+    and its index among the sequence's new tokens.
+    """
+    num_seqs, num_columns = batch.page_table.shape
+    live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
+    q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
+    kv_lens = jnp.minimum(batch.kv_lens, num_columns * page_size)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    seqs = jnp.sum(live & (tokens[:, None] >= batch.cu_q_lens[1:]), axis=-1, dtype=jnp.int32)
+    valid = seqs < batch.num_seqs
+    seqs = jnp.minimum(seqs, num_seqs - 1)
+    return q_lens, kv_lens, seqs, valid, tokens - batch.cu_q_lens[seqs]
+
+
+def _rows_of_runs(
+    q_lens,
+    cu_q_lens,
+    kv_lens,
+    token_seqs,
+    index,
+    width: int,
+    spec: AttentionSpec,
+    sizes: HopperAttention | TritonAttention,
+) -> DecodeItems:
+    """Cut all new tokens into rows, each sequence's into rows of `width` tokens.
 
     token_seqs: i32 [T] the sequence of each token, S for tokens of none; index: the token's index in its sequence.
     """
-    num_seqs, num_tokens, width = q_lens.shape[0], token_seqs.shape[0], WARPGROUP_ROWS // spec.group_size
+    num_seqs, num_tokens = q_lens.shape[0], token_seqs.shape[0]
     num_rows = min(num_tokens // width + num_seqs, num_tokens)
     row_counts = (q_lens + width - 1) // width
     ends = jnp.cumsum(row_counts, dtype=jnp.int32)
@@ -205,11 +239,15 @@ def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:
 def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     """Return the range [begin, end) of keys that at least one of `counts` tokens from `position` on sees."""
     end = position + counts if spec.causal else kv_lens
+    if spec.chunk is not None:
+        return position // spec.chunk * spec.chunk, end
     begin = jnp.zeros_like(end) if spec.window is None else jnp.maximum(position + 1 - spec.window, 0)
     return begin, end
 
 
-def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax.Array, jax.Array, jax.Array, Cuts]:
+def _cut(
+    rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention | TritonAttention
+) -> tuple[jax.Array, jax.Array, jax.Array, Cuts]:
     """Lay all pairs' blocks end to end and cut the line into CTAs' parts of equal cost.
 
     A pair costs its blocks plus sizes.pair_cost; a part costs at least sizes.min_part_cost.

@@ -1,0 +1,124 @@
+"""Attention in Triton kernels on CUDA cards that are not here, as compiled: launches of a layer, registers and spills
+of the kernel that attends, its shared memory, and how often it loads a key; needs jax's CUDA compiler, no card.
+
+Keys of a prefill are loaded once for each tile of queries that sees them, from the L2 cache as a rule.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from argparse import Namespace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.harness import shared
+from benchmarks.kernels.gpu_launches import PAGE_SIZE, STEPS, batch_of, launches_of
+from benchmarks.recorder import Recorder
+from jaxengine.check import hlo
+from jaxengine.check.devices import target_devices
+from jaxengine.check.targets import find_target
+from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
+from jaxengine.pallas_kernels.tuning import Tuning
+
+LAYOUT, KERNEL = "gpu_triton", "paged_attention_rows"
+NUM_PAGES = 1 << 16  # a pool of more than 4 GiB: offsets take 64 bits
+# Query and KV heads, their width, dtype of the pool, and what is special.
+SHAPES: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
+    "32/8 heads of 128": (32, 8, 128, "bfloat16", {}),
+    "32/8 heads of 128, soft cap": (32, 8, 128, "bfloat16", {"soft_cap": 50.0}),
+    "32/8 heads of 128, e4m3": (32, 8, 128, "float8_e4m3fn", {}),
+    "32/8 heads of 128, int8": (32, 8, 128, "int8", {}),
+    "32/2 heads of 128": (32, 2, 128, "bfloat16", {}),
+    "64/8 heads of 64, window": (64, 8, 64, "bfloat16", {"window": 128}),
+    "32/32 heads of 96": (32, 32, 96, "bfloat16", {}),
+    "16/8 heads of 256": (16, 8, 256, "bfloat16", {}),
+    "16/8 heads of 256, e4m3": (16, 8, 256, "float8_e4m3fn", {}),
+}
+OF_STEPS = ("decode 64 x 2,048", "prefill 1 x 2,048")
+_USED = re.compile(r"Used (\d+) registers")
+_SPILLS = re.compile(r"(\d+) bytes spill stores")
+_SHARED = re.compile(KERNEL + r"\b.*shared_memory: (\d+) bytes")
+
+
+def ptxas_figures(ptx: Path, capability: tuple[int, int]) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes that are spilled, of the kernel in a PTX file."""
+    folder = find_spec("nvidia")
+    assert folder is not None and folder.submodule_search_locations
+    tool = next(path for at in folder.submodule_search_locations for path in Path(at).glob("*/bin/ptxas"))
+    command = [tool, "-v", f"-arch=sm_{capability[0]}{capability[1]}", ptx, "-o", ptx.with_suffix(".cubin")]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return max(map(int, _USED.findall(said))), max(map(int, _SPILLS.findall(said)))
+
+
+def keys_loaded(items: Any, spec: AttentionSpec, lengths: list[tuple[int, int]]) -> float:
+    """Return how often the items of a schedule load a key that is seen, on average."""
+    rows = np.asarray(items.items)[: int(items.pair_items[-1])]
+    first, end_block, begin, end = rows[:, 3:7].T
+    loaded = np.minimum(end, 64 * end_block) - np.maximum(begin, 64 * first)
+    seen = sum(keys if spec.window is None else min(keys, new + spec.window - 1) for new, keys in lengths)
+    return float(loaded.sum()) / (seen * spec.num_kv_heads)
+
+
+def measure(target: str, shape: str, step: str) -> dict[str, Any]:
+    """Compile one layer's attention, and return its figures."""
+    lengths, num_tokens, num_seqs = STEPS[step]
+    num_heads, num_kv_heads, width, dtype, options = SHAPES[shape]
+    batch, spec = (
+        batch_of(lengths, num_tokens, num_seqs),
+        AttentionSpec(num_heads, num_kv_heads, width, width, width**-0.5, **options),
+    )
+    sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE_SIZE, "platform": LAYOUT, "tuning": Tuning()}
+    plan = partial(attention_schedule, spec=spec, **sizes)
+    found = find_target(target)
+    mesh = Mesh(np.array(target_devices(found)[:1]), ("devices",))
+    place = NamedSharding(mesh, PartitionSpec())
+    pool = KVSpec(NUM_PAGES, PAGE_SIZE, num_kv_heads, width, width, dtype)
+    q = jax.ShapeDtypeStruct((num_tokens, num_heads, width), jnp.bfloat16)
+    arguments = q, jax.eval_shape(partial(alloc, pool, layout=LAYOUT)), batch, jax.eval_shape(plan, batch)
+    there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
+
+    def attend(q, kv, batch, schedule):
+        return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule)
+
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
+        lowered = jax.jit(attend).trace(*there).lower(lowering_platforms=("cuda",))
+        compiled = lowered.compile({"xla_dump_to": folder})
+        ptx = next(each for each in Path(folder).glob("*.ptx") if f".entry {KERNEL}(" in each.read_text())
+        assert found.gpu is not None
+        registers, spills = ptxas_figures(ptx, found.gpu.capability)
+        sequence = next(Path(folder).glob("*.thunk_sequence.txt")).read_text()
+    module, said = hlo.parse(compiled.as_text() or ""), _SHARED.search(sequence)
+    analysis: Any = compiled.memory_analysis()
+    loaded = keys_loaded(plan(jax.tree.map(jnp.asarray, batch)).items, spec, lengths)
+    return {
+        "launches": launches_of(module, module.entry),
+        "MiB": round(analysis.temp_size_in_bytes / 2**20, 1),
+        "registers": registers,
+        "spilled bytes": spills,
+        "KiB of shared memory": 0 if said is None else int(said[1]) >> 10,
+        "loads of a key": round(loaded, 2),
+    }
+
+
+OPTIONS = shared(targets=("sm_80", "sm_89"), only="")
+
+
+def run(args: Namespace, recorder: Recorder) -> None:
+    recorder.take_over()
+    for target in args.targets:
+        for shape in SHAPES:
+            for step in OF_STEPS:
+                if args.only in f"{shape}, {step}":
+                    row = {"target": target, "shape": shape, "step": step, **measure(target, shape, step)}
+                    recorder.add(row, ("target", "shape", "step"))

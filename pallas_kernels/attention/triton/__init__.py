@@ -1,0 +1,1 @@
+"""Paged attention on Ampere and Ada, in Pallas-Triton kernels."""

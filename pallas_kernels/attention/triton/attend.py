@@ -1,0 +1,135 @@
+"""Paged attention on NVIDIA GPUs of compute capability 8.0 to 8.9 (Ampere, Ada): the registry's functions of kind
+"triton".
+
+Dispatches the public operation to the kernels of kernel.py. Attention that they do not support (`why_not`) goes to the
+XLA work list, which reads the same pool: [P, K, page_size * (H + Hv)] in its own dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.pallas_kernels.attention.hopper.schedule import DecodeItems, row_items
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.triton.kernel import Shape, most_rows, rows_attention
+from jaxengine.pallas_kernels.attention.xla import attend as xla_attend
+from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, check_layout
+from jaxengine.pallas_kernels.tuning import Tuning
+
+logger = logging.getLogger(__name__)
+
+KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+MAX_HEAD_DIM = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Schedule:
+    items: DecodeItems
+    tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
+
+
+def why_not(
+    spec: AttentionSpec, q_dtype: Any = None, kv: KVSpec | None = None, *, tree_mask: bool = False
+) -> str | None:
+    """Return the reason why the kernels do not support an attention, which XLA then serves; None if they support it.
+
+    q_dtype, kv: None if not known yet (a schedule is built before them); what depends on them is then not checked.
+    tree_mask: whether there is one.
+    """
+    if spec.values_in_keys:
+        return "values that lie in keys"
+    if spec.head_dim % 8 or spec.v_head_dim % 8 or max(spec.head_dim, spec.v_head_dim) > MAX_HEAD_DIM:
+        return f"head dims {spec.head_dim}/{spec.v_head_dim} are not multiples of 8 up to {MAX_HEAD_DIM}"
+    if spec.group_size > most_rows(spec):
+        return f"{spec.group_size} query heads per kv head are more than {most_rows(spec)}"
+    if tree_mask:
+        return "a tree mask"
+    if q_dtype is None or kv is None:
+        return None
+    if (name := jnp.dtype(q_dtype).name) not in KV_DTYPES[:2]:
+        return f"queries of {name}"
+    if kv.token_scales:
+        return "scales of single tokens"
+    if kv.dtype not in KV_DTYPES or (jnp.dtype(kv.dtype).itemsize == 2 and kv.dtype != name):
+        return f"queries of {name} over keys and values of {kv.dtype}"
+    return None
+
+
+def attention_schedule(
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    tuning: Tuning,
+    kv_limits: jax.Array | None = None,
+) -> Schedule | xla_schedule.Schedule:
+    """Build the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
+    `kv_limits` is given.
+    """
+    if kv_limits is None and why_not(spec) is None:
+        sizes = {"num_tokens": num_tokens, "page_size": page_size, "most_rows": most_rows(spec)}
+        return Schedule(row_items(batch, spec, tuning.triton_attention, **sizes), tuning)
+    sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
+    return xla_schedule.attention_schedule(batch, spec, **sizes, kv_limits=kv_limits)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    schedule: Schedule | xla_schedule.Schedule,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    tree_mask: jax.Array | None,
+    q_rest: jax.Array | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend queries to the pages of their sequences on an Ampere or Ada card: o [T, N, Hv] in q's dtype, lse f32
+    [T, N].
+
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes what the kernels do
+    not support, and a batch whose schedule is XLA's because of `kv_limits`; a warning says why, once per reason.
+    interpret: run the kernels on the CPU. Raises ValueError if `spec` does not count the heads that the pool's shard
+    holds, and for a pool of another layout.
+    """
+    check_layout(kv.layout, kv.spec)
+    if kv.data.shape[1] != spec.num_kv_heads:
+        raise ValueError(
+            f"the pool's shard holds {kv.data.shape[1]} kv heads, AttentionSpec.num_kv_heads is {spec.num_kv_heads}: "
+            f"on layout {kv.layout!r} schedule and attention take the shard's own spec"
+        )
+    reason = why_not(spec, q.dtype, kv.spec, tree_mask=tree_mask is not None)
+    if kv.data.dtype.itemsize == 1 and 2**31 < kv.data.size <= 2**32:
+        reason = f"a pool of {kv.data.size} codes, whose offsets jax's lowering keeps in 32 bits"
+    if reason is None and isinstance(schedule, xla_schedule.Schedule):
+        reason = "tokens that see some that follow"
+    if reason is not None:
+        _log_once(reason)
+        if isinstance(schedule, Schedule):
+            sizes = {"num_tokens": q.shape[0], "page_size": kv.page_size, "tuning": schedule.tuning}
+            schedule = xla_schedule.attention_schedule(batch, spec, **sizes)
+        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest}
+        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, **options)
+    assert isinstance(schedule, Schedule)
+    items, ones = schedule.items, jnp.ones((spec.num_kv_heads,), jnp.float32)
+    k_scale = spec.sm_scale * (ones if kv.k_scale is None else kv.k_scale)
+    scales = k_scale, ones if kv.v_scale is None else kv.v_scale
+    sinks = jnp.full((spec.num_q_heads,), -jnp.inf) if sinks is None else sinks
+    shape = Shape(spec, kv.page_size, items.row_tokens.shape[1], q.dtype)
+    sizes = schedule.tuning.triton_attention
+    return rows_attention(q, kv.data, batch.page_table, scales, sinks, items, shape, sizes, interpret)
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.warning("attention runs as plain XLA instead of the Triton kernels: %s", reason)

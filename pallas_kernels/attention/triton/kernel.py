@@ -1,0 +1,343 @@
+"""Pallas-Triton kernels of paged attention: split-KV attention of rows of few tokens, and the merge of cut rows.
+
+Owns two kernels over `attention.hopper.schedule.DecodeItems`. A program of the first attends one item: the queries of
+a row's tokens and of all query heads that share a KV head, over a range of blocks of keys. If the item is all of its
+(row, kv head) pair, it writes the result; else a partial softmax, which the second kernel merges by log-sum-exp, in
+order, so that the result is the same on every run. Queries, pages and results are gathered and scattered where they
+lie. A prefill is rows, too: each fills the tile of a tensor-core product, and reads its keys from the L2 cache.
+
+Shapes are padded to powers of two, as Triton demands, by masks: what is masked is neither read nor written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxengine.pallas_kernels.attention.hopper.schedule import (
+    DECODE_BEGIN,
+    DECODE_END,
+    DECODE_END_BLOCK,
+    DECODE_FIRST_BLOCK,
+    DECODE_HEAD,
+    DECODE_KEYS,
+    DECODE_PAIR,
+    DECODE_POSITION,
+    DECODE_SEQ,
+    DecodeItems,
+)
+from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.tuning import TritonAttention
+
+LOG2E = 1.4426950408889634
+NOTHING = -1e30  # maximum of a row that has seen nothing, and the logit of an absent sink
+LEAST = 16  # rows and columns of operands of a tensor-core product
+NARROW = 128  # widest head whose blocks are 64 keys and 64 rows of queries; those of wider ones are half as long
+
+
+def most_rows(spec: AttentionSpec) -> int:
+    """Return the most rows of queries, and the keys, that a program multiplies at a time: as many as fit the shared
+    memory of Ada, 99 KiB, with two blocks of keys.
+    """
+    return DECODE_KEYS if max(spec.head_dim, spec.v_head_dim) <= NARROW else DECODE_KEYS // 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static shape of the kernels. `spec` counts the heads that this device holds."""
+
+    spec: AttentionSpec
+    page_size: int
+    tokens: int  # most new tokens of a row
+    dtype: Any  # of queries, results and operands of products
+
+    @property
+    def rows(self) -> int:
+        """Rows of queries of a pair, padded: M."""
+        return _padded(self.tokens * self.spec.group_size)
+
+
+class _Refs(NamedTuple):
+    """Operands and results of the first kernel, in order."""
+
+    q: Any  # [T, N, H]
+    pool: Any  # [P, K, page * (H + Hv)]
+    page_table: Any  # i32 [S, W]
+    scale: Any  # f32 [K] factor of the products
+    v_scale: Any  # f32 [K]
+    sinks: Any  # f32 [N] in base 2
+    items: Any
+    pair_items: Any
+    item_parts: Any
+    row_tokens: Any
+    empty_o: Any  # the results, before
+    empty_lse: Any
+    o: Any  # [T, N, Hv]
+    lse: Any  # f32 [T, N]
+    part_o: Any  # f32 [parts, M, Hv]
+    part_largest: Any  # f32 [parts, M]
+    part_total: Any  # f32 [parts, M]
+
+
+class _CutRefs(NamedTuple):
+    """Operands and results of the second kernel, in order."""
+
+    sums: Any  # f32 [parts, M, Hv]
+    largest: Any  # f32 [parts, M]
+    total: Any
+    pairs: Any
+    bounds: Any
+    row_tokens: Any
+    v_scale: Any
+    sinks: Any
+    whole_o: Any  # the results, before
+    whole_lse: Any
+    o: Any
+    lse: Any
+
+
+def rows_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    scales: tuple[jax.Array, jax.Array],
+    sinks: jax.Array,
+    items: DecodeItems,
+    shape: Shape,
+    sizes: TritonAttention,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend the tokens in rows of `items`: o [T, N, Hv] in q's dtype and lse f32 [T, N]; 0 and -inf for other tokens.
+
+    q: [T, N, H]. pool: [P, K, page * (H + Hv)] of any dtype of attend.KV_DTYPES. scales: f32 [K] each, the factor of
+    the product of query and key code, and of the sum of value codes. sinks: f32 [N], -inf for none. interpret: run on
+    the CPU.
+    """
+    num_tokens, num_heads, _ = q.shape
+    rows, width = shape.rows, shape.spec.v_head_dim
+    num_cuts = items.cuts.pairs.shape[0]
+    parts = 2 * num_cuts  # a pair that n cuts fall into has n + 1 parts
+    sinks = jnp.maximum(sinks * LOG2E, NOTHING)
+    results = _structs(q.dtype, (num_tokens, num_heads), width)
+    partials = _structs(jnp.float32, (parts, rows), width)
+    empty = jnp.zeros(results[0].shape, q.dtype), jnp.full(results[1].shape, -jnp.inf, jnp.float32)
+    o, lse, *partial = pl.pallas_call(
+        lambda *refs: _attend(shape, _Refs(*refs)),
+        out_shape=(*results, *partials, partials[1]),
+        grid=(items.items.shape[0],),
+        input_output_aliases={10: 0, 11: 1},
+        # With fewer warps the sums of 64 rows do not fit the registers.
+        compiler_params=plt.CompilerParams(num_warps=8 if rows > 32 else 4, num_stages=sizes.num_stages),
+        interpret=interpret,
+        name="paged_attention_rows",
+    )(
+        *(q, pool, page_table, *scales, sinks),
+        *(items.items, items.pair_items, items.cuts.item_parts, items.row_tokens, *empty),
+    )
+    return tuple(
+        pl.pallas_call(
+            lambda *refs: _merge(shape, sizes.merged_parts, _CutRefs(*refs)),
+            out_shape=results,
+            grid=(num_cuts, shape.tokens * shape.spec.group_size),
+            input_output_aliases={8: 0, 9: 1},
+            compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+            interpret=interpret,
+            name="paged_attention_cuts",
+        )(*partial, items.cuts.pairs, items.cuts.bounds, items.row_tokens, scales[1], sinks, o, lse)
+    )
+
+
+def _structs(dtype: Any, shape: tuple[int, int], width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return the structs of sums [*shape, width] of `dtype`, and of a float32 of each."""
+    return jax.ShapeDtypeStruct((*shape, width), dtype), jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _attend(shape: Shape, refs: _Refs) -> None:
+    item = pl.program_id(0)
+
+    @pl.when(item < refs.pair_items[refs.pair_items.shape[0] - 1])
+    def _():
+        spec, group, rows = shape.spec, shape.spec.group_size, shape.rows
+        pair, head = refs.items[item, DECODE_PAIR], refs.items[item, DECODE_HEAD]
+        lane = jnp.arange(rows, dtype=jnp.int32)
+        index, query_head = lane // group, head * group + lane % group
+        in_row = index < shape.tokens
+        token = plt.load(refs.row_tokens.at[pair // spec.num_kv_heads, index], mask=in_row, other=refs.q.shape[0])
+        live = token < refs.q.shape[0]
+        columns, q_mask = _columns(spec.head_dim, live)
+        q = plt.load(refs.q.at[token[:, None], query_head[:, None], columns], mask=q_mask, other=0)
+        largest, total, acc = _softmax(shape, refs, item, q, index)
+        part = refs.item_parts[item]
+        columns, mask = _columns(spec.v_head_dim, live)
+
+        @pl.when(part < 0)
+        def _():
+            sink = plt.load(refs.sinks.at[query_head])
+            out, lse = _finished(largest, total, acc, sink, refs.v_scale[head])
+            plt.store(refs.o.at[token[:, None], query_head[:, None], columns], out.astype(shape.dtype), mask=mask)
+            plt.store(refs.lse.at[token, query_head], lse, mask=live)
+
+        @pl.when(part >= 0)
+        def _():
+            plt.store(refs.part_o.at[part, lane[:, None], columns], acc, mask=mask)
+            plt.store(refs.part_largest.at[part, lane], largest)
+            plt.store(refs.part_total.at[part, lane], total)
+
+
+def _softmax(shape: Shape, refs: _Refs, item, q, index):
+    """Return the partial softmax of an item: maxima in base 2 and denominators f32 [M], sums of values f32 [M, Hv].
+
+    q: [M, H]. index: i32 [M] index of each row's token in the item's row of tokens.
+    """
+    spec, page_size, num_keys = shape.spec, shape.page_size, most_rows(shape.spec)
+    seq, head = refs.items[item, DECODE_SEQ], refs.items[item, DECODE_HEAD]
+    begin, end = refs.items[item, DECODE_BEGIN], refs.items[item, DECODE_END]
+    last, scale = (refs.items[item, DECODE_POSITION] + index)[:, None], refs.scale[head]
+
+    def attend_block(block, carry):
+        largest, total, acc = carry
+        key = block * num_keys + jnp.arange(num_keys, dtype=jnp.int32)
+        in_use, offset = (key >= begin) & (key < end), key % page_size
+        if page_size % num_keys == 0:
+            # The last step of a block of the schedule may begin past the table.
+            last_column = refs.page_table.shape[1] - 1
+            page = refs.page_table[seq, jnp.minimum(block // (page_size // num_keys), last_column)]
+        else:
+            page = plt.load(refs.page_table.at[seq, key // page_size], mask=in_use, other=0)[:, None]
+        keys = _tile(shape, refs.pool, page, head, offset[:, None] * spec.head_dim, spec.head_dim, in_use)
+        at = page_size * spec.head_dim + offset[:, None] * spec.v_head_dim
+        values = _tile(shape, refs.pool, page, head, at, spec.v_head_dim, in_use)
+        products = plt.dot(q, keys, trans_b=True)
+        logits = jnp.where(_seen(spec, key[None], last, begin, end), _logits(spec, products, scale), -jnp.inf)
+        new_largest = jnp.maximum(largest, jnp.max(logits, axis=1))
+        decay = jnp.exp2(largest - new_largest)
+        weights = jnp.exp2(logits - new_largest[:, None])
+        total = total * decay + jnp.sum(weights, axis=1)
+        acc = acc * decay[:, None] + plt.dot(weights.astype(shape.dtype), values)
+        return new_largest, total, acc
+
+    steps = DECODE_KEYS // num_keys
+    first, stop = refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK]
+    return lax.fori_loop(first * steps, stop * steps, attend_block, _nothing(shape.rows, spec.v_head_dim))
+
+
+def _tile(shape: Shape, pool, page, head, start, width: int, in_use):
+    """Load the keys or values of a block as operands [keys, padded width]; 0 where a slot is not in use and may be NaN,
+    because 0 * NaN is not 0.
+
+    page: of the block, or i32 [keys, 1] of each key. start: i32 [keys, 1] offsets in the page's tile of a head.
+    """
+    columns, mask = _columns(width, in_use)
+    source = pool.at[page, head, start + columns]
+    if pool.dtype == shape.dtype:
+        return plt.load(source, mask=mask, other=0)
+    return jnp.where(mask, _widened(plt.load(source, mask=mask), shape.dtype), 0)
+
+
+def _logits(spec: AttentionSpec, products, scale):
+    """Return logits in base 2 of products f32 [M, keys]. scale: factor of the products, before a soft cap."""
+    if (cap := spec.soft_cap) is None:
+        return products * (scale * LOG2E)
+    # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is good to 11 bits
+    return (cap * LOG2E) - (2 * cap * LOG2E) / (1.0 + jnp.exp2(products * (scale * (2 * LOG2E / cap))))
+
+
+def _seen(spec: AttentionSpec, key, last, begin, end):
+    """Return bool [M, keys]: the keys that a row sees.
+
+    key: i32 [1, keys] positions. last: i32 [M, 1] position of the row's token. begin, end: keys of the item.
+    """
+    seen = (key >= begin) & (key < end)
+    if spec.causal:
+        seen = seen & (key <= last)
+    if spec.window is not None:
+        seen = seen & (key > last - spec.window)
+        if not spec.causal:
+            seen = seen & (key < last + spec.window)
+    if spec.chunk is not None:
+        seen = seen & (key >= last // spec.chunk * spec.chunk)
+    return seen
+
+
+def _widened(codes, dtype):
+    """Convert codes to operands of `dtype`. One-byte floats are converted by their bits: cards before compute
+    capability 8.9 have no instruction for them.
+    """
+    if codes.dtype == jnp.int8:
+        return codes.astype(dtype)
+    bits = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16)
+    if codes.dtype == jnp.float8_e5m2:  # the upper half of a float16
+        return lax.bitcast_convert_type(bits << 8, jnp.float16).astype(dtype)
+    # Sign, exponent and mantissa of e4m3, as they lie in a float16, whose exponent counts from 8 less.
+    halves = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
+    return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, halves.astype(jnp.float32) * 256.0).astype(dtype)
+
+
+def _finished(largest, total, acc, sink, v_scale):
+    """Return output [..., Hv] and log-sum-exp [...] of a softmax with a sink logit; 0 and -inf for one of nothing.
+
+    largest, total, sink: f32 [...], maximum and sink in base 2. acc: f32 [..., Hv].
+    """
+    new_largest = jnp.maximum(largest, sink)
+    decay = jnp.exp2(largest - new_largest)
+    total = total * decay + jnp.where(sink > NOTHING, jnp.exp2(sink - new_largest), 0.0)
+    divisor = jnp.where(total == 0, 1.0, total)  # what is not a number stays so
+    lse = jnp.where(total == 0, -jnp.inf, (new_largest + jnp.log2(divisor)) / LOG2E)
+    return acc * (decay * v_scale / divisor)[:, None], lse
+
+
+def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
+    """Merge one row of queries of a cut pair, `most` parts at a time."""
+    spec, cut, lane = shape.spec, pl.program_id(0), pl.program_id(1)
+    pair = refs.pairs[cut]
+
+    @pl.when(pair < refs.row_tokens.shape[0] * spec.num_kv_heads)
+    def _():
+        token = refs.row_tokens[pair // spec.num_kv_heads, lane // spec.group_size]
+        kv_head = pair % spec.num_kv_heads
+        head = kv_head * spec.group_size + lane % spec.group_size
+        first, end = refs.bounds[cut], refs.bounds[cut + 1]
+
+        def merge_parts(step, carry):
+            largest, total, acc = carry
+            part = first + step * most + jnp.arange(most, dtype=jnp.int32)
+            live = part < end
+            columns, mask = _columns(spec.v_head_dim, live)
+            part_largest = plt.load(refs.largest.at[part, lane], mask=live, other=NOTHING)
+            part_total = plt.load(refs.total.at[part, lane], mask=live, other=0)
+            sums = plt.load(refs.sums.at[part[:, None], lane, columns], mask=mask, other=0)
+            new_largest = jnp.maximum(largest, jnp.max(part_largest, keepdims=True))
+            weight, decay = jnp.exp2(part_largest - new_largest), jnp.exp2(largest - new_largest)
+            total = total * decay + jnp.sum(part_total * weight, keepdims=True)
+            acc = acc * decay[:, None] + jnp.sum(sums * weight[:, None], axis=0, keepdims=True)
+            return new_largest, total, acc
+
+        softmax = lax.fori_loop(0, pl.cdiv(end - first, most), merge_parts, _nothing(1, spec.v_head_dim))
+        tokens = jnp.full((1,), token)
+        columns, mask = _columns(spec.v_head_dim, tokens < refs.o.shape[0])
+        o, lse = _finished(*softmax, jnp.full((1,), refs.sinks[head]), refs.v_scale[kv_head])
+        plt.store(refs.o.at[token, head, columns], o.astype(shape.dtype), mask=mask)
+        plt.store(refs.lse.at[tokens, head], lse, mask=tokens < refs.o.shape[0])
+
+
+def _nothing(rows: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the softmax of no keys: maxima f32 [rows], denominators, and sums of values [rows, padded width]."""
+    zeros = jnp.zeros((rows,), jnp.float32)
+    return jnp.full((rows,), NOTHING, jnp.float32), zeros, jnp.zeros((rows, _padded(width)), jnp.float32)
+
+
+def _columns(width: int, live):
+    """Return i32 [1, padded width] column numbers, and bool [len(live), padded width]: live and not padding."""
+    columns = jnp.arange(_padded(width), dtype=jnp.int32)[None]
+    return columns, live[:, None] & (columns < width)
+
+
+def _padded(size: int) -> int:
+    """Return the smallest power of two that is at least `size`, and LEAST."""
+    return max(1 << (size - 1).bit_length(), LEAST)
