@@ -51,7 +51,7 @@ OPTIONS = {
     "steps": Option(4, "between two updates"),
     "row": Option(100, "updates of a row"),
     "checks": Option(64, "runs of tokens that are checked for a row"),
-    "layers": Option(0, "that the model has, the default model's first ones; 0: the default model as it is"),
+    "layers": Option(None, "that the model has, the first ones of the default model, which otherwise is it", kind=int),
     "vocabulary": Option(4096, "tokens that a model of fewer layers has, the first ones"),
     "resume": Option(False, "go on after the rows of the file"),
     **shared(budget_s=1e9),
