@@ -10,7 +10,7 @@ requests that ended with other weight_versions than the switches say. A run is t
 updates, after a switch with recompute or drop. Of the runs checked an engine that is started with their weights gives
 others for those that differ. `kept` says that nothing compiled, nothing grew and nothing differs.
 
-`--layers 3 --tokens 16 --steps 2` makes the updates of a model of 13 million weights, in minutes instead of hours.
+`--layers 3 --tokens 16 --steps 2` makes the updates of a model of 13 million weights, at a fraction of the cost.
 A long run is cut by --budget-s, and --resume goes on after the rows of the file that --save names.
 """
 
