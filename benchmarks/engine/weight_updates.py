@@ -10,7 +10,7 @@ requests that ended with other weight_versions than the switches say. A run is t
 updates, after a switch with recompute or drop. Of the runs checked an engine that is started with their weights gives
 others for those that differ. `kept` says that nothing compiled, nothing grew and nothing differs.
 
-`--layers 3 --tokens 16 --steps 2` makes the updates of a model of 13 million weights, in minutes instead of hours.
+`--layers 3 --tokens 16 --steps 2` makes the updates of a model of 13 million weights, at a fraction of the cost.
 A long run is cut by --budget-s, and --resume goes on after the rows of the file that --save names.
 """
 
@@ -51,7 +51,7 @@ OPTIONS = {
     "steps": Option(4, "between two updates"),
     "row": Option(100, "updates of a row"),
     "checks": Option(64, "runs of tokens that are checked for a row"),
-    "layers": Option(0, "that the model has, the default model's first ones; 0: the default model as it is"),
+    "layers": Option(None, "that the model has, the first ones of the default model, which otherwise is it", kind=int),
     "vocabulary": Option(4096, "tokens that a model of fewer layers has, the first ones"),
     "resume": Option(False, "go on after the rows of the file"),
     **shared(budget_s=1e9),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -246,14 +247,17 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
-    """Return the SHA-256, in hex, of each of one stage's weights by name. fetch: returns an array by its index; None
-    for a stage whose weights are all on devices of this process.
+    """Return the SHA-256, in hex, of each of one stage's weights by name, with layers numbered over all stages.
+
+    fetch: returns an array by its index; None for a stage whose weights are all on devices of this process.
     """
     model, found = stage.programs.model, {}
+    layers = model.stage.layers
     names = {param.name for param in declared_params(model)}
     for index, (name, _) in enumerate(abstract_leaves(model, stage.programs.mesh)):
         if name in names:
             array = on_host(stage.params[index]) if fetch is None else fetch(index)
+            name = re.sub(r"^layers\.(\d+)\.", lambda own: f"layers.{layers[int(own[1])]}.", name)
             found[name] = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
     return found
 

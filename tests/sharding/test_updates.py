@@ -28,5 +28,5 @@ def test_tokens_equal_those_of_one_device(executables_dir, thorough):
         assert row["tokens"] == row["alone"], row
         first, second, *later = row["tokens"]
         assert second != first and later == [first, first, second], row
-        assert row["same"] and row["compilations"] == 0, row
+        assert row["same"] and row["names"] == row["own"] and row["compilations"] == 0, row
         assert row["alive"] == [[0], [0, 0], [0, 0]], row

@@ -66,7 +66,7 @@ class Held:
 
 def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
     """Tokens with the stored weights, with others, with the first ones again, and after sleeps; `alive`: how many of
-    the weights and pools are left that an update or a sleep was to give up."""
+    the weights and pools are left that an update or a sleep was to give up; `names`: of weights with checksums."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     with LLM(str(checkpoint(model)), compile_cache_dir=cache, **OPTIONS, **options) as llm:
 
@@ -89,7 +89,8 @@ def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
                 llm.update_weights(changed(model))
             llm.wake_up()
             found.append(tokens())
-        return {"tokens": found, "same": same, "alive": alive, "compilations": llm.core.runner.compiles.count}
+        more = {"names": sorted(sums)}
+        return more | {"tokens": found, "same": same, "alive": alive, "compilations": llm.core.runner.compiles.count}
 
 
 def main(cache: str, *names: str) -> None:
@@ -98,7 +99,7 @@ def main(cache: str, *names: str) -> None:
         model, options = CASES[name]
         quantized = {key: value for key, value in options.items() if key == "quantization"}
         alone, found = run(model, cache, quantized), run(model, cache, options)
-        print(json.dumps({"case": name, "alone": alone["tokens"], **found}), flush=True)
+        print(json.dumps({"case": name, "alone": alone["tokens"], "own": alone["names"], **found}), flush=True)
 
 
 if __name__ == "__main__":
