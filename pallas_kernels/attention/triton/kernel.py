@@ -318,10 +318,12 @@ def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
             acc = acc * decay[:, None] + jnp.sum(sums * weight[:, None], axis=0, keepdims=True)
             return new_largest, total, acc
 
-        softmax = lax.fori_loop(0, pl.cdiv(end - first, most), merge_parts, _nothing(1, spec.v_head_dim))
+        nothing = _nothing(1, spec.v_head_dim)
+        largest, total, acc = lax.fori_loop(0, pl.cdiv(end - first, most), merge_parts, nothing)
         tokens = jnp.full((1,), token)
         columns, mask = _columns(spec.v_head_dim, tokens < refs.o.shape[0])
-        o, lse = _finished(*softmax, jnp.full((1,), refs.sinks[head]), refs.v_scale[kv_head])
+        sink = jnp.full((1,), refs.sinks[head])
+        o, lse = _finished(largest, total, acc, sink, refs.v_scale[kv_head])
         plt.store(refs.o.at[token, head, columns], o.astype(shape.dtype), mask=mask)
         plt.store(refs.lse.at[tokens, head], lse, mask=tokens < refs.o.shape[0])
 

@@ -17,7 +17,8 @@ _ANY, _PAGES, _WIDE = _on("mixed"), _on("page size 64"), _on("production 4/2 hea
 _WINDOW, _BOTH_SIDES, _CHUNKS = _on("window 16"), _on("window on both sides"), _on("chunks of 45")
 _SINKS, _CAP = _on("decode window and sinks"), _on("window, sinks and soft cap")
 _CODES, _E5M2, _CUT = _on("codes of decodes"), _on("fp8 e5m2 keys and values"), _on("split decodes")
-_SPLITS = (("splits", "triton"),)
+_SPLITS, _PARTS = (("splits", "triton"),), (("many_parts", "triton"),)
+_CODES_OF_BLOCKS = _on("production 8/1 heads of 192, pages of 64, float8_e4m3fn")
 
 MUTANTS = [
     Mutant("page off by one", _KERNEL, "key // page_size]", "key // page_size + 1]", _ANY),
@@ -57,14 +58,14 @@ MUTANTS = [
     Mutant(
         "stale codes", _KERNEL, "return jnp.where(mask, _widened(", "return jnp.where(columns >= 0, _widened(", _CODES
     ),
-    Mutant("sign of e4m3 lost", _KERNEL, "(bits & 0x80) << 8 | ", "", _CODES),
+    Mutant("sign of e4m3 lost", _KERNEL, "(bits & 0x80) << 8 | ", "", _CODES_OF_BLOCKS),
     Mutant("exponent of e4m3 off", _KERNEL, "* 256.0)", "* 128.0)", _CODES),
     Mutant("e5m2 as e4m3", _KERNEL, "codes.dtype == jnp.float8_e5m2", "codes.dtype == jnp.float16", _E5M2),
     Mutant("half of the last block of wide heads", _KERNEL, "stop * steps, attend", "stop * steps - 1, attend", _WIDE),
     Mutant("sink counted twice", _KERNEL, "jnp.exp2(sink - new", "2 * jnp.exp2(sink - new", _SINKS),
     Mutant("sink of cut rows missing", _KERNEL, "jnp.full((1,), refs.sinks[head])", "jnp.full((1,), NOTHING)", _SPLITS),
-    Mutant("merge forgets decay", _KERNEL, "acc * decay[:, None] + jnp.sum", "acc + jnp.sum", _SPLITS),
-    Mutant("merge skips the last parts", _KERNEL, "pl.cdiv(end - first, most)", "(end - first) // most", _CUT),
+    Mutant("merge forgets decay", _KERNEL, "acc * decay[:, None] + jnp.sum", "acc + jnp.sum", _PARTS),
+    Mutant("merge skips the last parts", _KERNEL, "pl.cdiv(end - first, most)", "(end - first) // most", _PARTS),
     Mutant("merge takes the next row's parts", _KERNEL, "part < end", "part <= end", _SPLITS),
     Mutant("maxima of another row", _KERNEL, "refs.largest.at[part, lane]", "refs.largest.at[part, 0]", _CUT),
     Mutant("parts over each other", _KERNEL, "refs.part_o.at[part, lane", "refs.part_o.at[0, lane", _CUT),
