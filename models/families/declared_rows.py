@@ -429,7 +429,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         "Helium (Kyutai 2025): Llama with rope over neighbouring elements.",
         DeclaredForm(norm=RMS),
         grouped=True,
-        defaults={"rms_norm_eps": 1e-8, "attention_bias": False, "mlp_bias": False, "head_dim": 128},
+        defaults={"rms_norm_eps": 1e-8, "attention_bias": False, "mlp_bias": False, "head_dim": 128, "rope_theta": 1e5},
         eps="rms_norm_eps",
         rope=neighbours,
         bias="attention_bias",

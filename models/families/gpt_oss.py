@@ -29,7 +29,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = fields.with_defaults(rope_theta=150_000.0)
+        fields = fields.with_defaults(rope_theta=150_000.0, rms_norm_eps=1e-5)
         windows = windows_by_kind(layer_kinds(fields, full_every=2), fields.integer("sliding_window", 128))
         experts = ExpertsConfig(
             num_experts=fields.integer("num_local_experts"),

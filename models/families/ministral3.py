@@ -19,6 +19,7 @@ class Ministral3ForCausalLM(MistralForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(rms_norm_eps=1e-5)
         rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
         temperature, beta = None, rope.number("llama_4_scaling_beta", None)
         if beta is not None:
