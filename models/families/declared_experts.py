@@ -16,6 +16,7 @@ from jaxengine.models.config.hf import (
     layer_kinds,
     listed_dense,
     read_head_dim,
+    require_rope,
     ropes_by_kind,
     windows_by_kind,
 )
@@ -193,6 +194,7 @@ def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
     """Leave out which part of a head is rotated: with latent attention all of the part that is meant to be."""
+    require_rope(fields)
     rope = fields.mapping("rope_parameters") or {}
     return {"rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"} or None}
 

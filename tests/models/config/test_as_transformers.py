@@ -24,6 +24,8 @@ def recorded(name: str, **changes: Any) -> dict[str, Any]:
 
 SMALL, SCALED = {"rms_norm_eps": 1e-5}, {"routed_scaling_factor": 2.5}
 _WINDOWED = {"use_sliding_window": True}
+_LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+_KEPT = _WINDOWED | _LINEAR  # what is not left out
 
 
 @each_row(
@@ -42,10 +44,11 @@ _WINDOWED = {"use_sliding_window": True}
         ("llama4", {"attention_chunk_size": 8192}),
         ("phimoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         ("helium", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+        ("cwm", {**_LINEAR, "rope_theta": 1e6}),
     ],
 )
 def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
-    kept = {key: value for key, value in defaults.items() if key in _WINDOWED}
+    kept = {key: value for key, value in defaults.items() if _KEPT.get(key) == value}
     assert read_hf(recorded(name, **dict.fromkeys(defaults, ABSENT) | kept)) == read_hf(recorded(name, **defaults))
 
 
@@ -73,6 +76,19 @@ def test_windows_that_are_listed_and_switched_off_are_refused(name):
     kinds = ["sliding_attention"] * raw["num_hidden_layers"]
     with pytest.raises(ModelConfigError, match="layer_types must be without sliding_attention where"):
         read_hf(raw | {"layer_types": kinds, "use_sliding_window": False})
+
+
+@each_row("name", ["cwm", "gpt_oss", "ministral3", "mistral4"])
+def test_a_base_of_rope_alone_is_refused_where_transformers_has_a_scaling(name):
+    with pytest.raises(ModelConfigError, match="rope_parameters must be a mapping, got None"):
+        read_hf(recorded(name, rope_parameters=ABSENT, rope_theta=5000.0))
+
+
+@each_row("name", ["seed_oss", "ernie4_5"])
+def test_a_null_head_dim_is_a_part_of_the_hidden_size(name):
+    raw = recorded(name, head_dim=None)
+    assert read_hf(raw).attention[0].head_dim == raw["hidden_size"] // raw["num_attention_heads"]
+    assert read_hf(recorded(name, head_dim=ABSENT)).attention[0].head_dim == 128
 
 
 def test_gemma_3_with_a_tower_caps_no_logits():
