@@ -182,11 +182,14 @@ def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
 
 
 def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
-    """Read `head_dim`; where it is absent the default, and without that hidden_size / num_attention_heads.
+    """Read `head_dim`; where it is absent the default, and without that, or where it is null, hidden_size /
+    num_attention_heads.
 
     Raises ModelConfigError, also where that is no whole number.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if "head_dim" in fields.raw:  # null is no default
+        default = None
     if default is None and not fields.has("head_dim") and hidden_size % num_heads:
         raise ModelConfigError(
             f"hidden_size must be a multiple of num_attention_heads when head_dim is absent, "
@@ -246,6 +249,14 @@ def ropes_by_kind(
         flat = {**fields.raw, "rope_parameters": own, "rope_scaling": None, "rope_theta": theta}
         by_kind[kind] = read_rope(ConfigFields(flat), head_dim, **options)
     return tuple(by_kind[kind] for kind in kinds)
+
+
+def require_rope(fields: ConfigFields) -> None:
+    """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`, in a family whose class in
+    transformers has a scaling of its own: its versions differ in what then becomes of `rope_theta`.
+    """
+    if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
+        raise fields.fail("rope_parameters", "a mapping")
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = False, interleaved: bool = False) -> Rope:

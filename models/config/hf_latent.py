@@ -9,6 +9,7 @@ from typing import Any
 from jaxengine.models.config.attention import Latent
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import hf_fields, read_rope
+from jaxengine.models.config.rope import read_mscale
 
 
 def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def _mscale(fields: ConfigFields) -> float:
     Rope's tables, which contain `mscale / mscale_all_dim`, multiply only the rotated parts.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
-    weight = rope.number("mscale_all_dim", 0.0)
+    weight = read_mscale(rope, "mscale_all_dim")
     if not weight or (rope.text("rope_type", None) or rope.text("type", "default")) == "default":
         return 1.0
     return 0.1 * weight * math.log(max(rope.number("factor"), 1.0)) + 1.0

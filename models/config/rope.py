@@ -151,9 +151,13 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if fields.has("mscale") and fields.has("mscale_all_dim"):
-        return mscale(fields.number("mscale")) / mscale(fields.number("mscale_all_dim"))
-    return mscale(1.0)
+    own, of_all = read_mscale(fields, "mscale"), read_mscale(fields, "mscale_all_dim")
+    return mscale(own) / mscale(of_all) if own and of_all else mscale(1.0)
+
+
+def read_mscale(fields: ConfigFields, name: str) -> float:
+    """Read `mscale` or `mscale_all_dim` of YaRN; 0.0 where it is 0 or absent. Raises ModelConfigError."""
+    return fields.number(name) if fields.value(name, 0) != 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from jaxengine.models.config.declared import (
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import Activation, hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.hf import SILU, Activation, hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.hf_latent import hf_latent_fields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope
@@ -207,6 +207,8 @@ class Row(NamedTuple):
             numbered = enumerate(shared["attention"])
             shared["attention"] = tuple(self.each_layer(fields, number, layer) for number, layer in numbered)
         experts = None if self.experts is None else self.experts(fields)
+        if experts is not None and activation not in SILU.values:
+            raise fields.fail("hidden_act", f"{SILU.values[0]!r} for a model with experts")
         more = {} if self.more is None else self.more(fields)
         return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
 

@@ -16,6 +16,7 @@ from jaxengine.models.config.hf import (
     layer_kinds,
     listed_dense,
     read_head_dim,
+    require_rope,
     ropes_by_kind,
     windows_by_kind,
 )
@@ -34,6 +35,8 @@ _RMS_EPS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped":
 _PLAIN: dict[str, Any] = {"bias": False, "output_bias": False, **_RMS_EPS}
 _BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", **_RMS_EPS}
 _BIASED_BEFORE: dict[str, Any] = {**_BIASED, "output_bias": False}
+_LIKE_V3: dict[str, Any] = {"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1}
+_LIKE_V3 |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
 _ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
 
 
@@ -191,6 +194,7 @@ def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
     """Leave out which part of a head is rotated: with latent attention all of the part that is meant to be."""
+    require_rope(fields)
     rope = fields.mapping("rope_parameters") or {}
     return {"rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"} or None}
 
@@ -233,7 +237,7 @@ EXPERT_ROWS: dict[str, Row] = {
         "values, values of a size of their own, experts picked by corrected sigmoid scores.",
         _FORM,
         defaults={
-            "rms_norm_eps": 1e-6,
+            "rms_norm_eps": 1e-5,
             "attention_bias": False,
             "rope_theta": 5000000.0,
             "swa_rope_theta": 10000.0,
@@ -373,7 +377,7 @@ EXPERT_ROWS: dict[str, Row] = {
         _FORM,
         latent=True,
         spelled=_COUNTS,
-        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        defaults=_LIKE_V3,
         only={"num_nextn_predict_layers": 0},
         adapt=_sarvam_rope,
         experts=sigmoid_experts,
@@ -383,15 +387,7 @@ EXPERT_ROWS: dict[str, Row] = {
         "A.X K1 (SK Telecom 2026): DeepSeek-V3's layers with a norm after the experts.",
         replace(_FORM, experts_norm="post_mlp_layernorm"),
         latent=True,
-        defaults={
-            "rms_norm_eps": 1e-6,
-            "attention_bias": False,
-            "n_group": 8,
-            "topk_group": 4,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 2.5,
-            "first_k_dense_replace": 1,
-        },
+        defaults={**_LIKE_V3, "n_group": 8, "topk_group": 4},
         only={"num_nextn_predict_layers": 0, "moe_layer_freq": 1},
         experts=sigmoid_experts,
         **_BIASED,

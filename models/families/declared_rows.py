@@ -24,7 +24,7 @@ from jaxengine.models.config.declared import (
     DeclaredForm,
 )
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, windows_by_kind
+from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, require_rope, windows_by_kind
 from jaxengine.models.families.declared import (
     EPS,
     GGUFRow,
@@ -98,6 +98,11 @@ def full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
     count = fields.integer("num_hidden_layers")
     kinds = [FULL if layer % 4 == 0 else SLIDING for layer in range(count)]
     return {"layer_types": fields.value("layer_types", kinds)}
+
+
+def _cwm_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    require_rope(fields)
+    return full_first_of_four(fields)
 
 
 def _falcon_heads(fields: ConfigFields) -> Mapping[str, Any]:
@@ -429,7 +434,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         "Helium (Kyutai 2025): Llama with rope over neighbouring elements.",
         DeclaredForm(norm=RMS),
         grouped=True,
-        defaults={"rms_norm_eps": 1e-8, "attention_bias": False, "mlp_bias": False, "head_dim": 128},
+        defaults={"rms_norm_eps": 1e-8, "attention_bias": False, "mlp_bias": False, "head_dim": 128, "rope_theta": 1e5},
         eps="rms_norm_eps",
         rope=neighbours,
         bias="attention_bias",
@@ -440,12 +445,12 @@ ROWS_BY_NAME: dict[str, Row] = {
         "Code World Model (Meta FAIR 2025, arXiv:2510.02387): Llama with windows in three of four layers.",
         DeclaredForm(norm=RMS),
         grouped=True,
-        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192, "mlp_bias": False},
+        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192, "rope_theta": 1e6, "mlp_bias": False},
         eps="rms_norm_eps",
         bias=False,
         output_bias=False,
         mlp_bias="mlp_bias",
-        adapt=full_first_of_four,
+        adapt=_cwm_fields,
         each_layer=windowed,
     ),
 }

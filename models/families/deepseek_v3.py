@@ -22,6 +22,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(moe_layer_freq=1)
+        fields = fields.with_defaults(routed_scaling_factor=2.5)
         bias = fields.boolean("attention_bias", False)
         interleaved = fields.boolean("rope_interleave", True)
         predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)

@@ -29,7 +29,8 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         if kinds is not None and kinds != ["indexed_attention"] * fields.integer("num_hidden_layers"):
             raise fields.fail("layer_types", "a list of indexed_attention for each layer, or absent")
         own = ConfigFields({name: value for name, value in fields.raw.items() if name != "layer_types"})
-        shared = super().read_hf(own.with_defaults(first_k_dense_replace=3))
+        own = own.with_defaults(first_k_dense_replace=3, rms_norm_eps=1e-6, routed_scaling_factor=2.5)
+        shared = super().read_hf(own)
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", cls.index_heads),
             head_dim=fields.integer("index_head_dim", 128),

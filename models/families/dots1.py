@@ -18,6 +18,7 @@ class Dots1ForCausalLM(Qwen3MoeForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(sliding_window=4096)
         bias, num_layers = fields.boolean("attention_bias", False), fields.integer("num_hidden_layers")
         window = fields.integer("sliding_window", None)
         if fields.has("layer_types"):

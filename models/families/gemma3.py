@@ -101,4 +101,5 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # A text part may be kept under this name without the rest.
         tower = read_gemma3(fields) if fields.has("vision_config") else None
-        return super().read_hf(text_fields(fields)) | {"tower": tower}
+        # transformers' class caps no logits, whatever text_config says.
+        return super().read_hf(text_fields(fields)) | {"tower": tower, "logit_soft_cap": None}

@@ -26,7 +26,7 @@ class GlmForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = fields.with_defaults(partial_rotary_factor=0.5, eos_token_id=EOS)
+        fields = fields.with_defaults(partial_rotary_factor=0.5, rms_norm_eps=1.5625e-07, eos_token_id=EOS)
         rope = read_rope(fields, read_head_dim(fields, HEAD_DIM), partial_rotary=True, interleaved=True)
         bias = fields.boolean("attention_bias", True)
         ropes = (rope,) * fields.integer("num_hidden_layers")

@@ -20,7 +20,7 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         shared = hf_fields(
-            fields.with_defaults(partial_rotary_factor=0.5),
+            fields.with_defaults(partial_rotary_factor=0.5, rms_norm_eps=1e-5),
             partial_rotary=True,
             qk_norm=fields.boolean("use_qk_norm", False),
             bias=fields.boolean("attention_bias", False),

@@ -15,4 +15,5 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(fields.with_defaults(first_k_dense_replace=1))
+        defaults = {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8}
+        return super().read_hf(fields.with_defaults(**defaults))

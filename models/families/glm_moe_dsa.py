@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
@@ -17,6 +17,10 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 
     index_heads: ClassVar[int] = 32
     index_interleaved: ClassVar[bool] = True
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(fields.with_defaults(rms_norm_eps=1e-5))
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:

@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_sliding
-from jaxengine.models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.config.hf import hf_fields, layer_kinds, require_rope, windows_by_kind
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
@@ -29,7 +29,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = fields.with_defaults(rope_theta=150_000.0)
+        require_rope(fields)
+        fields = fields.with_defaults(rope_theta=150_000.0, rms_norm_eps=1e-5)
         windows = windows_by_kind(layer_kinds(fields, full_every=2), fields.integer("sliding_window", 128))
         experts = ExpertsConfig(
             num_experts=fields.integer("num_local_experts"),

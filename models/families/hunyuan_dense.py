@@ -41,7 +41,7 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(use_qk_norm=True, use_cla=False, mlp_bias=False)
-        head_dim = fields.integer("attention_head_dim", None)
+        fields, head_dim = fields.with_defaults(rms_norm_eps=1e-5), fields.integer("attention_head_dim", None)
         bias = fields.boolean("attention_bias", False)
         return hf_fields(with_stretched_base(fields, head_dim), head_dim=head_dim, bias=bias, output_bias=bias)
 

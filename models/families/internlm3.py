@@ -16,6 +16,6 @@ class InternLM3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        bias = fields.boolean("bias", False)
+        bias, fields = fields.boolean("bias", False), fields.with_defaults(rms_norm_eps=1e-5)
         shared = hf_fields(fields, head_dim=128, bias=fields.boolean("qkv_bias", False), output_bias=bias)
         return shared | {"mlp_bias": bias}

@@ -108,6 +108,7 @@ def _canonical(fields: ConfigFields) -> ConfigFields:
     }
     raw |= {usual: linear[own] for own, usual in inner.items() if own in linear}
     defaults = {"first_k_dense_replace": _num_dense(raw), "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5}
+    defaults |= {"routed_scaling_factor": 2.446}
     return ConfigFields(raw).with_defaults(**defaults)
 
 

@@ -91,7 +91,7 @@ def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
     ffn_size: width of the dense feed-forward layers, whatever the file says. Raises ModelConfigError.
     """
     fields.require(conv_bias=False)
-    fields = fields.with_defaults(rope_theta=1e6, intermediate_size=ffn_size)
+    fields = fields.with_defaults(rope_theta=1e6, norm_eps=1e-5, intermediate_size=ffn_size)
     shared = hf_fields(fields, eps="norm_eps", tied=fields.boolean("tie_embedding", True))
     state = ShortConvolution(shared["hidden_size"], fields.integer("conv_L_cache", 3, minimum=2))
     layers = zip(shared["attention"], _layer_kinds(fields), strict=True)

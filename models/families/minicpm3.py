@@ -22,6 +22,7 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(mlp_bias=False)
+        fields = fields.with_defaults(rms_norm_eps=1e-5)
         if not fields.has("v_head_dim"):
             value = fields.integer("hidden_size") // fields.integer("num_attention_heads")
             fields = ConfigFields({**fields.raw, "v_head_dim": value})

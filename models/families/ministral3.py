@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, text_fields
+from jaxengine.models.config.hf import hf_fields, require_rope, text_fields
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
@@ -19,6 +19,8 @@ class Ministral3ForCausalLM(MistralForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        require_rope(fields)
+        fields = fields.with_defaults(rms_norm_eps=1e-5)
         rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
         temperature, beta = None, rope.number("llama_4_scaling_beta", None)
         if beta is not None:

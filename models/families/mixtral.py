@@ -29,7 +29,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
             num_per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=fields.integer("intermediate_size"),
         )
-        fields = fields.with_defaults(rope_theta=1_000_000.0)
+        fields = fields.with_defaults(rope_theta=1_000_000.0, rms_norm_eps=1e-5)
         return hf_fields(fields, windows=fields.integer("sliding_window", None)) | {"experts": experts}
 
     @classmethod

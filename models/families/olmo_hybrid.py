@@ -39,8 +39,9 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias, heads = fields.boolean("attention_bias", False), fields.integer("num_attention_heads")
-        kinds, rope = _layer_kinds(fields), fields.mapping("rope_parameters")
-        turns = rope is not None and rope.get("rope_theta") is not None
+        kinds, rope = _layer_kinds(fields), fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
+        # Null is no rope, absent is the default.
+        turns = rope.get("rope_theta", fields.raw.get("rope_theta", 10000.0)) is not None
         shared = hf_fields(fields, ropes=None if turns else [None] * len(kinds), bias=bias, output_bias=bias)
         k_heads = fields.integer("linear_num_key_heads", None) or heads
         key_dim = fields.integer("linear_key_head_dim", None) or int(0.75 * shared["hidden_size"] / k_heads)

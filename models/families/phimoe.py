@@ -76,7 +76,7 @@ class PhiMoEForCausalLM(DeclaredForCausalLM):
     row = Row(
         "Phi-3.5-MoE",
         DeclaredForm(),
-        defaults={"rms_norm_eps": 1e-5, "attention_bias": False, "lm_head_bias": False},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "attention_bias": False, "lm_head_bias": False},
         eps="rms_norm_eps",
         grouped=True,
         bias="attention_bias",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.config.hf import SLIDING, hf_fields, layer_kinds, windows_by_kind
 from jaxengine.models.families.llama import LlamaForCausalLM
 
 
@@ -15,10 +15,12 @@ def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     true.
 
     The layers with a window are those that `layer_types` lists, else those from number `max_window_layers` on. Raises
-    ModelConfigError.
+    ModelConfigError, also where `layer_types` lists some and `use_sliding_window` forbids them.
     """
     num_layers = fields.integer("num_hidden_layers")
     if not fields.boolean("use_sliding_window", False):
+        if SLIDING in layer_kinds(fields):
+            raise fields.fail("layer_types", f"without {SLIDING} where use_sliding_window is false")
         return (None,) * num_layers
     window = fields.integer("sliding_window")
     if fields.has("layer_types"):

@@ -12,8 +12,9 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.config.hf import hf_fields
 from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.qwen2 import read_layer_windows
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM, dense_layers
 from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
 
@@ -25,12 +26,10 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        windows = None
-        if fields.boolean("use_sliding_window", False):
-            if not fields.has("layer_types"):  # versions of transformers differ in which layers have the window
-                raise ModelConfigError("layer_types must be given where use_sliding_window is true, got none")
-            windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window"))
-        shared = hf_fields(fields, windows=windows, bias=fields.boolean("qkv_bias", True))
+        # Versions of transformers differ in which layers have the window.
+        if fields.boolean("use_sliding_window", False) and not fields.has("layer_types"):
+            raise ModelConfigError("layer_types must be given where use_sliding_window is true, got none")
+        shared = hf_fields(fields, windows=read_layer_windows(fields), bias=fields.boolean("qkv_bias", True))
         return shared | {"experts": gated_experts(fields, norm_weights=False)}
 
     @classmethod

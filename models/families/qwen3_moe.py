@@ -23,7 +23,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         windowed = fields.boolean("use_sliding_window", False)
-        window = fields.integer("sliding_window", None) if windowed else None
+        window = fields.with_defaults(sliding_window=4096).integer("sliding_window", None) if windowed else None
         bias = fields.boolean("attention_bias", False)
         experts = ExpertsConfig(
             # transformers 5 writes the second name

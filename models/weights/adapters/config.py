@@ -45,6 +45,7 @@ _SILENT = frozenset(
         "revision",
         "inference_mode",
         "lora_dropout",
+        "fan_in_fan_out",
         "peft_version",
         "runtime_config",
         "eva_config",

@@ -29,6 +29,7 @@ class MergedSource(WrappedSource):
             for stored, (layer, _, part) in layers.items()
             if (experts := targets.experts.get(layer)) is not None and part in experts.joined
         }
+        self._transposed = {stored for stored, name in names.items() if name.endswith(targets.names.transposed)}
         stacked = targets.names.stacked_experts
         renamed = RenamedSource(source, targets.names)
         self._stacked = StackedExperts() if stacked is None else of_shapes(stacked, renamed, hidden_size)
@@ -39,8 +40,9 @@ class MergedSource(WrappedSource):
             return array.astype(np.float32) + self._of_stack(name, rows, columns)
         if name not in self._changed:
             return array
-        a, b = self._matrices[self._changed[name]]
-        return array.astype(np.float32) + b[rows].astype(np.float32) @ a[:, columns].astype(np.float32)
+        a, b = (each.astype(np.float32) for each in self._matrices[self._changed[name]])
+        change = (b[columns] @ a[:, rows]).T if name in self._transposed else b[rows] @ a[:, columns]
+        return array.astype(np.float32) + change
 
     def _of_stack(self, name: str, rows: slice, columns: slice) -> np.ndarray:
         """Return the change of a stack of experts' matrices, f32 [experts, second axis, third axis], each [out, in] or

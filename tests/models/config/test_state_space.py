@@ -67,7 +67,7 @@ def test_olmo_hybrid():
     assert [layer.attends for layer in config.attention] == [False, False, False, True]
     assert config.attention[0].state == GatedDelta(2, 4, 12, 6, 4, beta_scale=2.0)
     assert config.attention[3].rope is not None
-    assert read("olmo_hybrid", rope_parameters=None).attention[3].rope is None
+    assert read("olmo_hybrid", rope_parameters={"rope_theta": None}).attention[3].rope is None
     fields = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
     usual = read("olmo_hybrid", layer_types=None, num_hidden_layers=3, **dict.fromkeys(fields))
     assert usual.attention[1].state == GatedDelta(4, 4, 12, 24, 4, beta_scale=2.0) and usual.attention[2].attends

@@ -17,9 +17,13 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.adapters import config
 from jaxengine.models.weights.adapters.folder import read_adapter
+from jaxengine.models.weights.adapters.merged import MergedSource
 from jaxengine.models.weights.adapters.pools import targets_of
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.adapters import CONFIG, damaged, write_adapter
+from tests.fixtures.drawn_weights import FOLDER as CHECKPOINTS
+from tests.fixtures.drawn_weights import checkpoint
 from tests.tables import each_row
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -61,6 +65,25 @@ def test_scales_are_folded_in(folder, targets):
     assert adapter.rank == 8 and len(adapter.matrices) == 14
     np.testing.assert_array_equal(adapter.matrices[Q][0], tensors[A])
     np.testing.assert_array_equal(adapter.matrices[Q][1], tensors[B] * np.float32(2))
+
+
+def test_matrices_that_are_stored_transposed(tmp_path):
+    """Of GPT-2, whose adapters say `fan_in_fan_out`; merged in parts too, as devices read them."""
+    shapes = {"transformer.h.0.attn.c_proj": (64, 64), "transformer.h.1.mlp.c_fc": (256, 64)}
+    changes = {"fan_in_fan_out": True, "target_modules": "all-linear", "r": 3, "lora_alpha": 6}
+    write_adapter(tmp_path, shapes, seed=1, **changes)
+    source, tensors = SafetensorsCheckpoint(checkpoint("gpt2")), load_file(tmp_path / "adapter_model.safetensors")
+    targets = targets_of([build_model(read_folder(CHECKPOINTS / "gpt2"), Build(jnp.float32, lora=LoraSpec(1, 4)))])
+    try:
+        found = MergedSource(source, read(tmp_path, targets), targets, 64)
+        for module in shapes:
+            a, b = (tensors[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
+            merged = source.read(name := f"{module}.weight") + 2 * (b @ a).T
+            np.testing.assert_allclose(found.read(name), merged, rtol=1e-5, atol=1e-6)
+            part = found.read(name, slice(3, 9), slice(5, 40))
+            np.testing.assert_allclose(part, merged[3:9, 5:40], rtol=1e-5, atol=1e-6)
+    finally:
+        source.close()
 
 
 def test_the_first_pattern_that_fits_counts(folder, targets):
@@ -183,7 +206,6 @@ def change_config(folder, **changes):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save names it, which is not supported.*lm_head"),
         ({"modules_to_save": ["(?!x).*norm"]}, "modules_to_save names it, which is not supported"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which is not supported"),
         ({"bias": "all"}, "bias must be 'none', got 'all'"),
         ({"lora_bias": True}, "lora_bias is True, which is not supported"),
         ({"some_day": {"a": 1}}, "some_day is .*, which is not supported"),

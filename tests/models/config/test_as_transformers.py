@@ -1,0 +1,106 @@
+"""Fields of config.json that mean in transformers what their names do not say: absent ones, zeros, contradictions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.rope import RopeScaling
+from jaxengine.models.registry import read_hf
+from tests.fixtures.drawn_weights import FOLDER
+from tests.tables import each_row
+
+ABSENT = object()
+
+
+def recorded(name: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a recorded checkpoint, with changes; ABSENT leaves a field out."""
+    raw = json.loads((FOLDER / name / "config.json").read_text()) | changes
+    return {key: value for key, value in raw.items() if value is not ABSENT}
+
+
+SMALL, SCALED = {"rms_norm_eps": 1e-5}, {"routed_scaling_factor": 2.5}
+_WINDOWED = {"use_sliding_window": True}
+_LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+_KEPT = _WINDOWED | _LINEAR  # what is not left out
+
+
+@each_row(
+    ("name", "defaults"),
+    [
+        *((name, SMALL) for name in ("mixtral", "phi3", "internlm3", "hunyuan_dense", "ministral3", "gpt_oss")),
+        *((name, SMALL) for name in ("glm4_moe", "minicpm3", "glm_moe_dsa")),
+        *((name, {"rms_norm_eps": 1.5625e-7}) for name in ("glm", "glm4")),
+        *((name, {"norm_eps": 1e-5}) for name in ("lfm2", "lfm2_moe")),
+        *((name, SCALED) for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "sarvam_mla")),
+        ("deepseek_v32", {"rms_norm_eps": 1e-6}),
+        ("glm4_moe_lite", {**SMALL, "routed_scaling_factor": 1.8}),
+        ("kimi_linear", {"routed_scaling_factor": 2.446}),
+        ("dots1", {"sliding_window": 4096}),
+        ("qwen3_moe_bias", {**_WINDOWED, "sliding_window": 4096}),
+        ("llama4", {"attention_chunk_size": 8192}),
+        ("phimoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        ("helium", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+        ("cwm", {**_LINEAR, "rope_theta": 1e6}),
+    ],
+)
+def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
+    kept = {key: value for key, value in defaults.items() if _KEPT.get(key) == value}
+    assert read_hf(recorded(name, **dict.fromkeys(defaults, ABSENT) | kept)) == read_hf(recorded(name, **defaults))
+
+
+def test_an_mscale_of_zero_is_none():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7}
+    assert RopeScaling.from_hf(yarn | {"mscale_all_dim": 0.0}, 64) == RopeScaling.from_hf(yarn, 64)
+    with pytest.raises(ModelConfigError, match="mscale_all_dim must be a finite number > 0, got -1"):
+        RopeScaling.from_hf(yarn | {"mscale_all_dim": -1}, 64)
+    raw = recorded("deepseek_v3")
+    rope = raw["rope_parameters"]
+    of_all = {**yarn, "rope_theta": 10000.0, "mscale_all_dim": 0.0}
+    without = {key: value for key, value in of_all.items() if key != "mscale_all_dim"}
+    assert rope and read_hf(raw | {"rope_parameters": of_all}) == read_hf(raw | {"rope_parameters": without})
+
+
+@each_row("name", ["cohere2_moe", "mistral4", "laguna", "afmoe", "flex_olmo", "bailing_moe"])
+def test_experts_of_rows_have_one_activation(name):
+    with pytest.raises(ModelConfigError, match="hidden_act must be 'silu' for a model with experts, got 'gelu'"):
+        read_hf(recorded(name, hidden_act="gelu"))
+
+
+@each_row("name", ["qwen2_untied", "qwen3_bias", "qwen2_moe_unbiased"])
+def test_windows_that_are_listed_and_switched_off_are_refused(name):
+    raw = recorded(name)
+    kinds = ["sliding_attention"] * raw["num_hidden_layers"]
+    with pytest.raises(ModelConfigError, match="layer_types must be without sliding_attention where"):
+        read_hf(raw | {"layer_types": kinds, "use_sliding_window": False})
+
+
+@each_row("name", ["cwm", "gpt_oss", "ministral3", "mistral4"])
+def test_a_base_of_rope_alone_is_refused_where_transformers_has_a_scaling(name):
+    with pytest.raises(ModelConfigError, match="rope_parameters must be a mapping, got None"):
+        read_hf(recorded(name, rope_parameters=ABSENT, rope_theta=5000.0))
+
+
+@each_row("name", ["seed_oss", "ernie4_5"])
+def test_a_null_head_dim_is_a_part_of_the_hidden_size(name):
+    raw = recorded(name, head_dim=None)
+    assert read_hf(raw).attention[0].head_dim == raw["hidden_size"] // raw["num_attention_heads"]
+    assert read_hf(recorded(name, head_dim=ABSENT)).attention[0].head_dim == 128
+
+
+def test_gemma_3_with_a_tower_caps_no_logits():
+    raw = recorded("gemma3_vision")
+    capped = raw | {"text_config": raw["text_config"] | {"final_logit_softcapping": 6.0}}
+    assert read_hf(capped) == read_hf(raw)
+
+
+def test_olmo_hybrid_has_rope_where_its_base_is_not_null():
+    """A checkpoint of before `rope_parameters` has its base outside; null is no rope."""
+    old = recorded("olmo_hybrid", rope_parameters=ABSENT)
+    rotated = read_hf(recorded("olmo_hybrid", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}))
+    assert read_hf(old | {"rope_theta": 5000.0}) == rotated and rotated.attention[-1].rope is not None
+    for null in ({"rope_theta": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}):
+        assert read_hf(old | null).attention[-1].rope is None
