@@ -4,6 +4,7 @@ pools, from the prefix cache, and in conversations."""
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import subprocess
 import sys
@@ -86,9 +87,33 @@ def test_answers_are_those_of_transformers_out_of_a_crowd_in_a_small_pool(llm):
     assert answers(llm, prompts * 3) == wanted * 3
     assert [answers(llm, [prompt])[0] for prompt in prompts] == wanted  # alone, and from the prefix cache
     check_idle(llm)
-    assert llm.core.engine.scheduler.num_preemptions > 0
+    # Those of Gemma 4 outgrow no pages here: admission counts those of windows, which are given back.
+    assert llm.core.engine.scheduler.num_preemptions > 0 or llm.name.startswith("gemma4")
     media = llm.core.engine.extensions.media_stats()
     assert media.num_items >= 2 and media.num_hits > 0
+
+
+def test_preempted_requests_go_on_as_they_would_have(llm, executables_dir, thorough):
+    if not thorough or llm.name != "gemma4_sound":
+        pytest.skip("a further engine: --thorough")
+    options = {**OPTIONS, **tight(llm.name), "async_scheduling": False, "compile_cache_dir": executables_dir}
+    other = LLM(llm.core.config.model, **options)
+    scheduler, calls, preempted = other.core.engine.scheduler, itertools.count(1), 0
+    schedule = scheduler.schedule
+
+    def preempting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal preempted
+        if next(calls) % 5 == 0:
+            preempted += scheduler.num_running
+            scheduler.preempt_all()
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = preempting
+    prompts, wanted = cases(llm.name)
+    assert answers(other, prompts * 2) == wanted * 2
+    assert preempted > 10
+    check_idle(other)
+    other.shutdown()
 
 
 def test_pages_are_found_for_the_same_sound_alone(llm):
