@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -247,8 +248,10 @@ class LocalAttention(nnx.Module):
             score = config.logit_cap * jnp.tanh(jnp.sum(q * near, axis=-1) / config.logit_cap)
             scores.append(jnp.where(neighbours(segment, distance)[:, None], score, _NEVER))
         shares = jax.nn.softmax(jnp.stack(scores), axis=0)
-        parts = (share[..., None] * shifted(v, at) for share, at in zip(shares, distances, strict=True))
-        return self.out(sum(parts, jnp.zeros_like(v)).reshape(len(x), -1).astype(x.dtype))
+        o = jnp.zeros_like(v)
+        for share, distance in zip(shares, distances, strict=True):
+            o = o + share[..., None] * shifted(v, distance)
+        return self.out(o.reshape(len(x), -1).astype(x.dtype))
 
 
 def _sinusoids(positions: np.ndarray, size: int) -> np.ndarray:
@@ -315,8 +318,8 @@ class Gemma4SoundTower(nnx.Module):
         source, widths = f"{TOWER}.subsample_conv_projection", (1, *config.channels)
         self.convolutions = nnx.List(
             [
-                Halving(*widths[number : number + 2], config.norm_eps, source=f"{source}.layer{number}", build=build)
-                for number in range(2)
+                Halving(before, after, config.norm_eps, source=f"{source}.layer{number}", build=build)
+                for number, (before, after) in enumerate(pairwise(widths))
             ]
         )
         joined, axes = config.num_features // _STRIDE * config.channels[1], ("embed", "embed")

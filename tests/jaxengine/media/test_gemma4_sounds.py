@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ BEGIN, AUDIO, END, IMAGE = (
     sounds.TOKEN_IDS[each] for each in ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "[BEGIN_AUDIO]")
 )
 # What is read from preprocessor_config.json, with settings that published checkpoints leave out.
-SETTINGS = {"feature_size": 20, **sounds.EMPHASIS["gemma4_wide_sound"]}
+SETTINGS: dict[str, Any] = {"feature_size": 20, **sounds.EMPHASIS["gemma4_wide_sound"]}
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +34,13 @@ def folder(tmp_path_factory):
     return sounds.whole_checkpoint(NAME, tmp_path_factory.mktemp("gemma4"))
 
 
-def opened(folder, **changes):
+def opened(folder: Path, **changes: Any) -> Any:
     raw = {**read_config_json(folder), **changes}
     return processor_for(folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
 
 
 @pytest.mark.parametrize("changes", [{}, {"preemphasis_htk_flavor": False, "input_scale_factor": 2.0}])
-def test_spectrograms_are_those_of_transformers(changes):
+def test_spectrograms_are_those_of_transformers(changes: dict[str, Any]):
     theirs = Gemma4AudioFeatureExtractor(**SETTINGS, **changes)
     ours = UsmMel.read(ConfigFields({**SETTINGS, **changes}), 20)
     for count in (160, 161, 480, 481, 800, 5000, 16_000):
