@@ -188,7 +188,7 @@ GPTQ): [Quantised weights](quantization.md).
 types](quantization.md#gguf-files) that weights are stored in; dequantised at load, or kept as stored with
 `quantization="gguf"`), or from the output of `jaxengine convert`. Models run in float32 or bfloat16, also with
 [quantised weights](quantization.md) and [adapters](lora.md). Families with a vision tower take
-[images and videos](media.md), but for Gemma 3n, Kimi K2.5 and EXAONE 4.5, which read text alone. Whisper transcribes
+[images and videos](media.md), but for Gemma 3n and EXAONE 4.5, which read text alone. Whisper transcribes
 [sounds](audio.md); Qwen2-Audio, Voxtral and Qwen3-ASR take them in their prompts.
 
 **Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the

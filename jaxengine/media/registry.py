@@ -12,6 +12,7 @@ from jaxengine.media.processors.gemma4 import Gemma4Processor
 from jaxengine.media.processors.glm4v import Glm4vProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import InternVLProcessor
+from jaxengine.media.processors.kimi_k25 import KimiK25Processor
 from jaxengine.media.processors.kimi_vl import KimiVLProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
@@ -48,6 +49,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "SmolVLMForConditionalGeneration": SmolVLMProcessor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
     "KimiVLForConditionalGeneration": KimiVLProcessor,
+    "KimiK25ForConditionalGeneration": KimiK25Processor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,

@@ -11,7 +11,10 @@ from tests.models.families.test_golden import assert_close
 
 # Of the others' parts: Qwen3-VL's tower and prompts, a tower that is the others' without what they add, second shapes.
 FURTHER = frozenset(
-    ("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision", *SECOND_SHAPES)
+    (
+        *("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision"),
+        *("kimi_k25_groups_vision", *SECOND_SHAPES),
+    )
 )
 # With windows, and with learned positions; the others' patches know less of their neighbours.
 PACKED = frozenset(("qwen2_5_vl_vision", "qwen3_vl_vision"))
