@@ -31,7 +31,7 @@ from jaxengine.check.roofline import (
     step_work,
     update_work,
 )
-from jaxengine.check.shapes import largest_pictures
+from jaxengine.check.shapes import largest_items
 from jaxengine.check.sparse import sparse_attention
 from jaxengine.checkpoint.model_source import as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
@@ -123,7 +123,7 @@ def open_stages(
 ) -> list[StagePrograms]:
     """Build the programs of each pipeline stage on its share of the devices. Raises ConfigError as the engine does."""
     model_config = as_it_sees(model_config, config)
-    resolved = config.resolved(model_config, platform, largest_pictures(model_config))
+    resolved = config.resolved(model_config, platform, largest_items(model_config))
     layout = resolved.mesh_layout(model_config)
     stages = choose_stages(model_config, resolved, layout)
     opened = []

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxengine.models.cache import KVPages, KVSpec
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.state import LayerState
+from jaxengine.models.config.tower import TOWERS
 from jaxengine.models.layers.attention import gathered_bytes
 from jaxengine.models.layers.expert_counts import rows_at_once
 from jaxengine.models.layers.mla_made import made_numbers, makes_rows
@@ -27,7 +28,6 @@ from jaxengine.scheduler.buckets import Bucket
 
 DECODE_CONTEXT = 1024
 _LEAST = {"gpu": 16}  # least rows of a reached expert: the tile of a tensor core
-TOWER = "tower"  # path of the vision tower, which is in no forward pass
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
     block, expert_rows = _expert_rows(model, bucket, kv), _LEAST.get("" if kv is None else kv.layout, 1)
     for param in declared_params(model):
-        if param.path[0] == TOWER or param.path[:2] == ("layer_inputs", "table"):  # of which rows are read alone
+        if param.path[0] in TOWERS or param.path[:2] == ("layer_inputs", "table"):  # of which rows are read alone
             continue
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
         part = [size // shards for size, shards in zip(param.shape, over, strict=True)]

@@ -15,6 +15,7 @@ from jaxengine.check.published import CONFIGS
 from jaxengine.checkpoint.hub import download
 from jaxengine.checkpoint.model_source import as_asked, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.multimodal import AUDIO, IMAGE
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.hf import CONFIG_FILE, QUANTIZATION_FILE
@@ -224,13 +225,12 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
     return read_folder(download("model", name, [CONFIG_FILE, QUANTIZATION_FILE]))
 
 
-def largest_pictures(model: ModelConfig) -> list[tuple[int, int]]:
-    """Return [(embeddings, patches)] assumed for the largest image, or of one window of a sound, as a check has no
-    processor; [] without a tower.
+def largest_items(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return, by modality, (embeddings, patches) assumed for the largest image, and those of one window of a sound, as
+    a check has no processor.
     """
-    if model.tower is None:
-        return []
-    if model.tower.hears:
-        return [(model.tower.unit // model.tower.merge, model.tower.unit)]
-    patches = -(-_MOST_PATCHES // model.tower.unit) * model.tower.unit
-    return [(patches // model.tower.merge, patches)]
+    found = {}
+    for tower in model.towers:
+        patches = tower.window if tower.hears else -(-_MOST_PATCHES // tower.unit) * tower.unit
+        found[AUDIO if tower.hears else IMAGE] = patches // tower.merge, patches
+    return found

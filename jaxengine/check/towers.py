@@ -11,7 +11,7 @@ from flax import nnx
 from jaxengine.check.exchanges import Expected
 from jaxengine.check.hlo import MustNotCopy
 from jaxengine.check.programs import CheckedProgram, StagePrograms
-from jaxengine.check.roofline import TOWER, Work
+from jaxengine.check.roofline import Work
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.params.declare import declared_params
@@ -24,27 +24,26 @@ _BEHIND_MERGE = ("merger", "mergers", "projector")
 
 
 def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
-    """Yield a program for each call size of the stage's vision tower, or with `short` only for the largest; none
+    """Yield a program for each call size of the stage's towers, or with `short` only for the largest; none
     without a tower.
     """
-    own = next((each.encoder for each in stage.steps.extensions if isinstance(each, PicturesExtension)), None)
-    if own is None:
-        return
-    layout = own.layout
-    for size in layout.sizes[-1:] if short else layout.sizes:
-        program = own.encode(size, stage.params)
-        yield CheckedProgram(
-            name=program.name,
-            mesh=stage.mesh,
-            is_step=True,
-            is_largest=False,
-            function=program.function,
-            arguments=program.arguments,
-            donate=program.donate,
-            work=tower_work(stage.model, layout, size),
-            must_not_copy=MustNotCopy(),
-            expected=_expected(stage, layout, size),
-        )
+    found = (each.encoders for each in stage.steps.extensions if isinstance(each, PicturesExtension))
+    for own in (encoder for encoders in found for encoder in encoders):
+        layout = own.layout
+        for size in layout.sizes[-1:] if short else layout.sizes:
+            program = own.encode(size, stage.params)
+            yield CheckedProgram(
+                name=program.name,
+                mesh=stage.mesh,
+                is_step=True,
+                is_largest=False,
+                function=program.function,
+                arguments=program.arguments,
+                donate=program.donate,
+                work=tower_work(stage.model, layout, size),
+                must_not_copy=MustNotCopy(),
+                expected=_expected(stage, layout, size),
+            )
 
 
 def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
@@ -55,7 +54,7 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
     """
     num_bytes, flops = 4 * size * layout.tower.num_features, 0
     for param in declared_params(model):
-        if param.path[0] != TOWER:
+        if param.path[0] != layout.part:
             continue
         over = [1 if axis is None else model.mesh.num_shards(axis) for axis in param.decl.axes]
         own = math.prod(param.shape) // math.prod(over)
@@ -74,9 +73,11 @@ def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expecte
     model, itemsize = stage.model, jnp.dtype(stage.config.dtype).itemsize
     if model.mesh.num_ranks > 1:
         return None
-    widest = max(param.shape[-1] for param in declared_params(model) if param.path[0] == TOWER)
+    widest = max(param.shape[-1] for param in declared_params(model) if param.path[0] == layout.part)
     most = layout.parts * size * widest
-    return Expected((), most, most * itemsize, encoding=tower_exchanges(getattr(model, TOWER), model.mesh, layout))
+    return Expected(
+        (), most, most * itemsize, encoding=tower_exchanges(getattr(model, layout.part), model.mesh, layout)
+    )
 
 
 def tower_exchanges(tower: nnx.Module, mesh: MeshLayout, layout: EncoderLayout) -> dict[str, Mapping[str, int]]:

@@ -145,8 +145,8 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Return the model without its tower if it pools or if requests may not contain what it encodes. Raises ConfigError
-    for a model that cannot do without sounds and may not have any.
+    """Return the model without the towers for what requests may not contain, and without any if it pools. Raises
+    ConfigError for a model that cannot do without sounds and may not have any.
     """
     if model.tower is not None and model.tower.crosses:
         if config.mm_limit(AUDIO):
@@ -154,9 +154,9 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
         name = "language_model_only" if config.language_model_only else "limit_mm_per_prompt"
         problem = f"{name} leaves no sound, and {model.architecture} attends to one in each request"
         raise ConfigError.because(name, problem, "leave it out")
-    modalities = (AUDIO,) if model.tower is not None and model.tower.hears else MODALITIES
-    unused = model.pooler is not None or not any(config.mm_limit(modality) for modality in modalities)
-    return replace(model, tower=None) if unused else model
+    sees, hears = (any(map(config.mm_limit, kinds)) and model.pooler is None for kinds in (MODALITIES, (AUDIO,)))
+    used = [tower for tower in model.towers if (hears if tower.hears else sees)]
+    return replace(model, tower=next(iter(used), None), sound_tower=used[1] if len(used) > 1 else None)
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.errors import ConfigError
-from jaxengine.config.multimodal import AUDIO, IMAGE
+from jaxengine.config.multimodal import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
     from jaxengine.config.platforms import Platform
@@ -106,14 +106,15 @@ def check_encoder(options: EncoderOptions) -> None:
 
 
 def settle_encoder(
-    chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Sequence[tuple[int, int]]
+    chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
-    """Return num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig, by name.
+    """Return num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures and uses_mrope of ResolvedConfig,
+    by name.
 
     The result is empty without a tower. Raises ConfigError for options that the tower does not allow.
 
-    chosen: the other fields of ResolvedConfig, by name. sizes: (embeddings, patches) of the largest item of each
-      modality that requests may contain; at least one, unused without a vision tower.
+    chosen: the other fields of ResolvedConfig, by name. sizes: by modality, (embeddings, patches) of the largest item
+      that requests may contain; at least one, unused without a tower.
     """
     tower = model.tower
     if tower is None:
@@ -122,9 +123,11 @@ def settle_encoder(
         from jaxengine.config.sounds import settle_sounds
 
         return settle_sounds(chosen, model, platform)
-    most_rows, most_patches = _most_encoded(chosen, tower, sizes)
+    encoded = [_most_encoded(chosen, each, sizes) for each in model.towers]
+    most_rows = max(rows for rows, _ in encoded)
     whole = tower.attends_both_ways or chosen["disable_chunked_mm_input"]
-    blind = f"let it read text only: limit_mm_per_prompt {AUDIO if tower.hears else IMAGE}=0"
+    modalities = [f"{AUDIO}=0" if each.hears else f"{IMAGE}=0,{VIDEO}=0" for each in model.towers]
+    blind = f"let it read text only: limit_mm_per_prompt {','.join(modalities)}"
     # Decodes come first: they must leave room for a picture that is not split.
     tokens = chosen["long_prefill_token_threshold"] or chosen["max_num_batched_tokens"]
     least = chosen["max_num_seqs"] + most_rows if whole else 2
@@ -142,24 +145,30 @@ def settle_encoder(
         problem = f"{model.architecture} attends to pictures in both directions, which the TPU kernels do not"
         raise ConfigError.because("limit_mm_per_prompt", problem, blind)
     rows = chosen["encoder_cache_size"] or max(2 * most_rows, chosen["max_num_batched_tokens"])
-    patches = -(-most_patches // tower.unit) * tower.unit
-    limits = {"num_encoder_rows": rows, "max_encoder_patches": patches}
+    most = [-(-patches // each.unit) * each.unit for each, (_, patches) in zip(model.towers, encoded, strict=True)]
+    limits = {"num_encoder_rows": rows, "max_encoder_patches": most[0], "max_sound_patches": sum(most[1:])}
     return {**limits, "whole_pictures": whole, "uses_mrope": model.sees_places}
 
 
-def _most_encoded(chosen: Mapping[str, Any], tower: TowerConfig, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the most (embeddings, patches) that a step encodes. Raises ConfigError for a limit below one window of a
-    sound. Arguments as of settle_encoder.
+def _most_encoded(
+    chosen: Mapping[str, Any], tower: TowerConfig, sizes: Mapping[str, tuple[int, int]]
+) -> tuple[int, int]:
+    """Return the most (embeddings, patches) that a step encodes with a tower. Raises ConfigError for a limit below one
+    window of a sound. Arguments as of settle_encoder.
     """
     asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
     if tower.hears:
-        window = max(rows for rows, _ in sizes)
+        window = min(sizes[AUDIO][0], room)
         for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):
             if chosen[name] is not None and chosen[name] < window:
                 raise ConfigError(name, chosen[name], f"at least {window}, the embeddings of one window of a sound")
         most = chosen["max_num_batched_tokens"] if asked is None else asked
         count = max(1, min(most // window, _WINDOWS if asked is None else most))
-        return window, count * tower.unit
-    most_rows = max(min(rows, room) for rows, _ in sizes)
-    most_patches = max(min(patches, room * tower.merge) for _, patches in sizes)
+        return window, count * tower.window
+    seen = [size for modality, size in sizes.items() if modality != AUDIO]
+    if not seen:
+        problem = "limit_mm_per_prompt leaves a model that takes images alone none"
+        raise ConfigError.because("limit_mm_per_prompt", problem, f"add {VIDEO}=0, to serve it without its tower")
+    most_rows = max(min(rows, room) for rows, _ in seen)
+    most_patches = max(min(patches, room * tower.merge) for _, patches in seen)
     return (most_rows, most_patches) if asked is None else (min(most_rows, asked), asked * tower.merge)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +279,7 @@ class EngineConfig(
         return cls(**chosen_options({field.name for field in dataclasses.fields(cls)}, options))
 
     def resolved(
-        self, model: ModelConfig, platform: Platform, pictures: Sequence[tuple[int, int]] = ()
+        self, model: ModelConfig, platform: Platform, pictures: Mapping[str, tuple[int, int]] | None = None
     ) -> ResolvedConfig:
         """Return a config with all defaults filled in for a model and platform, and with the limits of one rank.
 
@@ -335,7 +335,7 @@ class EngineConfig(
             runner="generate" if model.pooler is None else "pooling",
         )
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"], self.kv_cache_memory_bytes)
-        chosen.update(settle_encoder(chosen, model, platform, pictures) | settle_prompt_embeds(chosen, model))
+        chosen.update(settle_encoder(chosen, model, platform, pictures or {}) | settle_prompt_embeds(chosen, model))
         for settle in (settle_recording, settle_offload, settle_kv_events, check_speculation, check_training):
             settle(chosen, model)
         chosen.update(settle_exact(chosen, model, platform.name))
@@ -391,7 +391,7 @@ class ResolvedConfig(EngineConfig):
 
     Attributes:
       default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform.
-      num_encoder_rows, max_encoder_patches, whole_pictures, uses_mrope: as
+      num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures, uses_mrope: as
         jaxengine.scheduler.extensions.pictures.PictureOptions has them.
       attends_to_sounds: whether the tower's rows are sounds that layers attend to (TowerConfig.crosses).
     """
@@ -405,6 +405,7 @@ class ResolvedConfig(EngineConfig):
     default_seq_tokens: int | None = None
     num_encoder_rows: int = 0
     max_encoder_patches: int = 0
+    max_sound_patches: int = 0
     whole_pictures: bool = False
     uses_mrope: bool = False
     attends_to_sounds: bool = False

@@ -22,7 +22,8 @@ def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
         from jaxengine.scheduler.extensions.pictures import PictureOptions
 
         sizes = config.num_encoder_rows, config.max_encoder_patches
-        options.append(PictureOptions(*sizes, whole=config.whole_pictures, mrope=config.uses_mrope))
+        towers = {"whole": config.whole_pictures, "max_sound_patches": config.max_sound_patches}
+        options.append(PictureOptions(*sizes, mrope=config.uses_mrope, **towers))
     if config.num_state_snapshots:
         from jaxengine.scheduler.extensions.snapshots import SnapshotOptions
 

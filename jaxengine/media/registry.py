@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxengine.media.processor import MediaProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor
-from jaxengine.media.processors.gemma4 import Gemma4Processor
+from jaxengine.media.processors.gemma4_sounds import gemma4
 from jaxengine.media.processors.glm4v import Glm4vProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import InternVLProcessor
@@ -43,7 +43,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "LlavaNextForConditionalGeneration": LlavaNextProcessor,
     "InternVLForConditionalGeneration": InternVLProcessor,
     "Gemma3ForConditionalGeneration": Gemma3Processor,
-    "Gemma4ForConditionalGeneration": Gemma4Processor,
+    "Gemma4ForConditionalGeneration": gemma4,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "Llama4ForConditionalGeneration": Llama4Processor,
     "SmolVLMForConditionalGeneration": SmolVLMProcessor,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxengine.check.roofline import TOWER, product_work
+from jaxengine.check.roofline import product_work
 from jaxengine.models.params.declare import declared_params
 from jaxengine.runner.extensions.pictures.section import PicturesExtension
 from jaxengine.runner.memory import StageNeeds
@@ -72,11 +72,11 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
         held += len(list(buckets)) * min(len(draft.stage.layers), how.most_layers) * how.layer
         forward = max(forward, _forward_workspace(stage, draft, how))
     for each in programs.extensions:
-        if isinstance(each, PicturesExtension) and each.encoder is not None:
-            sizes = each.encoder.layout.sizes
-            tower, depth = _tower_rows(stage)
-            held += len(sizes) * min(depth, how.most_layers) * how.layer
-            own = max(own, how.rows * sizes[-1] * tower)
+        if isinstance(each, PicturesExtension):
+            for layout in (encoder.layout for encoder in each.encoders if encoder.layout.sizes):
+                tower, depth = _tower_rows(stage, layout.part)
+                held += len(layout.sizes) * min(depth, how.most_layers) * how.layer
+                own = max(own, how.rows * layout.sizes[-1] * tower)
     return StageNeeds(int(held), int(forward + programs.slot_bytes + beside + own), programs.memory)
 
 
@@ -106,11 +106,13 @@ def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler
     return 4 * rows * stage.programs.own_vocab_size
 
 
-def _tower_rows(stage: StageArrays) -> tuple[float, int]:
-    """Bytes of inputs and outputs of the products of one layer of the vision tower, for one patch; and its layers."""
+def _tower_rows(stage: StageArrays, part: str) -> tuple[float, int]:
+    """Bytes of inputs and outputs of the products of one layer of a tower, for one patch; and its layers. part: the
+    model's attribute that the tower is.
+    """
     model, widest, layers = stage.programs.model, 0, set()
     for param in declared_params(model):
-        if param.path[0] == TOWER and len(param.shape) > 1:
+        if param.path[0] == part and len(param.shape) > 1:
             layers |= {param.path[param.path.index("layers") + 1]} if "layers" in param.path else set()
             widest = max(widest, sum(param.shape[-2:]))
     return 4.0 * widest * jnp.dtype(stage.programs.shape.config.dtype).itemsize, max(1, len(layers))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxengine.check.drafts import settled as settled_head
-from jaxengine.check.shapes import SHAPES, largest_pictures, model_config
+from jaxengine.check.shapes import SHAPES, largest_items, model_config
 from jaxengine.checkpoint.hub_model import OTHER_FILES, from_hub
 from jaxengine.checkpoint.model_source import ModelSource, as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
@@ -29,7 +29,7 @@ class PlannedModel:
 
     Attributes:
       config: settled, parallel sizes aside.
-      items: (embeddings, patches) of the largest picture and video.
+      items: by modality, (embeddings, patches) of the largest item.
       file_bytes: of its weights on disk; 0 where they are not here.
       note: what is not known of it; "" for nothing.
     """
@@ -37,7 +37,7 @@ class PlannedModel:
     source: ModelSource
     config: EngineConfig
     platform: Platform
-    items: Sequence[tuple[int, int]]
+    items: Mapping[str, tuple[int, int]]
     file_bytes: int
     note: str
 
@@ -99,7 +99,7 @@ def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedM
     source = ModelSource(Path(name), shape.up_to(longest), None, {})
     config = settled_head(replace(config, load_format="dummy"), shape)
     note = "a published shape; pictures are taken to have 16,384 patches" if shape.tower else "a published shape"
-    return PlannedModel(source, config, platform, largest_pictures(shape), 0, note)
+    return PlannedModel(source, config, platform, largest_items(shape), 0, note)
 
 
 def _weight_files(path: Path) -> list[Path]:

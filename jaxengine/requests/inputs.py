@@ -448,9 +448,8 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
         advice = "set override_generation_config, or generation_config='vllm'"
         raise ConfigError.because(name, problem, advice) from error
     tokenizer = source.load_tokenizer(config)
-    processor, tower = open_processor(source.path, source.config, config.hf_overrides, tokenizer), source.config.tower
-    size = source.config.hidden_size
-    media = None if processor is None or tower is None else MediaInputs(processor, tower, config, size)
+    processor, towers = open_processor(source.path, source.config, config.hf_overrides, tokenizer), source.config.towers
+    media = None if processor is None else MediaInputs(processor, towers, config, source.config.hidden_size)
     return InputProcessor(
         config,
         source.config,

@@ -258,7 +258,7 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         the layers whose keys its other layers read, or, in the first stage, all layers that add image features.
       ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
-    parts = 1 if model_config.tower is None else model_config.tower.num_parts
+    parts = max([1, *(tower.num_parts for tower in model_config.towers)])
     if not stage.is_first and stage.layers[0] < parts - 1:
         # Embeddings are where they are encoded; hidden states alone go on to the next stage.
         problem = f"the first {parts - 1} layers add parts of pictures, but the first stage has {stage.layers[0]}"

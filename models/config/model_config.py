@@ -62,7 +62,8 @@ class ModelConfig:
     checkpoint may have `num_nextn_predict_layers` layers after the last that predict further tokens. `pooler` is None
     for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` maps names
     of checkpoint modules to the storage of their matrices (jaxengine.models.quantization.rules.Quantization); None for
-    plain weights. `tower` is the vision tower; None for a model without, or for one that is served without it.
+    plain weights. `tower` is the tower of images, or of sounds; None for a model without, or for one that is served
+    without it. `sound_tower` is the one of sounds in a model that has one of images as well.
     `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
     each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
     `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `altup` is for families
@@ -91,6 +92,7 @@ class ModelConfig:
     pooler: Pooler | None = None
     quantization: Callable[[str], Any] | None = None
     tower: TowerConfig | None = None
+    sound_tower: TowerConfig | None = None
     encoder: EncoderConfig | None = None
     ffn_sizes: tuple[int, ...] = ()
     layer_input_size: int = 0
@@ -188,6 +190,11 @@ class ModelConfig:
         prefix cached.
         """
         return all(layer.causal for layer in self.attending)
+
+    @property
+    def towers(self) -> tuple[TowerConfig, ...]:
+        """Return the towers that the model is served with."""
+        return tuple(tower for tower in (self.tower, self.sound_tower) if tower is not None)
 
     @property
     def sees_places(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# A part of a model's weights (jaxengine.models.build.Build.whole_parts).
+# A part of a model's weights (jaxengine.models.build.Build.whole_parts), and where a model has its towers.
 TOWER = "tower"
+TOWERS = (TOWER, "sound_tower")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,7 @@ class TowerConfig:
       num_parts: E / D, 1 + the number of layers that add a part of their own.
       crosses: whether layers attend to what the tower returns, one row for a sound, by cross-attention
         (jaxengine.models.layers.cross_attention); no token of the prompt stands for it.
-      hears: whether it encodes sounds, and not images. Patches are frames of their spectrograms, and a unit is a window
-        that is encoded by itself: a longer sound is several items to the scheduler (Media.in_windows).
+      hears: whether it encodes sounds, and not images. Patches are frames of their spectrograms.
     """
 
     num_features: int
@@ -48,6 +48,13 @@ class TowerConfig:
     def unused(self) -> tuple[str, ...]:
         """Prefixes of the model's names of tower tensors that this model does not use."""
         return ()
+
+    @property
+    def window(self) -> int:
+        """Return the most patches of a sound that are encoded together, by themselves: a longer one is several items to
+        the scheduler (Media.in_windows).
+        """
+        return self.unit
 
     def make(self, hidden_size: int, build: Any) -> Any:
         """Build the tower, a flax.nnx module, for a model of this hidden size and a jaxengine.models.build.Build."""

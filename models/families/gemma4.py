@@ -1,5 +1,5 @@
-"""Gemma 4 (Google 2026), with and without a vision tower: head sizes by kind of layer, layers that read the keys and
-values of others, per-layer inputs, and in some checkpoints experts in addition to the MLP of every layer.
+"""Gemma 4 (Google 2026), with and without towers of images and sounds: head sizes by kind of layer, layers that read
+the keys and values of others, per-layer inputs, and in some checkpoints experts beside the MLP of every layer.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, RopeFactors, g
 from jaxengine.models.config.hf import FULL, SLIDING, Activation, hf_fields, layer_kinds, text_fields, windows_by_kind
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
@@ -33,7 +34,8 @@ from jaxengine.models.layers.norm import RMSNorm, rms_normalized
 from jaxengine.models.layers.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
-from jaxengine.models.vision.gemma4 import LIMITS, POSITIONS, PROJECTOR, TOWER, Gemma4TowerConfig, read_gemma4
+from jaxengine.models.sound import gemma4 as sound
+from jaxengine.models.vision.gemma4 import LIMITS, POSITIONS, PROJECTOR, TOWER, read_gemma4
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 # What transformers takes for fields that a file lacks.
@@ -55,12 +57,12 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-# The language model's names in checkpoints that have towers as well, and those towers. No audio is read.
+# The language model's names in checkpoints that have towers as well, and those towers.
 NAMES = CheckpointNames(
     prefixes=(("model.language_model.", "model."),),
-    unused=("model.audio_tower.", "model.embed_audio."),
     tower=(f"{TOWER}.", f"{PROJECTOR}."),
-    flattened=(POSITIONS,),
+    sound_tower=(f"{sound.TOWER}.", f"{sound.PROJECTOR}."),
+    flattened=(POSITIONS, *sound.CONVOLUTIONS),
     raveled=tuple(f".{name}" for name in LIMITS),
     stacked_experts=StackedExperts(out_first=True),
 )
@@ -278,11 +280,12 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return Gemma4Layer(self.config, layer, build)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        """Compute what layers get beside the hidden state x, as Decoder does; an image's tokens count as filler."""
+        """Compute what layers get beside the hidden state x, as Decoder does; tokens of images and sounds count as
+        filler."""
         token_ids, pictures = batch.token_ids, batch.sections.get("pictures")
         if pictures is not None:
-            assert isinstance(self.config.tower, Gemma4TowerConfig)
-            token_ids = jnp.where(pictures.index >= 0, self.config.tower.filler_id, token_ids)
+            tower: Any = self.config.tower
+            token_ids = jnp.where(pictures.index >= 0, tower.filler_id, token_ids)
         return self.layer_inputs(token_ids, x)
 
 
@@ -396,8 +399,8 @@ def _gguf_experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Gemma 4 with images in the prompt; in large checkpoints layers with windows let the tokens of one see each other.
-    No audio is read.
+    """Gemma 4 with images and sounds in the prompt; in large checkpoints, which take no sounds, layers with windows let
+    the tokens of an image see each other.
     """
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
@@ -406,10 +409,13 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields)
         found = super().read_hf(text)
-        if not fields.has("vision_config"):  # a text part may be kept under this name without the rest
-            return found
         filler = text.integer("pad_token_id", 0, minimum=0)
         if filler >= found["vocab_size"]:
             raise text.fail("pad_token_id", f"below vocab_size {found['vocab_size']}")
         both_ways = text.text("use_bidirectional_attention", None) == "vision"
-        return found | {"tower": read_gemma4(fields, both_ways=both_ways, filler_id=filler)}
+        towers: list[TowerConfig | None] = []  # a text part may be kept under this name without the rest
+        if fields.has("vision_config"):
+            towers.append(read_gemma4(fields, both_ways=both_ways, filler_id=filler))
+        if fields.has("audio_config") and not both_ways:
+            towers.append(sound.read_gemma4_sound(fields, filler_id=filler))
+        return found | dict(zip(("tower", "sound_tower"), towers, strict=False))

@@ -60,6 +60,8 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
         if stage.is_first and config.tower is not None:
             self.tower = config.tower.make(config.hidden_size, build.as_named(config.quantization))
+        if stage.is_first and config.sound_tower is not None:
+            self.sound_tower = config.sound_tower.make(config.hidden_size, build.as_named(config.quantization))
         if stage.is_last:
             self.norm = self.make_norm(build)
         if stage.is_last and classifier is not None:

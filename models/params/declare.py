@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxengine.sharding.layout import MeshLayout
 
-_TOWER_LAYERS = ("tower", "layers")
+_TOWER_LAYERS = (("tower", "layers"), ("sound_tower", "layers"))
 
 
 class Source(NamedTuple):
@@ -172,11 +172,11 @@ def declared_params(model: Any) -> Iterator[DeclaredParam]:
     """Iterate over the weights of a model (abstract or real) or of a part of one, in module order.
 
     A model lists the layers of its stage, in order, as `layers` (jaxengine.models.causal_lm.CausalLM), and so does its
-    tower.
+    towers.
     """
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]
         layer = model.stage.layers[path[1]] if path[0] == "layers" else None
-        number = path[2] if path[:2] == _TOWER_LAYERS else layer
+        number = path[2] if path[:2] in _TOWER_LAYERS else layer
         sources = tuple(source._replace(name=source.name.replace("{layer}", str(number))) for source in decl.sources)
         yield DeclaredParam(path, param, replace(decl, sources=sources), layer)

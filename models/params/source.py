@@ -33,6 +33,7 @@ class CheckpointNames(NamedTuple):
       unused: beginnings of the names of other parts, which are not read.
       unused_ends: the same for ends of names.
       tower: beginnings, in the model's names, of the vision tower: not read where the model is served without it.
+      sound_tower: the same of the tower of sounds in a family with both.
       heads: beginnings, in the model's names, of output heads: not read where the model does not declare them.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
@@ -49,6 +50,7 @@ class CheckpointNames(NamedTuple):
     unused: tuple[str, ...] = ()
     unused_ends: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
+    sound_tower: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
     squeezed: tuple[str, ...] = ()

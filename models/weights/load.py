@@ -22,9 +22,10 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxengine.models.build import build_abstract
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WHOLE, WeightSource
+from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource
 from jaxengine.models.quantization.rules import Quantization
 from jaxengine.models.weights.assembly import Assembly
 from jaxengine.models.weights.huge_pages import HugePages
@@ -339,12 +340,22 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
     return tied_copy
 
 
+def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tuple[str, ...]:
+    """Return beginnings of the names of tensors of towers that are not read. towers: those of the model as served."""
+    unread = [beginning for tower in towers for beginning in tower.unused]
+    if not any(tower.hears for tower in towers):
+        unread += names.sound_tower
+    if all(tower.hears and names.sound_tower for tower in towers):
+        unread += names.tower
+    return tuple(unread)
+
+
 def is_unread(model: CausalLM, name: str) -> bool:
     """Whether checkpoints of the model may have a tensor of this name that it ignores: of a part that is not served, of
     keys and values that a layer takes from another one, or one of IGNORABLE_SUFFIXES.
     """
     config = model.config
-    towers = model.checkpoint_names.tower if config.tower is None else config.tower.unused
+    towers = unread_towers(model.checkpoint_names, config.towers)
     predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
     heads = model.checkpoint_names.heads
     shared = tuple(

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxengine.scheduler.batch import ScheduledBatch
 from jaxengine.scheduler.extension import RankExtension
-from jaxengine.scheduler.media import Media, MediaItem
+from jaxengine.scheduler.media import AUDIO, Media, MediaItem
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.request import Request
@@ -34,12 +34,15 @@ class PictureOptions:
       max_patches: most patches that a replica encodes in one step.
       whole: a step computes all of an image's remaining tokens or none.
       mrope: messages carry M-RoPE positions.
+      max_sound_patches: the same as max_patches for sounds, where a second tower encodes them; 0 where one tower
+        encodes all items.
     """
 
     num_rows: int
     max_patches: int
     whole: bool = False
     mrope: bool = False
+    max_sound_patches: int = 0
 
     def extension(self) -> Pictures:
         return Pictures(self)
@@ -60,14 +63,15 @@ class EncoderRows:
       num_queries, num_hits: images that chunks have reached, and those whose rows were there already.
     """
 
-    def __init__(self, num_rows: int, max_patches: int, *, whole: bool = False):
+    def __init__(self, num_rows: int, max_patches: int, *, whole: bool = False, max_sound_patches: int = 0):
         """Start with an empty pool. num_rows: its size in embeddings. max_patches: most patches that one step encodes.
-        whole: a step computes all remaining tokens of an image, or none.
+        whole: a step computes all remaining tokens of an image, or none. max_sound_patches: as of PictureOptions.
         """
-        self.num_rows, self.max_patches, self.whole = num_rows, max_patches, whole
+        self.num_rows, self.whole = num_rows, whole
+        self._most = {False: max_patches, True: max_sound_patches}  # by whether a tower of sounds encodes an item
         self.encodes: list[Encode] = []
         self.num_queries = self.num_hits = 0
-        self._num_patches = 0
+        self._num_patches = dict.fromkeys(self._most, 0)
         self._free = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
         self._num_free = num_rows
         self._rows: dict[bytes, np.ndarray] = {}
@@ -88,7 +92,7 @@ class EncoderRows:
 
     def begin_step(self) -> None:
         """Start a step, with no image to encode yet."""
-        self.encodes, self._num_patches = [], 0
+        self.encodes, self._num_patches = [], dict.fromkeys(self._most, 0)
 
     def reach(self, media: Media | None, start: int, count: int) -> int:
         """Return how many of a prompt's tokens [start, start + count) this step can compute as far as images are
@@ -99,7 +103,8 @@ class EncoderRows:
         """
         if media is None or start >= media.end:
             return count
-        patches, rows, seen = self.max_patches - self._num_patches, self._num_free + self._num_idle_rows, set()
+        patches = {tower: most - self._num_patches[tower] for tower, most in self._most.items()}
+        rows, seen = self._num_free + self._num_idle_rows, set()
         for item in _within(media, start, count):
             if self.whole and item.end > start + count:
                 return max(0, item.begin - start)
@@ -108,8 +113,8 @@ class EncoderRows:
             seen.add(item.digest)
             rows -= item.num_rows
             if item.digest not in self._idle:
-                patches -= item.num_patches
-            if patches < 0 or rows < 0:
+                patches[self._tower(item)] -= item.num_patches
+            if min(patches.values()) < 0 or rows < 0:
                 return max(0, item.begin - start)
         return count
 
@@ -133,7 +138,7 @@ class EncoderRows:
                 self._rows[item.digest] = rows = self._allocate(item.num_rows)
                 self._users[item.digest] = set()
                 self.encodes.append(Encode(item, rows))
-                self._num_patches += item.num_patches
+                self._num_patches[self._tower(item)] += item.num_patches
             self._users[item.digest].add(slot)
             own[item.digest] = max(item.end, own.get(item.digest, 0))
 
@@ -194,6 +199,10 @@ class EncoderRows:
         for digest in list(self._idle):
             self._evict(digest)
 
+    def _tower(self, item: MediaItem) -> bool:
+        """Whether a tower of sounds beside that of images encodes an item."""
+        return self._most[True] > 0 and item.modality == AUDIO
+
     def _leave(self, slot: int, digest: bytes) -> None:
         users = self._users[digest]
         users.discard(slot)
@@ -251,7 +260,8 @@ class RankPictures(RankExtension):
     """
 
     def __init__(self, options: PictureOptions, slots: Slots):
-        self.rows = EncoderRows(options.num_rows, options.max_patches, whole=options.whole)
+        sounds = options.max_sound_patches
+        self.rows = EncoderRows(options.num_rows, options.max_patches, whole=options.whole, max_sound_patches=sounds)
         self._slots = slots
         self._mrope = options.mrope
 

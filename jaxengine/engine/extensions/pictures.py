@@ -60,10 +60,9 @@ class Pictures(LoopExtension):
         self._cache = cache
 
     def prepare(self, request: Request) -> None:
-        layout = self.loop.runner.extension(NAME).layout
-        tower = None if layout is None else layout.tower
-        if request.media is not None and tower is not None and tower.hears:
-            request.media = request.media.in_windows(tower.unit, tower.merge)
+        for tower in self.loop.runner.extension(NAME).towers:
+            if request.media is not None and tower.hears:
+                request.media = request.media.in_windows(tower.window, tower.merge)
 
     def queued(self, requests: Sequence[Request]) -> None:
         self.stats.count(requests[0].media)

@@ -119,7 +119,10 @@ class Gemma4Processor(GridProcessor):
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
 
     def with_options(self, options: Mapping[str, Any]) -> Gemma4Processor:
-        """Return the processor with the budget that an engine's options give all images and frames."""
+        """Return the processor with the budget that an engine's options give all images and frames. Raises RequestError
+        for options that there are not.
+        """
+        check_options(options, (_BUDGET,))
         found = copy(self)
         found.sizes = {
             modality: settings._replace(budget=self._asked(options, settings.budget))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +24,18 @@ _FLOOR, _RANGE = 1e-10, 8.0
 
 def read_features(folder: Path, num_bins: int) -> ConfigFields:
     """Return a checkpoint's settings of spectrograms. Raises ModelFileError for others than these and `num_bins`."""
+    wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
+    return required_features(folder, **wanted, dither=0.0)
+
+
+def required_features(folder: Path, **wanted: Any) -> ConfigFields:
+    """Return a checkpoint's settings of spectrograms. Raises ModelFileError for others than `wanted`, where they are
+    given.
+    """
     whole = read_object(folder, WHOLE) or {}
     fields = ConfigFields(whole.get(_FEATURES[0]) or read_object(folder, _FEATURES[1]) or {})
-    wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
     try:
-        fields.require(**wanted, dither=0.0)
+        fields.require(**wanted)
     except ModelConfigError as error:
         raise ModelFileError(folder / _FEATURES[1], str(error)) from error
     return fields
@@ -51,12 +59,18 @@ def log_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
 @lru_cache
 def _filters(num_bins: int) -> np.ndarray:
     """Return triangles over frequencies, [201, num_bins], of equal area, evenly spaced in mels as Slaney has them."""
-    frequencies = np.linspace(0, RATE // 2, _WINDOW // 2 + 1)
     edges = _hertz(np.linspace(0.0, _mel(RATE / 2), num_bins + 2))
-    widths = np.diff(edges)
+    return triangles(edges, _WINDOW) * (2.0 / (edges[2:] - edges[:-2]))
+
+
+def triangles(edges: np.ndarray, length: int) -> np.ndarray:
+    """Return [length / 2 + 1, B]: for each frequency of a Fourier transform of this length, the height of triangle b,
+    which rises from 0 at edges[b] to 1 at edges[b + 1] and falls to 0 at edges[b + 2]. edges: f64[B + 2], in hertz.
+    """
+    frequencies, widths = np.linspace(0, RATE // 2, length // 2 + 1), np.diff(edges)
     slopes = edges[None, :] - frequencies[:, None]
     down, up = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
-    return np.maximum(0, np.minimum(down, up)) * (2.0 / (edges[2:] - edges[:-2]))
+    return np.maximum(0, np.minimum(down, up))
 
 
 # Slaney's scale: 200/3 Hz each up to 1,000 Hz, and logarithmic above, 27 for a factor of 6.4.

@@ -43,11 +43,13 @@ class SoundProcessor:
     around: tuple[str, str] = ("", "")
     # Spectrograms are filled up with zeros to a multiple of this many frames.
     chunk = 1
+    # Tokens that are put before and after a sound's embeddings; none where templates write them.
+    marks: tuple[int, ...] = ()
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         self.tower: Any = model_config.tower
-        self.num_frames, self.num_bins = self.tower.unit, self.tower.num_features
-        self.features = read_features(Path(folder), self.num_bins)
+        self.num_frames, self.num_bins = self.tower.window, self.tower.num_features
+        self.features = self.read_features(Path(folder))
         self.tokenizer = tokenizer
         fields = ConfigFields(config_json)
         name = next((name for name in self.token_fields if fields.has(name)), self.token_fields[0])
@@ -55,6 +57,14 @@ class SoundProcessor:
         if self.token_id >= model_config.vocab_size:
             raise fields.fail(name, f"a token id below vocab_size {model_config.vocab_size}")
         self.settings = f"{type(self).__name__} {sorted(self.features.raw.items(), key=str)} {self.tower!r}"
+
+    def read_features(self, folder: Path) -> ConfigFields:
+        """Return the checkpoint's settings of spectrograms. Raises ModelFileError."""
+        return read_features(folder, self.num_bins)
+
+    def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        """Return the frames f32[P, bins] of samples f32[N]."""
+        return log_mel(samples, self.num_bins)
 
     @abstractmethod
     def num_samples(self, sound: Sound) -> int:
@@ -87,7 +97,7 @@ class SoundProcessor:
             raise RequestError(f"{problem}; max_model_len has room for {most // self.tower.merge}", param=AUDIO)
         if not num_rows:
             raise RequestError(f"a sound of {value.seconds:.3f} seconds is too short for an embedding", param=AUDIO)
-        frames = log_mel(np.pad(value.samples, (0, count - len(value.samples))), self.num_bins)
+        frames = self.spectrogram(np.pad(value.samples, (0, count - len(value.samples))))
         frames = np.pad(frames, ((0, -len(frames) % self.chunk), (0, 0)))
         return Processed(frames, *self.placed(value, len(frames)), num_rows, (1, len(frames), 1))
 
@@ -105,18 +115,30 @@ class SoundProcessor:
         check_options(options, ())
         return self
 
+    def found(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Return i64[n]: where a prompt has placeholders."""
+        return np.flatnonzero(np.asarray(token_ids, np.int64) == self.token_id)
+
+    def length(self, item: Processed) -> int:
+        """Return how many tokens a sound has in a prompt."""
+        return item.num_rows + len(self.marks)
+
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         ids, found = np.asarray(token_ids, np.int64), items.get(AUDIO, ())
-        at = np.flatnonzero(ids == self.token_id)
+        at = self.found(token_ids)
         shown = self.token_id if self.tokenizer is None else self.placeholder(AUDIO)
         check_placeholders("sound", shown, len(at), len(found))
         counts = np.ones(len(ids), np.int64)
-        counts[at] = [item.num_rows for item in found]
-        starts = (np.cumsum(counts) - counts)[at].tolist()
+        counts[at] = [self.length(item) for item in found]
+        ends, shift = np.cumsum(counts)[at], len(self.marks) // 2
+        starts = (ends - counts[at] + shift).tolist()
         positions = [
             np.arange(start, start + item.num_rows, dtype=np.int32) for start, item in zip(starts, found, strict=True)
         ]
-        return Expanded(np.repeat(ids, counts).tolist(), positions, [(AUDIO, number) for number in range(len(found))])
+        written = np.repeat(ids, counts)
+        if self.marks:
+            written[ends - counts[at]], written[ends - 1] = self.marks
+        return Expanded(written.tolist(), positions, [(AUDIO, number) for number in range(len(found))])
 
 
 class Qwen2AudioProcessor(SoundProcessor):
@@ -129,9 +151,7 @@ class Qwen2AudioProcessor(SoundProcessor):
 
     def num_samples(self, sound: Sound) -> int:
         most = self.num_frames * HOP
-        if len(sound.samples) > most:
-            problem = f"a sound of {sound.seconds:.1f} seconds is given; this model takes at most {most // RATE}"
-            raise RequestError(problem, param=AUDIO)
+        check_length(sound, most)
         return most
 
     def num_rows(self, sound: Sound) -> int:
@@ -142,6 +162,13 @@ class Qwen2AudioProcessor(SoundProcessor):
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
         frames, rows = np.arange(num_frames, dtype=np.int32), np.arange(num_frames // self.tower.merge, dtype=np.int32)
         return np.where(frames < _frames_of(sound), 0, -1)[None].astype(np.int32), _cut(rows, self.num_rows(sound))
+
+
+def check_length(sound: Sound, most: int) -> None:
+    """Raise RequestError for a sound of more than `most` samples."""
+    if len(sound.samples) > most:
+        problem = f"a sound of {sound.seconds:.1f} seconds is given; this model takes at most {most // RATE}"
+        raise RequestError(problem, param=AUDIO)
 
 
 class VoxtralProcessor(SoundProcessor):

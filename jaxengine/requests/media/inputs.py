@@ -88,15 +88,18 @@ class MediaInputs:
       reader: reader of conversations and files.
     """
 
-    def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig, hidden_size: int = 0):
-        """Store the parts. hidden_size: of the model, for embeddings that are given instead of images; 0: they are
-        refused.
+    def __init__(
+        self, processor: MediaProcessor, towers: Sequence[TowerConfig], config: ResolvedConfig, hidden_size: int = 0
+    ):
+        """Store the parts. towers: of the model, one or more. hidden_size: of the model, for embeddings that are given
+        instead of images; 0: they are refused.
         """
         self.processor = processor
         size = config.mm_processor_cache_bytes
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
-        self.reader = MediaReader(processor, _heard(config, processor, tower))
-        self._tower, self._row_size = tower, tower.num_parts * hidden_size if hidden_size else 0
+        self.reader = MediaReader(processor, _heard(config, processor, towers))
+        self._towers, self._num_parts = towers, max(tower.num_parts for tower in towers)
+        self._row_size = self._num_parts * hidden_size
         self._config = config
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -175,7 +178,10 @@ class MediaInputs:
         def make() -> Processed:
             if isinstance(value, Embeds):
                 return self._embedded(value)
-            return self._filled_up(self.processor.process(modality, value, options, self._most_patches))
+            # A sound is encoded window by window, so all that a prompt has room for.
+            tower = self._tower(modality)
+            most = (self._config.max_model_len - 1) * tower.merge if tower.hears else self._config.max_encoder_patches
+            return _filled_up(self.processor.process(modality, value, options, most), tower)
 
         made = make() if kept is None else kept
         if cache is not None and kept is None:
@@ -189,24 +195,20 @@ class MediaInputs:
         """
         count, size = given.values.shape
         if size != self._row_size:
-            parts = f", {self._tower.num_parts} parts of the hidden size" if self._tower.num_parts > 1 else ""
+            parts = f", {self._num_parts} parts of the hidden size" if self._num_parts > 1 else ""
             problem = f"{DATA}: embeddings of an image have {size} numbers each; allowed are {self._row_size}{parts}"
             raise RequestError(problem, param=DATA, value=size)
         grid = self.processor.grid_of(count, given.grid)
         rows, no_columns = np.arange(count, dtype=np.int32), np.zeros((0, count), np.int32)
         return Processed(given.values, no_columns, rows, count, grid)
 
-    @property
-    def _most_patches(self) -> int:
-        """Return the limit of an item's patches: a sound is encoded window by window, so all that a prompt has room
-        for.
-        """
-        config = self._config
-        return (config.max_model_len - 1) * self._tower.merge if self._tower.hears else config.max_encoder_patches
+    def _tower(self, modality: str) -> TowerConfig:
+        """Return the tower that encodes a modality."""
+        return next((tower for tower in self._towers if tower.hears == (modality == AUDIO)), self._towers[0])
 
     def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
         config = self._config
-        if self._tower.hears:  # by its processor
+        if self._tower(modality).hears:  # by its processor
             return
         if not is_embedded:
             check_room(modality, len(found.patches), config.max_encoder_patches)
@@ -217,26 +219,28 @@ class MediaInputs:
             )
             raise RequestError(problem, param=DATA, value=found.num_rows)
 
-    def _filled_up(self, item: Processed) -> Processed:
-        """Pad an item to a multiple of the tower's unit, at which every item begins: patches with 0, columns and rows
-        with -1.
-        """
-        missing = -len(item.patches) % self._tower.unit
-        return item._replace(
-            patches=np.pad(item.patches, ((0, missing), (0, 0))),
-            columns=np.pad(item.columns, ((0, 0), (0, missing)), constant_values=-1),
-            rows=np.pad(item.rows, (0, missing // self._tower.merge), constant_values=-1),
-        )
+
+def _filled_up(item: Processed, tower: TowerConfig) -> Processed:
+    """Pad an item to a multiple of the tower's unit, at which every item begins: patches with 0, columns and rows with
+    -1.
+    """
+    missing = -len(item.patches) % tower.unit
+    return item._replace(
+        patches=np.pad(item.patches, ((0, missing), (0, 0))),
+        columns=np.pad(item.columns, ((0, 0), (0, missing)), constant_values=-1),
+        rows=np.pad(item.rows, (0, missing // tower.merge), constant_values=-1),
+    )
 
 
-def _heard(config: ResolvedConfig, processor: MediaProcessor, tower: TowerConfig) -> MediaOptions:
+def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[TowerConfig]) -> MediaOptions:
     """Return the limits of media, with that of sounds as what a prompt has room for where it is below the option: what
     is too long is then not decoded to its end.
     """
-    if not tower.hears:
+    tower = next((tower for tower in towers if tower.hears), None)
+    if tower is None:
         return config
     windows = -(-(config.max_model_len - 1) // processor.largest(AUDIO).num_rows)
-    most = windows * tower.unit * HOP // RATE
+    most = windows * tower.window * HOP // RATE
     return replace(config, max_audio_seconds=max(1, min(config.max_audio_seconds, most)))
 
 

@@ -20,21 +20,21 @@ def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
     return settle_draft(config, source.config)
 
 
-def item_sizes(source: ModelSource, config: EngineConfig) -> list[tuple[int, int]]:
-    """Return (embeddings, patches) of the largest item of each kind, image or video, that requests may bring; none for
-    a text model. Reads the model's processor and tokenizer: ModelFileError or ModelConfigError for invalid ones.
+def item_sizes(source: ModelSource, config: EngineConfig) -> dict[str, tuple[int, int]]:
+    """Return, by modality, (embeddings, patches) of the largest item that requests may bring; none for a text model.
+    Reads the model's processor and tokenizer: ModelFileError or ModelConfigError for invalid ones.
     """
     if source.config.tower is None:
-        return []
+        return {}
     processor = open_processor(source.path, source.config, config.hf_overrides, source.load_tokenizer(config))
     assert processor is not None
     try:
         processor = processor.with_options(config.mm_processor_kwargs or {})
     except ValueError as error:
         raise ConfigError.because("mm_processor_kwargs", str(error), "give an allowed value") from None
-    found = []
+    found = {}
     for modality in processor.modalities:
         if config.mm_limit(modality):
             largest = processor.largest(modality, config.mm_size(modality))
-            found.append((largest.num_rows, len(largest.patches)))
+            found[modality] = largest.num_rows, len(largest.patches)
     return found

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from jaxengine import LLM
-from jaxengine.checkpoint.model_source import open_model
+from jaxengine.checkpoint.model_source import as_it_sees, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import read_hf
 from jaxengine.models.weights.formats.orbax import read_layout
 from tests.conftest import TINY_CHECKPOINT
+from tests.models.config.test_sounds import GEMMA4
+from tests.tables import each_row
 
 
 def copy(tmp_path) -> Path:
@@ -275,3 +279,25 @@ def test_a_damaged_file_is_one_clear_error(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ModelFileError, match=r"model\.gguf"):
         LLM(model=str(path))
+
+
+@each_row(
+    ("limits", "hears"),
+    [
+        ({}, [False, True]),
+        ({"image": 0}, [False, True]),  # videos are seen
+        ({"audio": 0}, [False]),
+        ({"image": 0, "video": 0}, [True]),
+        ({"image": 0, "video": 0, "audio": 0}, []),
+    ],
+)
+def test_towers_of_what_requests_may_not_have_are_left_out(limits, hears):
+    model = as_it_sees(read_hf(GEMMA4), EngineConfig(limit_mm_per_prompt=limits))
+    assert [tower.hears for tower in model.towers] == hears
+    assert (model.tower is None) == (not hears) and (model.sound_tower is None) == (len(hears) < 2)
+
+
+def test_no_images_and_a_tower_that_takes_nothing_else():
+    model = as_it_sees(read_hf({**GEMMA4, "audio_config": None}), config := EngineConfig(limit_mm_per_prompt="image=0"))
+    with pytest.raises(ConfigError, match="leaves a model that takes images alone none; add video=0"):
+        config.resolved(model, PLATFORMS["cpu"], {})

@@ -8,6 +8,7 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.registry import model_for_hf, read_hf
+from jaxengine.models.weights.load import unread_towers
 from tests.tables import each_row
 
 WHISPER = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
@@ -57,6 +58,46 @@ QWEN3_ASR: dict[str, Any] = {
 }
 
 
+# google/gemma-4-E2B-it, as far as it is about sounds.
+GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "audio_config": {"hidden_size": 1024, "num_hidden_layers": 12, "use_clipped_linears": True},
+    "vision_config": {"use_clipped_linears": True},
+    "text_config": {"num_hidden_layers": 6, "vocab_size": 262144},
+}
+
+
+def test_gemma4_has_a_tower_for_each():
+    config = read_hf(GEMMA4)
+    sees, hears = config.towers
+    assert (sees.hears, hears.hears, hears.num_features, hears.merge, hears.window) == (False, True, 128, 4, 3072)
+    assert (hears.left, hears.right, hears.far) == (12, 0, 0) and config.tower is sees and config.sound_tower is hears
+    without = read_hf({**GEMMA4, "vision_config": None})
+    assert without.tower == hears and without.sound_tower is None
+    # Where images are seen in both directions, sounds are not taken.
+    text = GEMMA4["text_config"] | {"use_bidirectional_attention": "vision"}
+    (alone,) = read_hf({**GEMMA4, "text_config": text}).towers
+    assert alone.attends_both_ways
+
+
+@each_row(
+    ("towers", "unread"),
+    [
+        ((True, True), ()),
+        ((True, False), ("model.audio_tower.", "model.embed_audio.")),
+        ((False, True), ("model.vision_tower.", "model.embed_vision.")),
+    ],
+)
+def test_tensors_of_towers_that_are_not_loaded_are_not_read(towers, unread):
+    names = model_for_hf("Gemma4ForConditionalGeneration").checkpoint_names
+    kept = [tower for tower, is_kept in zip(read_hf(GEMMA4).towers, towers, strict=True) if is_kept]
+    assert unread_towers(names, kept) == unread
+    assert set(unread_towers(names, ())) == {*names.tower, *names.sound_tower}
+    alone = model_for_hf("VoxtralForConditionalGeneration").checkpoint_names
+    assert unread_towers(alone, read_hf(VOXTRAL).towers) == () and unread_towers(alone, ()) == alone.tower
+
+
 def test_published_configurations():
     for raw, hidden, layers, rows in (
         (QWEN2_AUDIO, 4096, 32, 750),
@@ -96,6 +137,13 @@ def test_names_of_tensors(stored, model):
         (QWEN2_AUDIO, "text_config", {"model_type": "gemma"}, "model_type .*one of llama"),
         (VOXTRAL, "audio_config", {"intermediate_size": 5121}, "intermediate_size .*a multiple of hidden_size"),
         (VOXTRAL, "audio_config", {"num_mel_bins": 0}, "num_mel_bins"),
+        (GEMMA4, "audio_config", {"num_attention_heads": 3}, "num_attention_heads .*divisor of hidden_size 1024"),
+        (GEMMA4, "audio_config", {"subsampling_conv_channels": [128]}, "subsampling_conv_channels .*two integers"),
+        (GEMMA4, "audio_config", {"subsampling_conv_channels": [3, 1]}, "subsampling_conv_channels .*first one >= 4"),
+        (GEMMA4, "audio_config", {"attention_context_left": 1}, "attention_context_left .*at least 2"),
+        (GEMMA4, "audio_config", {"attention_context_right": 65}, "attention_context_right .*at most 64"),
+        (GEMMA4, "audio_config", {"conv_kernel_size": 65}, "conv_kernel_size .*1 to 64"),
+        (GEMMA4, "audio_config", {"hidden_act": "relu"}, "hidden_act"),
         (QWEN3_ASR["thinker_config"], "audio_config", {"n_window_infer": 150}, "n_window_infer .*a multiple of twice"),
         (QWEN3_ASR["thinker_config"], "audio_config", {"output_dim": 1}, "output_dim .*hidden_size of the text model"),
     ],

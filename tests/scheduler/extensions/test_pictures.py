@@ -192,6 +192,20 @@ def test_a_chunk_ends_before_a_picture_that_has_no_room():
     assert [each.item.digest for each in rows.encodes] == [b"c"], "what nobody needs any more is not encoded over c"
 
 
+def test_a_second_tower_has_a_limit_of_its_own():
+    rows = EncoderRows(30, 8, max_sound_patches=12)
+    sounds = [replace(item(name, range(first, first + 4)), modality="audio") for name, first in (("b", 6), ("d", 18))]
+    media = Media((item("a", range(1, 5)), sounds[0], item("c", range(12, 16)), sounds[1]))
+    assert rows.reach(media, 0, 30) == 12, "8 patches of images are a step's; those of the sound are others"
+    rows.take(0, media, 0, 12)
+    assert [each.item.digest for each in rows.encodes] == [b"a", b"b"]
+    rows.begin_step()
+    assert rows.reach(media, 12, 18) == 18
+    together = Media(tuple(sounds))
+    assert EncoderRows(30, 8, max_sound_patches=12).reach(together, 0, 30) == 18, "16 patches of sounds are too many"
+    assert EncoderRows(30, 16).reach(together, 0, 30) == 30, "one tower's limit is that of all items"
+
+
 def test_whole_pictures_in_a_crowd():
     rng, loop = np.random.default_rng(0), SeeingLoop(whole=True, num_pages=20)
     requests = []

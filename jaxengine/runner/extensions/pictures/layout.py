@@ -13,11 +13,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.config.tower import TOWER, TowerConfig
 from jaxengine.scheduler.extensions.pictures import Encode
+from jaxengine.scheduler.media import AUDIO, EMBEDS, MediaItem
 from jaxengine.sharding.collectives import gather_parts
 
 # The column that says whose a patch is (jaxengine.models.config.tower): numbered within an item, and then within a
@@ -57,12 +59,13 @@ class EncoderLayout:
     """Sizes of encoder calls, and the packing of images into a call.
 
     Attributes:
-      tower: of the model.
+      tower: its configuration.
       num_rows: rows of a replica's pool.
       max_patches: of all images that a replica encodes in one call.
       num_ranks: replicas.
       parts: devices of a replica that encode different images; 1 if they split the tower.
       num_placed: N, rows of a call that writes embeddings brought by requests; 0 if requests bring none.
+      part: the model's attribute that the tower is, of jaxengine.models.config.tower.TOWERS.
     """
 
     tower: TowerConfig
@@ -71,6 +74,7 @@ class EncoderLayout:
     num_ranks: int = 1
     parts: int = 1
     num_placed: int = 0
+    part: str = TOWER
 
     @property
     def programs(self) -> tuple[int, ...]:
@@ -85,6 +89,10 @@ class EncoderLayout:
         while (size := min(sizes) // _STEP // unit * unit) >= max(_LEAST, unit):
             sizes.add(size)
         return tuple(sorted(sizes))
+
+    def encodes(self, item: MediaItem) -> bool:
+        """Whether the tower encodes an item."""
+        return item.modality != EMBEDS and (item.modality == AUDIO) == self.tower.hears
 
     def pack(self, encodes: Sequence[Sequence[Encode]]) -> EncoderInput:
         """Return the message of one call that encodes each replica's images, in the smallest size that holds them.
@@ -143,22 +151,23 @@ class EncoderLayout:
         return shares
 
 
-def make_encode(graph: nnx.GraphDef, params_tree: Any, *, parts: int) -> Callable:
+def make_encode(graph: nnx.GraphDef, params_tree: Any, layout: EncoderLayout) -> Callable:
     """Make the program that encodes images: (params: list of arrays, pool [N, E], patches, columns, targets) -> the
     pool with the new embeddings. The last three are one device's parts of an EncoderInput.
 
-    graph, params_tree: static parts of the model. parts: as of EncoderLayout; with several, devices gather each other's
-    embeddings.
+    graph, params_tree: static parts of the model. layout: of the calls; with several parts, devices gather each other's
+    embeddings. Parts of rows that the tower does not make are zeros.
     """
 
     def encode(params: Any, pool: jax.Array, patches: jax.Array, columns: jax.Array, targets: jax.Array) -> jax.Array:
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("tower"):
-            rows = model.tower(patches[0], columns[0])
-        if parts > 1:
+            rows = getattr(model, layout.part)(patches[0], columns[0])
+        if layout.parts > 1:
             with jax.named_scope("gather"):
                 rows = gather_parts(rows, "heads", dimension=0)
-        return pool.at[targets[0]].set(rows.astype(pool.dtype), mode="drop")
+        rows = jnp.pad(rows.astype(pool.dtype), ((0, 0), (0, pool.shape[1] - rows.shape[1])))
+        return pool.at[targets[0]].set(rows, mode="drop")
 
     return encode
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.tower import TOWER
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderLayout, make_encode, place
 from jaxengine.runner.program import Program, abstract_params, program_on, shape_on
 from jaxengine.sharding.rules import logical_to_spec
@@ -20,24 +21,26 @@ _RANKS, _PICTURES = logical_to_spec(("batch",)), logical_to_spec(("pictures",))
 
 
 class EncoderPrograms:
-    """Encoder programs of the first stage of a model with a vision tower.
+    """Encoder programs of one tower of a model, in its first stage.
 
     Attributes:
       layout: the sizes of calls and their messages.
-      rows: the pool of embeddings, [replicas * N, E], abstract.
+      rows: the pool of embeddings, [replicas * N, E], abstract; all towers write into one.
     """
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
         self.layout = layout
         self._mesh = mesh
         graph, params = nnx.split(model)
-        self._encode = make_encode(graph, jax.tree.structure(params), parts=layout.parts)
-        size = layout.tower.num_parts * model.config.hidden_size
+        self._encode = make_encode(graph, jax.tree.structure(params), layout)
+        size = max(tower.num_parts for tower in model.config.towers) * model.config.hidden_size
         self.rows = shape_on(mesh, (layout.num_ranks * layout.num_rows, size), dtype, _RANKS)
 
     def name(self, size: int) -> str:
         """Return the name of the program of a size. size: one of EncoderLayout.programs."""
-        return f"place {self.layout.num_placed} embeddings" if size == PLACE else f"encode {size} patches"
+        if size == PLACE:
+            return f"place {self.layout.num_placed} embeddings"
+        return f"encode {size} {'patches' if self.layout.part == TOWER else 'frames'}"
 
     def program(self, size: int, params: Sequence[Any]) -> Program:
         """Return the program of a size. size: one of EncoderLayout.programs. params: the model's leaves, arrays or

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.config.tower import TOWER
+from jaxengine.models.config.tower import TOWER, TOWERS
 from jaxengine.models.layers.pictures import Pictures
 from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderInput, EncoderLayout, PlaceInput
@@ -35,7 +35,7 @@ class PicturesExtension(DeviceExtension):
 
     Attributes:
       uses_mrope: whether layers rotate queries and keys by positions in time, height and width.
-      encoder: the encoder programs, in the first stage of a model with a vision tower; else None.
+      encoders: the encoder programs of each tower, in the first stage of a model that has any. All write into one pool.
     """
 
     name = NAME
@@ -44,16 +44,17 @@ class PicturesExtension(DeviceExtension):
         super().__init__(shape)
         model, config = shape.model, shape.config
         self.uses_mrope = model.config.sees_places
-        self.encoder: EncoderPrograms | None = None
-        if model.config.tower is not None and model.stage.is_first:
+        self.encoders: list[EncoderPrograms] = []
+        if model.config.towers and model.stage.is_first:
             parts = model.mesh.model if TOWER in model.build.whole_parts else 1
-            limits = config.num_encoder_rows, config.max_encoder_patches
-            placed = min(config.num_encoder_rows, _MAX_PLACED) if config.enable_mm_embeds else 0
-            layout = EncoderLayout(model.config.tower, *limits, shape.num_ranks, parts, placed)
-            self.encoder = EncoderPrograms(model, layout, config.dtype, shape.mesh)
+            rows, most = config.num_encoder_rows, (config.max_encoder_patches, config.max_sound_patches)
+            placed = min(rows, _MAX_PLACED) if config.enable_mm_embeds else 0
+            for part, tower, patches in zip(TOWERS, model.config.towers, most, strict=False):
+                layout = EncoderLayout(tower, rows, patches, shape.num_ranks, parts, placed * (part == TOWER), part)
+                self.encoders.append(EncoderPrograms(model, layout, config.dtype, shape.mesh))
         elif config.enable_prompt_embeds and model.stage.is_first:
             layout = placed_layout(config.num_encoder_rows, shape.num_ranks, _MAX_PLACED)
-            self.encoder = PlacePrograms(layout, model.config.hidden_size, config.dtype, shape.mesh)
+            self.encoders.append(PlacePrograms(layout, model.config.hidden_size, config.dtype, shape.mesh))
 
     def slots(self) -> Any:
         return Kept((self.shape.num_slots,), jnp.int32) if self.uses_mrope else None
@@ -68,15 +69,13 @@ class PicturesExtension(DeviceExtension):
         return (4 if self.uses_mrope else 1, bucket.num_tokens) if bucket.sections else None
 
     def given(self, bucket: Bucket) -> Any:
-        return self.encoder.rows if bucket.sections and self.encoder is not None else None
+        return self.encoders[0].rows if bucket.sections and self.encoders else None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        if self.encoder is None:
-            return ()
-        return [self.encoder.program(size, params) for size in self.encoder.layout.programs]
+        return [encoder.program(size, params) for encoder in self.encoders for size in encoder.layout.programs]
 
     def allocated(self) -> Mapping[str, Any]:
-        return {} if self.encoder is None else {"embeddings": self.encoder.rows}
+        return {"embeddings": self.encoders[0].rows} if self.encoders else {}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
         field = step.message(NAME) if step.spec.layout.has(NAME) else None
@@ -88,7 +87,7 @@ class PicturesExtension(DeviceExtension):
         return step if field is None else step.with_section(NAME, Pictures(step.given.get(NAME), field[0]))
 
     def at_stage(self, stage: Any) -> StageExtension | None:
-        return None if self.encoder is None else EncoderPool(stage, self.encoder)
+        return EncoderPool(stage, self.encoders[0]) if self.encoders else None
 
     def on_host(self, runner: Any) -> HostExtension:
         return PictureEncoder(runner, self)
@@ -109,9 +108,11 @@ class EncoderPool(StageExtension):
     def release(self) -> None:
         self.rows = None
 
-    def encode(self, pictures: EncoderInput) -> None:
-        """Dispatch the encoding of items; the next forward pass finds what became of them in the pool."""
-        encode = self._stage.program(self.name, self._programs.name(pictures.patches.shape[1]))
+    def encode(self, pictures: EncoderInput, programs: EncoderPrograms | None = None) -> None:
+        """Dispatch the encoding of items; the next forward pass finds what became of them in the pool. programs: of the
+        tower that encodes them; None for those of the first.
+        """
+        encode = self._stage.program(self.name, (programs or self._programs).name(pictures.patches.shape[1]))
         self.rows = encode(self._stage.params, self.rows, *pictures)
 
     def place(self, embeddings: PlaceInput) -> None:
@@ -126,28 +127,29 @@ class PictureEncoder(HostExtension):
     """Host extension that encodes images before the steps that have their tokens.
 
     Attributes:
-      layout: of encoder calls; None for a model with M-RoPE layers but no vision tower.
+      towers: the model's. encoders: programs of them; none for a model with M-RoPE layers but no vision tower.
       uses_mrope: as PicturesExtension's.
     """
 
     def __init__(self, runner: Any, extension: PicturesExtension):
         super().__init__(runner)
         self.uses_mrope = extension.uses_mrope
-        self.layout = None if extension.encoder is None else extension.encoder.layout
+        self.encoders = extension.encoders
+        self.towers = extension.shape.model.config.towers
         self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
 
     def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
         """Dispatch the encoding of each replica's images, and the writing of embeddings that requests brought, before
-        the first forward pass that needs them. Only for a model with a vision tower (`layout` is not None).
+        the first forward pass that needs them. Only for a model with towers, or whose requests bring embeddings.
         """
-        assert self.layout is not None
         pool = self.runner.stages[0].extensions[NAME]
         # Engines of several processes see nothing (jaxengine.config.encoder).
-        seen = [[each for each in own if each.item.modality != EMBEDS] for own in encodes]
-        if any(seen):
-            pool.encode(self.layout.pack(seen))
+        for encoder in self.encoders:
+            taken = [[each for each in own if encoder.layout.encodes(each.item)] for own in encodes]
+            if any(taken):
+                pool.encode(encoder.layout.pack(taken), encoder)
         placed = [[each for each in own if each.item.modality == EMBEDS] for own in encodes]
-        for message in self.layout.place(placed):
+        for message in self.encoders[0].layout.place(placed):
             pool.place(message)
 
     def set_rope_deltas(self, slots: list[int], deltas: list[int]) -> None:

@@ -69,9 +69,9 @@ class Pair:
             "num_encoder_rows": 1 << 12,
         }
         config = SimpleNamespace(mm_processor_cache_bytes=10 * SIZE, **options)
-        tower = SimpleNamespace(unit=4, merge=1, hears=False)
+        tower = SimpleNamespace(unit=4, merge=1, hears=False, num_parts=1)
         self.processor = Squares()
-        self.inputs = MediaInputs(self.processor, tower, config)  # pyright: ignore[reportArgumentType]
+        self.inputs = MediaInputs(self.processor, [tower], config)  # pyright: ignore[reportArgumentType]
         self.inputs.cache = sender.cache or self.inputs.cache
         self.sender, self.stats, self.kept, self.number = sender, MediaStats(), kept, 0
         self.receiver = MediaReceiver(kept, self.stats)

@@ -1,0 +1,59 @@
+"""Processor of a model with a tower of images and another one of sounds, which puts their processors together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, MediaProcessor, Processed
+from jaxengine.media.processors.sounds import SoundProcessor
+from jaxengine.scheduler.media import AUDIO
+
+
+class PairedProcessor:
+    """MediaProcessor that gives sounds to one processor and all else to another.
+
+    Options (mm_processor_kwargs) are those of images: sounds have none.
+    """
+
+    def __init__(self, seeing: MediaProcessor, hearing: SoundProcessor):
+        self.seeing, self.hearing = seeing, hearing
+        self.modalities = (*seeing.modalities, *hearing.modalities)
+        self.settings = f"{seeing.settings} {hearing.settings}"
+
+    def of(self, modality: str) -> MediaProcessor:
+        """Return the processor of a modality."""
+        return self.hearing if modality == AUDIO else self.seeing
+
+    def placeholder(self, modality: str) -> str:
+        return self.of(modality).placeholder(modality)
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        if modality == AUDIO:
+            self.seeing.with_options(options)
+            options = {}
+        return self.of(modality).process(modality, value, options, most)
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        return self.seeing.grid_of(num_rows, grid)
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        return self.of(modality).largest(modality, size)
+
+    def with_options(self, options: Mapping[str, Any]) -> PairedProcessor:
+        return PairedProcessor(self.seeing.with_options(options), self.hearing)
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Expand images first, then sounds among what became of the prompt. Only for models without M-RoPE."""
+        seen = self.seeing.expand(token_ids, items)
+        heard = self.hearing.expand(seen.token_ids, items)
+        # Each token that is no placeholder of a sound stays one; those of sounds become their embeddings and marks.
+        counts = np.ones(len(seen.token_ids), np.int64)
+        counts[self.hearing.found(seen.token_ids)] = [self.hearing.length(item) for item in items.get(AUDIO, ())]
+        moved = np.cumsum(counts) - counts
+        positions = [moved[own].astype(np.int32) for own in seen.positions] + heard.positions
+        order = [*seen.order, *heard.order]
+        by_place = sorted(range(len(order)), key=lambda number: int(positions[number][0]))
+        return Expanded(heard.token_ids, [positions[each] for each in by_place], [order[each] for each in by_place])

@@ -1,0 +1,110 @@
+"""Log-mel spectrograms of Universal Speech Models, those of transformers' Gemma4AudioFeatureExtractor up to rounding.
+NumPy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxengine.media.processors.log_mel import HOP, triangles
+from jaxengine.media.samples import RATE
+from jaxengine.models.config.fields import ConfigFields
+
+# Frames whose spectra are computed at a time.
+_BLOCK = 3000
+
+
+@dataclass(frozen=True)
+class UsmMel:
+    """Spectrograms of windows of `window` samples, HOP apart, of which the first is centred at the first sample.
+
+    Attributes:
+      num_bins: of a spectrum. window, length: samples of a window, and those to which it is filled up with zeros.
+      lowest, highest: frequencies in hertz. emphasis: share of the sample before that is subtracted from each;
+        whole_first: whether the first one of a window loses the same share of itself, and not of the one before it.
+      scale: factor of samples. floor: what is added before the logarithm. mean, deviation: f64[num_bins], by which
+        logarithms are shifted and then divided.
+    """
+
+    num_bins: int
+    window: int
+    length: int
+    lowest: float
+    highest: float
+    emphasis: float
+    whole_first: bool
+    scale: float
+    floor: float
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    @classmethod
+    def read(cls, fields: ConfigFields, num_bins: int) -> UsmMel:
+        """Read the settings of a feature extractor, with transformers' defaults. Raises ModelConfigError."""
+        window = fields.integer("frame_length", round(RATE * fields.number("frame_length_ms", 20.0) / 1000))
+        if not 2 <= window <= RATE:
+            raise fields.fail("frame_length", f"2 to {RATE}")
+        length = 1 << (window - 1).bit_length()
+        return cls(
+            num_bins=num_bins,
+            window=window,
+            length=length * (1 + fields.boolean("fft_overdrive", False)),
+            lowest=fields.number("min_frequency", 0.0),
+            highest=fields.number("max_frequency", RATE / 2),
+            emphasis=fields.number("preemphasis", 0.0),
+            whole_first=fields.boolean("preemphasis_htk_flavor", True),
+            scale=fields.number("input_scale_factor", 1.0),
+            floor=fields.number("mel_floor", 1e-3),
+            mean=_of_bins(fields, "per_bin_mean", num_bins, 0.0),
+            deviation=_of_bins(fields, "per_bin_stddev", num_bins, 1.0),
+        )
+
+    def num_frames(self, count: int) -> int:
+        """Return how many windows lie within `count` samples and the half of a window before them."""
+        return max(0, (count + self.window // 2 - self.window - 1) // HOP + 1)
+
+    def of(self, samples: np.ndarray) -> np.ndarray:
+        """Return the spectrogram f32[num_frames, num_bins] of samples f32[N]."""
+        count = self.num_frames(len(samples))
+        padded = np.pad(samples * np.float32(self.scale), (self.window // 2, 0))
+        found = np.empty((count, self.num_bins), np.float32)
+        if not count:
+            return found
+        # One more than a window: a sample is compared with the one before it, and windows are those of the earlier.
+        windows = np.lib.stride_tricks.sliding_window_view(padded, self.window + 1)[::HOP][:count]
+        for first in range(0, count, _BLOCK):
+            spectrum = np.fft.rfft(self._emphasised(windows[first : first + _BLOCK]) * self._shape, self.length)
+            logs = np.log(np.abs(spectrum) @ self._filters + self.floor)
+            found[first : first + _BLOCK] = (logs - np.asarray(self.mean)) / np.asarray(self.deviation)
+        return found
+
+    def _emphasised(self, windows: np.ndarray) -> np.ndarray:
+        if self.emphasis <= 0:
+            return windows[:, :-1]
+        if not self.whole_first:
+            return windows[:, 1:] - self.emphasis * windows[:, :-1]
+        first = windows[:, :1] * (1 - self.emphasis)
+        return np.concatenate([first, windows[:, 1:-1] - self.emphasis * windows[:, :-2]], axis=1)
+
+    @cached_property
+    def _shape(self) -> np.ndarray:
+        return np.hanning(self.window + 1)[:-1].astype(np.float32)
+
+    @cached_property
+    def _filters(self) -> np.ndarray:
+        """Triangles over frequencies, [length / 2 + 1, num_bins], evenly spaced in mels as HTK has them."""
+        low, high = (2595.0 * np.log10(1.0 + each / 700.0) for each in (self.lowest, self.highest))
+        mels = np.linspace(low, high, self.num_bins + 2)
+        return triangles(700.0 * (10.0 ** (mels / 2595.0) - 1.0), self.length)
+
+
+def _of_bins(fields: ConfigFields, name: str, count: int, default: float) -> tuple[float, ...]:
+    """Return a number for each bin, `default` for all if the field is missing or null. Raises ModelConfigError."""
+    given = fields.raw.get(name)
+    values = np.full(count, default) if given is None else np.asarray(given).reshape(-1)
+    if values.dtype.kind not in "iuf" or len(values) != count or not np.isfinite(values).all():
+        raise fields.fail(name, f"a list of {count} numbers, or null")
+    return tuple(values.astype(float).tolist())
