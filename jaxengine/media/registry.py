@@ -20,6 +20,7 @@ from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
+from jaxengine.media.processors.qwen_omni import qwen2_5_omni, qwen3_omni
 from jaxengine.media.processors.smolvlm import SmolVLMProcessor
 from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3ASRProcessor, VoxtralProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
@@ -57,6 +58,8 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLProcessor,
     "Qwen3_5ForConditionalGeneration": Qwen3VLProcessor,
     "Qwen3_5MoeForConditionalGeneration": Qwen3VLProcessor,
+    "Qwen2_5OmniThinkerForConditionalGeneration": qwen2_5_omni,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": qwen3_omni,
     "WhisperForConditionalGeneration": WhisperProcessor,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
     "VoxtralForConditionalGeneration": VoxtralProcessor,
