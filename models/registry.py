@@ -106,6 +106,10 @@ from jaxengine.models.families.qwen3_asr import Qwen3ASRForConditionalGeneration
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM
 from jaxengine.models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+from jaxengine.models.families.qwen_omni import (
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 from jaxengine.models.families.roberta import RobertaModel, XLMRobertaModel
 from jaxengine.models.families.seed_oss import SeedOssForCausalLM
 from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
@@ -156,6 +160,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen2AudioForConditionalGeneration": Qwen2AudioForConditionalGeneration,
     "VoxtralForConditionalGeneration": VoxtralForConditionalGeneration,
     "Qwen3ASRForConditionalGeneration": Qwen3ASRForConditionalGeneration,
+    "Qwen2_5OmniThinkerForConditionalGeneration": Qwen2_5OmniThinkerForConditionalGeneration,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3OmniMoeThinkerForConditionalGeneration,
     "NemotronForCausalLM": NemotronForCausalLM,
     "ApertusForCausalLM": ApertusForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,
@@ -260,6 +266,14 @@ _BIDIRECTIONAL = tuple(name for name, (family, _) in _POOLING.items() if family 
 _POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
 
 
+# Further names of classes: of whole models, of which a part is read.
+_PARTS = {
+    "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
+
+
 def family_of(architecture: str) -> tuple[str, str | None]:
     """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task; None if it
     generates).
@@ -268,6 +282,8 @@ def family_of(architecture: str) -> tuple[str, str | None]:
     """
     if architecture in _POOLING:
         return _POOLING[architecture]
+    if architecture in _PARTS:
+        return _PARTS[architecture], None
     for suffix, task in POOLING_SUFFIXES.items():
         stem = architecture.removesuffix(suffix)
         if architecture.endswith(suffix) and architecture not in MODELS:

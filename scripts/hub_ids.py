@@ -63,6 +63,11 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "WhisperForConditionalGeneration": ("openai/whisper-large-v3-turbo", "openai/whisper-tiny"),
     "Qwen2AudioForConditionalGeneration": ("Qwen/Qwen2-Audio-7B-Instruct", "Qwen/Qwen2-Audio-7B"),
     "VoxtralForConditionalGeneration": ("mistralai/Voxtral-Mini-3B-2507", "mistralai/Voxtral-Small-24B-2507"),
+    "Qwen2_5OmniThinkerForConditionalGeneration": ("Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": (
+        "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+        "Qwen/Qwen3-Omni-30B-A3B-Thinking",
+    ),
     "Qwen3ASRForConditionalGeneration": ("Qwen/Qwen3-ASR-1.7B", "Qwen/Qwen3-ASR-0.6B"),
     "LlavaForConditionalGeneration": (
         "llava-hf/llava-1.5-7b-hf",

@@ -12,6 +12,7 @@ from jaxengine.media.processors.gemma4_sounds import gemma4
 from jaxengine.media.processors.glm4v import Glm4vProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import InternVLProcessor
+from jaxengine.media.processors.kimi_k25 import KimiK25Processor
 from jaxengine.media.processors.kimi_vl import KimiVLProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
@@ -19,6 +20,7 @@ from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
+from jaxengine.media.processors.qwen_omni import qwen2_5_omni, qwen3_omni
 from jaxengine.media.processors.smolvlm import SmolVLMProcessor
 from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3ASRProcessor, VoxtralProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
@@ -48,6 +50,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "SmolVLMForConditionalGeneration": SmolVLMProcessor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
     "KimiVLForConditionalGeneration": KimiVLProcessor,
+    "KimiK25ForConditionalGeneration": KimiK25Processor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,
@@ -55,6 +58,8 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLProcessor,
     "Qwen3_5ForConditionalGeneration": Qwen3VLProcessor,
     "Qwen3_5MoeForConditionalGeneration": Qwen3VLProcessor,
+    "Qwen2_5OmniThinkerForConditionalGeneration": qwen2_5_omni,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": qwen3_omni,
     "WhisperForConditionalGeneration": WhisperProcessor,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
     "VoxtralForConditionalGeneration": VoxtralProcessor,

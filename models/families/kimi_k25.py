@@ -1,4 +1,4 @@
-"""Kimi K2.5 and K2.6 (Kimi Team 2026), text part: DeepSeek-V3's layers, as in Kimi K2."""
+"""Kimi K2.5 and K2.6 (Kimi Team 2026): Kimi K2, which has DeepSeek-V3's layers, with a vision tower."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import text_fields
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.moonvit import POSITIONS, TOWER, read_moonvit_3d
 
 
 class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
-    """Text part of Kimi K2.5, read from checkpoints that also have a vision tower."""
+    """DeepSeek-V3's layers with a vision tower that reads images and a few frames of videos at a time."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
@@ -20,8 +21,11 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
             ("language_model.model.", "model."),
             ("language_model.lm_head.", "lm_head."),
             ("model.language_model.", "model."),
+            (f"{TOWER}.encoder.patch_embed.", f"{TOWER}.patch_embed."),
+            ("model.mm_projector.", "mm_projector."),
         ),
-        unused=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+        tower=(f"{TOWER}.", "mm_projector."),
+        flattened=(".patch_embed.proj.weight", POSITIONS),
     )
 
     @classmethod
@@ -29,4 +33,5 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
         text = text_fields(fields)
         if text.text("model_type", "kimi_k2") not in ("kimi_k2", "deepseek_v3"):
             raise text.fail("model_type", "kimi_k2 or deepseek_v3 in text_config")
-        return super().read_hf(text)
+        shared = super().read_hf(text)
+        return shared | {"tower": read_moonvit_3d(fields, shared["hidden_size"])}

@@ -27,6 +27,8 @@ from jaxengine.models.vision.vit import linear
 
 # Frames that become one position: each of three convolutions halves their number.
 STRIDE = 8
+# In a column: a chunk ends before this frame, as that of a sound which is shorter than a chunk does in Qwen3-Omni.
+CUT = -2
 _CONVOLUTIONS = ("conv2d1", "conv2d2", "conv2d3")
 _LONGEST = 10_000.0
 # What transformers takes for fields that a file lacks.
@@ -46,7 +48,7 @@ _DEFAULTS = {
 @dataclass(frozen=True, kw_only=True)
 class Qwen3ASRTowerConfig(TowerConfig):
     """Sizes of the tower; a patch is one frame of a spectrogram, and a unit is one window. Its column "sound" is 0 for
-    frames of the sound, and -1 for those after it.
+    frames of the sound, and -1 for those after it; CUT for those that convolutions see as no frames at all.
 
     Attributes:
       sizes: of the encoder; its positions are those of a window.
@@ -61,6 +63,11 @@ class Qwen3ASRTowerConfig(TowerConfig):
     def stride(self) -> int:
         """Return the number of frames of a position."""
         return STRIDE
+
+    @property
+    def cut(self) -> int:
+        """Return CUT."""
+        return CUT
 
     @property
     def num_slots(self) -> int:
@@ -146,9 +153,10 @@ class Qwen3ASRTower(nnx.Module):
         config = self.config
         num_chunks, num_windows = len(patches) // config.chunk, len(patches) // config.unit
         with jax.named_scope("convolutions"):
-            x = self._convolved(patches.reshape(num_chunks, config.chunk, config.num_features))
+            kind = columns[0].reshape(num_chunks, config.chunk)
+            x = self._convolved(patches.reshape(num_chunks, config.chunk, config.num_features), kind != CUT)
         # A position is of eight frames, and of the sound if the first of them is.
-        is_heard = (columns[0].reshape(num_chunks, config.chunk)[:, ::STRIDE] >= 0).reshape(num_windows, -1)
+        is_heard = (kind[:, ::STRIDE] >= 0).reshape(num_windows, -1)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 x = layer(x, num_windows, is_heard)
@@ -157,18 +165,22 @@ class Qwen3ASRTower(nnx.Module):
         rows = x.reshape(num_chunks, -1, x.shape[1])
         return jnp.pad(rows, ((0, 0), (0, config.num_slots - rows.shape[1]), (0, 0))).reshape(-1, x.shape[1])
 
-    def _convolved(self, frames: jax.Array) -> jax.Array:
-        """Map chunks f32[G, frames, B] -> [G * positions, D], with the positions added."""
+    def _convolved(self, frames: jax.Array, is_frame: jax.Array) -> jax.Array:
+        """Map chunks f32[G, frames, B] -> [G * positions, D], with the positions added. is_frame: bool[G, frames], of
+        frames that are there.
+        """
         x = frames.swapaxes(1, 2)[..., None]
         for convolution in self.convolutions:
-            x = convolution(x)
+            # What comes of frames that are not there is zeros, as it is after a chunk.
+            x, is_frame = convolution(x), is_frame[:, ::2]
+            x = jnp.where(is_frame[:, None, :, None], x, 0)
         num_chunks, _, count, _ = x.shape
         x = self.joined(x.transpose(0, 2, 3, 1).reshape(num_chunks * count, -1))
-        positions = jnp.asarray(_sinusoids(count, x.shape[1]), x.dtype)
+        positions = jnp.asarray(sinusoids(count, x.shape[1]), x.dtype)
         return (x.reshape(num_chunks, count, -1) + positions).reshape(num_chunks * count, -1)
 
 
-def _sinusoids(count: int, size: int) -> np.ndarray:
+def sinusoids(count: int, size: int) -> np.ndarray:
     """Return f32[count, size]: sines of positions at size / 2 frequencies, and their cosines."""
     frequencies = np.exp(-np.log(_LONGEST) / (size // 2 - 1) * np.arange(size // 2))
     angles = np.arange(count)[:, None] * frequencies

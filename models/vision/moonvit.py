@@ -1,7 +1,9 @@
-"""MoonViT, the vision tower of Kimi-VL (Kimi Team 2025, arXiv:2504.07491).
+"""MoonViT, the vision tower of Kimi-VL (Kimi Team 2025, arXiv:2504.07491) and, with an axis for time, of Kimi K2.5
+(Kimi Team 2026).
 
 Learned positions are stretched to an image's size, queries and keys are rotated by column and row, patches attend to
-those of the same image, and a square of them becomes one embedding.
+those of the same image, and a square of them becomes one embedding. In Kimi K2.5 patches attend to those of a few
+frames of a video, and of a square in all of these the mean becomes one embedding.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -37,7 +41,12 @@ POSITIONS = f"{TOWER}.patch_embed.pos_emb.weight"
 LAYER = f"{TOWER}.encoder.blocks.{{layer}}"
 # What torch takes for norms, and MoonViT for rope; no configuration says either.
 EPS, THETA = 1e-5, 10000.0
-_MOST_PLACES = 1024
+_MOST_PLACES, _MOST_FRAMES = 1024, 16
+# Names in files of Kimi K2.5, as published and as transformers writes them, of the sizes of Kimi-VL's tower.
+_NAMES = {
+    name: (f"vt_{name}", name)
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+} | {f"init_pos_emb_{axis}": (f"init_pos_emb_{axis}", f"pos_emb_{axis}") for axis in ("height", "width", "time")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,8 @@ class MoonVitTowerConfig(TowerConfig):
       hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
       patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
       sides: rows and columns of the learned positions.
+      projector: names of its norm and its two products.
+      most_frames: frames that patches attend to at most and that become one; 1 for images alone.
     """
 
     hidden_size: int
@@ -57,6 +68,9 @@ class MoonVitTowerConfig(TowerConfig):
     patch_size: int
     spatial_merge_size: int
     sides: tuple[int, int]
+    projector: tuple[str, str, str] = (f"{PROJECTOR}.pre_norm", f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2")
+    projector_eps: float = EPS
+    most_frames: int = 1
     temporal_patch_size: int = 1
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
@@ -68,6 +82,44 @@ def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
     vision = ConfigFields(fields.mapping("vision_config") or {})
     if vision.text("model_type", "moonvit") != "moonvit":
         raise vision.fail("model_type", "moonvit in vision_config")
+    return _read_sizes(vision)
+
+
+def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfig:
+    """Read the sizes of Kimi K2.5's tower from its config.json. hidden_size: of the text model. Raises
+    ModelConfigError.
+    """
+    given = fields.mapping("vision_config") or {}
+    raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
+    vision = ConfigFields({**given, **raw})
+    vision.require(
+        hidden_act="gelu_pytorch_tanh",
+        projector_hidden_act="gelu",
+        merge_type="sd2_tpool",
+        pos_emb_type="divided_fixed",
+        video_attn_type="spatial_temporal",
+        mm_projector_type="patchmerger",
+        text_hidden_size=hidden_size,
+    )
+    sizes = _read_sizes(vision)
+    for owner, name in ((fields, "projection_hidden_size"), (vision, "mm_hidden_size")):
+        if owner.integer(name, sizes.hidden_size) != sizes.hidden_size:
+            raise owner.fail(name, f"{sizes.hidden_size}, hidden_size of vision_config")
+    frames = vision.integer("init_pos_emb_time", 4)
+    if not 2 <= frames <= _MOST_FRAMES:
+        raise vision.fail("init_pos_emb_time", f"2 to {_MOST_FRAMES}")
+    eps = fields.number("projection_layer_norm_eps", vision.number("projector_ln_eps", EPS))
+    return replace(
+        sizes,
+        columns=(*sizes.columns, "frame", "frames"),
+        projector=tuple(f"mm_projector.{name}" for name in ("pre_norm", "proj.0", "proj.2")),
+        projector_eps=eps,
+        most_frames=frames,
+    )
+
+
+def _read_sizes(vision: ConfigFields) -> MoonVitTowerConfig:
+    """Read the sizes of a tower from a vision_config. Raises ModelConfigError."""
     size, heads = vision.integer("hidden_size", 1152), vision.integer("num_attention_heads", 16)
     if size % heads or size // heads % 4:
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
@@ -111,13 +163,14 @@ class MoonVitTower(nnx.Module):
         self.positions = declare((height, width * size), build.dtype, decl)
         self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
         self.last_norm = LayerNorm(size, EPS, source=f"{TOWER}.encoder.final_layernorm", build=build)
+        norm, *products = config.projector
         self.projector = PatchMerger(
             size,
             config.merge,
             hidden_size,
-            norm=LayerNorm(size, EPS, source=f"{PROJECTOR}.pre_norm", build=build),
+            norm=LayerNorm(size, config.projector_eps, source=norm, build=build),
             joined=False,
-            names=(f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"),
+            names=(products[0], products[1]),
             build=build,
         )
 
@@ -141,7 +194,7 @@ class MoonVitTower(nnx.Module):
 
         columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
         """
-        segment, row, column, height, width = columns
+        segment, row, column, height, width, *times = columns
         config = self.config
         head_dim = config.hidden_size // config.num_heads
         with jax.named_scope("rope_table"):
@@ -155,10 +208,37 @@ class MoonVitTower(nnx.Module):
             x = self.patches(patches)
         with jax.named_scope("positions"):
             table = self.positions[...].reshape(-1, config.hidden_size)
-            x = x + stretched(table, config.sides, (row, height), (column, width)).astype(x.dtype)
+            added = stretched(table, config.sides, (row, height), (column, width))
+            if times:
+                # Row 0 is of images, which are at no time.
+                moments = np.pad(sinusoids(config.most_frames, config.hidden_size), ((1, 0), (0, 0)))
+                added += jnp.asarray(moments)[jnp.maximum(times[0], 0)]
+            x = x + added.astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 x = layer(x, (turns[0], turns[1]), attend)
+        x = self.last_norm(x)
+        if times:
+            with jax.named_scope("mean_of_frames"):
+                x = self._mean_of_frames(x, times[1])
         with jax.named_scope("projector"):
-            return self.projector(self.last_norm(x))
+            return self.projector(x)
+
+    def _mean_of_frames(self, x: jax.Array, frames: jax.Array) -> jax.Array:
+        """Return, at the first of the squares of patches that are of one place in several frames, their mean; x [P, D],
+        where these follow each other. frames: i32[P], their number. What the other squares get is not used.
+        """
+        squares = x.astype(jnp.float32).reshape(-1, self.config.merge, x.shape[1])
+        count = frames.reshape(-1, self.config.merge)[:, :1, None]
+        ahead = jnp.pad(squares, ((0, self.config.most_frames - 1), (0, 0), (0, 0)))
+        total = squares
+        for further in range(1, self.config.most_frames):
+            total += jnp.where(further < count, ahead[further : further + len(squares)], 0)
+        return (total / jnp.maximum(count, 1)).astype(x.dtype).reshape(x.shape)
+
+
+def sinusoids(count: int, size: int) -> np.ndarray:
+    """Return f32[count, size]: sines of positions at size / 2 frequencies, and their cosines."""
+    angles = np.arange(count)[:, None] * rope_frequencies(size, THETA)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

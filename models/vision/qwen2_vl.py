@@ -18,6 +18,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.norm import LayerNorm, NormClass, RMSNorm
+from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.attention import UNIT, segment_attention, window_attention, window_block
 from jaxengine.models.vision.layers import (
     ACTIVATIONS,
@@ -81,6 +82,13 @@ class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
         return Qwen2_5VLTower(self, hidden_size, build)
 
 
+class Qwen2_5OmniTowerConfig(Qwen2_5VLTowerConfig):
+    """Sizes of the tower of Qwen2.5-Omni, which is Qwen2.5-VL's with queries, keys and values stored apart."""
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return Qwen2_5OmniTower(self, hidden_size, build)
+
+
 def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: Any) -> dict[str, Any]:
     """Read the sizes that Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as arguments of a
     Qwen2VLTowerConfig: all but intermediate_size.
@@ -126,8 +134,13 @@ def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
     return Qwen2VLTowerConfig(intermediate_size=int(sizes["hidden_size"] * fields.number("mlp_ratio", 4)), **sizes)
 
 
-def read_qwen2_5_vl(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
-    """Read Qwen2.5-VL's tower from a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+def read_qwen2_5_vl(
+    fields: ConfigFields, hidden_size: int, kind: type[Qwen2_5VLTowerConfig] = Qwen2_5VLTowerConfig
+) -> Qwen2_5VLTowerConfig:
+    """Read Qwen2.5-VL's tower from a vision_config, for a model of this hidden size. Raises ModelConfigError.
+
+    kind: the tower's own class of sizes.
+    """
     sizes = read_sizes(fields, depth=32, num_heads=16, patch_size=14, hidden_act="silu")
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
@@ -142,13 +155,18 @@ def read_qwen2_5_vl(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerCon
         "columns": ("segment", "window", "row", "column"),
         "unit": math.lcm(UNIT, window_block(window * window), sizes["merge"]),
     }
-    return Qwen2_5VLTowerConfig(
+    return kind(
         intermediate_size=fields.integer("intermediate_size", 3420),
         window_size=window,
         full_layers=tuple(sorted(layer for layer in set(full) if 0 <= layer < sizes["num_layers"])),
         tokens_per_second=fields.number("tokens_per_second", 4.0),
         **sizes,
     )
+
+
+def read_qwen2_5_omni(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
+    """Read Qwen2.5-Omni's tower from a vision_config; as read_qwen2_5_vl."""
+    return read_qwen2_5_vl(fields, hidden_size, Qwen2_5OmniTowerConfig)
 
 
 class Qwen2VLTower(nnx.Module):
@@ -160,6 +178,8 @@ class Qwen2VLTower(nnx.Module):
     norm_class: ClassVar[NormClass] = LayerNorm
     patch_bias: ClassVar[bool] = False
     mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("fc1",), "fc2")
+    # Products of queries, keys and values, together or apart.
+    qkv_names: ClassVar[tuple[str, ...]] = ("qkv",)
     # Norm and products of the merger.
     merger_names: ClassVar[tuple[str, str, str]] = ("merger.ln_q", "merger.mlp.0", "merger.mlp.2")
 
@@ -175,11 +195,11 @@ class Qwen2VLTower(nnx.Module):
     def _make_layer(self, build: Build) -> TowerLayer:
         config, size = self.config, self.config.hidden_size
         up, down = self.mlp_names
+        names = [f"{LAYER}.attn.{name}" for name in self.qkv_names]
+        qkv = joined_qkv(names[0], size) if len(names) == 1 else tuple(Source(name, size) for name in names)
         return TowerLayer(
             (self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)),
-            TowerAttention(
-                size, config.num_heads, qkv=joined_qkv(f"{LAYER}.attn.qkv", size), out=f"{LAYER}.attn.proj", build=build
-            ),
+            TowerAttention(size, config.num_heads, qkv=qkv, out=f"{LAYER}.attn.proj", build=build),
             TowerMLP(
                 size,
                 config.intermediate_size,
@@ -269,3 +289,9 @@ class Qwen2_5VLTower(Qwen2VLTower):
             longest=self.config.window_size**2,
             scale=self._scale,
         )
+
+
+class Qwen2_5OmniTower(Qwen2_5VLTower):
+    """Vision tower of Qwen2.5-Omni: Qwen2.5-VL's, stored otherwise."""
+
+    qkv_names: ClassVar[tuple[str, ...]] = ("q", "k", "v")

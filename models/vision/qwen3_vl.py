@@ -19,8 +19,6 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.qwen2_vl import VISUAL, Qwen2VLTower, Qwen2VLTowerConfig, read_sizes
 
-_MERGER = ("norm", "linear_fc1", "linear_fc2")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
@@ -38,8 +36,20 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
         return Qwen3VLTower(self, hidden_size, build)
 
 
-def read_qwen3_vl(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
-    """Read the tower's sizes from a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+class Qwen3OmniTowerConfig(Qwen3VLTowerConfig):
+    """Sizes of the tower of Qwen3-Omni, which is Qwen3-VL's with other names of its mergers."""
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return Qwen3OmniTower(self, hidden_size, build)
+
+
+def read_qwen3_vl(
+    fields: ConfigFields, hidden_size: int, kind: type[Qwen3VLTowerConfig] = Qwen3VLTowerConfig
+) -> Qwen3VLTowerConfig:
+    """Read the tower's sizes from a vision_config, for a model of this hidden size. Raises ModelConfigError.
+
+    kind: the tower's own class of sizes.
+    """
     defaults = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
     sizes = read_sizes(fields, **defaults)
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
@@ -55,7 +65,7 @@ def read_qwen3_vl(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
             f"deepstack_visual_indexes must be ascending layers below depth = {sizes['num_layers']}, got {layers[:100]}"
         )
     sizes |= {"columns": ("segment", "row", "column", "height", "width"), "num_parts": 1 + len(layers)}
-    return Qwen3VLTowerConfig(
+    return kind(
         intermediate_size=fields.integer("intermediate_size", 4304),
         side=math.isqrt(positions),
         deepstack_layers=tuple(layers),
@@ -68,12 +78,22 @@ def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
     return read_qwen3_vl(ConfigFields({**fields.raw, "deepstack_visual_indexes": []}), hidden_size)
 
 
+def read_qwen3_omni(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
+    """Read Qwen3-Omni's tower from a vision_config; as read_qwen3_vl."""
+    return read_qwen3_vl(fields, hidden_size, Qwen3OmniTowerConfig)
+
+
 class Qwen3VLTower(Qwen2VLTower):
     """Vision tower of Qwen3-VL: Qwen2-VL's with biases everywhere, learned positions and mergers for DeepStack."""
 
     patch_bias: ClassVar[bool] = True
     mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("linear_fc1",), "linear_fc2")
     merger_names: ClassVar[tuple[str, str, str]] = ("merger.norm", "merger.linear_fc1", "merger.linear_fc2")
+    # Where the mergers for DeepStack are, and the names of their parts.
+    deepstack_names: ClassVar[tuple[str, tuple[str, str, str]]] = (
+        "deepstack_merger_list",
+        ("norm", "linear_fc1", "linear_fc2"),
+    )
     config: Qwen3VLTowerConfig
 
     def __init__(self, config: Qwen3VLTowerConfig, hidden_size: int, build: Build):
@@ -84,7 +104,8 @@ class Qwen3VLTower(Qwen2VLTower):
         self.mergers = nnx.List([self._deepstack_merger(n, hidden_size, build) for n in range(config.num_parts - 1)])
 
     def _deepstack_merger(self, number: int, hidden_size: int, build: Build) -> Any:
-        norm, first, second = (f"deepstack_merger_list.{number}.{name}" for name in _MERGER)
+        owner, names = self.deepstack_names
+        norm, first, second = (f"{owner}.{number}.{name}" for name in names)
         return self.make_merger(hidden_size, (norm, first, second), build, joined=True)
 
     def embed(self, patches: jax.Array, columns: dict[str, jax.Array]) -> jax.Array:
@@ -119,6 +140,13 @@ class Qwen3VLTower(Qwen2VLTower):
                     parts.append(self.mergers[len(parts)](x))
         with jax.named_scope("merger"):
             return jnp.concatenate([self.merger(x), *parts], axis=-1)
+
+
+class Qwen3OmniTower(Qwen3VLTower):
+    """Vision tower of Qwen3-Omni: Qwen3-VL's with other names."""
+
+    merger_names: ClassVar[tuple[str, str, str]] = ("merger.ln_q", "merger.mlp.0", "merger.mlp.2")
+    deepstack_names: ClassVar[tuple[str, tuple[str, str, str]]] = ("merger_list", ("ln_q", "mlp.0", "mlp.2"))
 
 
 def _between(places: jax.Array, sizes: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,7 @@ from jaxengine.scheduler.errors import RequestError
 
 # Exclusive limit of patches along a side: the size of the tower's position table.
 _SIDE = 512
-_MOST, _LIMIT = 1 << 18, "in_token_limit"
+MOST_PATCHES, _LIMIT = 1 << 18, "in_token_limit"
 
 
 class KimiVLProcessor(GridProcessor):
@@ -43,45 +43,75 @@ class KimiVLProcessor(GridProcessor):
       limit: patches of an image; a larger image is scaled down to about this number.
     """
 
+    # The settings' name of the limit, and the most patches along a side of a padded image.
+    option: str = _LIMIT
+    most_side = _SIDE - 1
+
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         super().__init__(model_config)
         self.tokenizer = tokenizer
-        self.token_ids = {"image": ConfigFields(config_json).integer("media_placeholder_token_id", 163605, minimum=0)}
+        self.read_tokens(ConfigFields(config_json), model_config)
         self.check_token_ids(model_config)
         path, found = read_settings(Path(folder), IMAGES)
-        fields = found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3, pad_input=False)
         try:
-            # Without pad_input the model's own processor may produce sizes that its tower cannot take.
-            fields.require(patch_size=self.tower.patch_size, pad_input=True)
-            self.pixels, self.limit = Pixels.read(fields), fields.integer(_LIMIT, 4096)
-            merge = self.tower.spatial_merge_size
-            if fields.value("merge_kernel_size", [2, 2]) != [merge, merge]:
-                raise fields.fail("merge_kernel_size", f"{[merge, merge]}, that of the tower")
-            if self.limit > _MOST:
-                raise fields.fail(_LIMIT, f"1 to {_MOST}")
+            self.pixels, self.limit = self.read_images(found)
         except ModelConfigError as error:
             raise ModelFileError(path, str(error)) from None
         self.settings = f"{type(self).__name__} {self.pixels!r} {self.limit} {self.tower!r}"
+
+    def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
+        """Read placeholders from a config.json. Raises ModelConfigError."""
+        self.token_ids = {"image": fields.integer("media_placeholder_token_id", 163605, minimum=0)}
+
+    def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
+        """Read the transform and `limit` from the settings of images. Raises ModelConfigError."""
+        fields = found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3, pad_input=False)
+        # Without pad_input the model's own processor may produce sizes that its tower cannot take.
+        fields.require(patch_size=self.tower.patch_size, pad_input=True)
+        merge = self.tower.spatial_merge_size
+        if fields.value("merge_kernel_size", [2, 2]) != [merge, merge]:
+            raise fields.fail("merge_kernel_size", f"{[merge, merge]}, that of the tower")
+        return Pixels.read(fields), read_limit(fields, _LIMIT, 4096)
 
     def placeholder(self, modality: str) -> str:
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        check_options(options, (_LIMIT,))
+        check_options(options, (self.option,))
         check_pictures(modality, value, self.modalities, 3)
-        limit = integer_option(options, _LIMIT, self.limit, _MOST)
-        (height, width), (padded_height, padded_width) = self._sizes(value.shape[0], value.shape[1], limit)
-        self.check_room("image", 1, padded_height, padded_width, most)
-        whole = np.zeros((padded_height, padded_width, 3), np.uint8)
-        whole[:height, :width] = self.pixels.resized(value, height, width)
-        return self.cut(self.pixels.normalized(whole[None]))
+        limit = integer_option(options, self.option, self.limit, MOST_PATCHES)
+        return self.padded("image", value[None], self.pixels, limit, most)
+
+    def padded(
+        self,
+        modality: str,
+        frames: np.ndarray,
+        pixels: Pixels,
+        limit: int,
+        most: int | None,
+        seconds: tuple[float, ...] = (),
+    ) -> Processed:
+        """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them, and cut them into patches.
+
+        most: see jaxengine.media.processor.check_room. seconds: as in Processed.
+        """
+        (height, width), (padded_height, padded_width) = self.scaled(frames.shape[1], frames.shape[2], limit)
+        self.check_room(modality, len(frames), padded_height, padded_width, most)
+        whole = np.zeros((len(frames), padded_height, padded_width, 3), np.uint8)
+        for shown, frame in zip(whole, frames, strict=True):
+            shown[:height, :width] = pixels.resized(frame, height, width)
+        return self.cut(pixels.normalized(whole), seconds)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        return self.largest_of(1, self.limit, size)
+
+    def largest_of(self, num_frames: int, limit: int, size: tuple[int, int] | None) -> Processed:
+        """Return the largest item of so many frames. limit: of patches of each. size: as of `largest`."""
         if size is not None:
-            _, (height, width) = self._sizes(*size, self.limit)
-            grid = 1, height // self.tower.patch_size, width // self.tower.patch_size
+            _, (height, width) = self.scaled(*size, limit)
+            grid = num_frames, height // self.tower.patch_size, width // self.tower.patch_size
         else:
-            grid = 1, *self._largest_grid()
+            grid = num_frames, *self._largest_grid(limit)
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
@@ -97,7 +127,7 @@ class KimiVLProcessor(GridProcessor):
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
-    def _sizes(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (height, width) in pixels of an image after scaling, and after padding to whole rows of the tower.
 
         height, width: of the image, which is scaled down to about `limit` patches if it has more. Raises RequestError
@@ -115,7 +145,7 @@ class KimiVLProcessor(GridProcessor):
             raise RequestError(f"{problem}, got {wide // patch}x{high // patch}", param="image")
         return (height, width), (high, wide)
 
-    def _largest_grid(self) -> tuple[int, int]:
+    def _largest_grid(self, limit: int) -> tuple[int, int]:
         """Return a grid, (rows, columns) of patches, with at least as many patches as any image's.
 
         An image whose grid begins another row of the tower after `rows` patches, and another column after `columns`, is
@@ -123,13 +153,19 @@ class KimiVLProcessor(GridProcessor):
         patches at its sides, which it had before scaling: limit * (1 + 1 / rows) * (1 + 1 / columns).
         """
         step = self.tower.spatial_merge_size
-        ends = range(0, (_SIDE - 1) // step * step, step)
+        ends = range(0, self.most_side // step * step, step)
         grids = []
         for rows in ends:
             fitting = (
-                columns
-                for columns in reversed(ends)
-                if (rows * columns) ** 2 <= self.limit * (rows + 1) * (columns + 1)
+                columns for columns in reversed(ends) if (rows * columns) ** 2 <= limit * (rows + 1) * (columns + 1)
             )
             grids.append((rows + step, next(fitting) + step))
         return max(grids, key=math.prod)
+
+
+def read_limit(fields: ConfigFields, name: str, default: int) -> int:
+    """Read a limit of patches from a processor's settings. Raises ModelConfigError."""
+    limit = fields.integer(name, default)
+    if limit > MOST_PATCHES:
+        raise fields.fail(name, f"1 to {MOST_PATCHES}")
+    return limit

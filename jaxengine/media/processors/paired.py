@@ -43,7 +43,7 @@ class PairedProcessor:
         return self.of(modality).largest(modality, size)
 
     def with_options(self, options: Mapping[str, Any]) -> PairedProcessor:
-        return PairedProcessor(self.seeing.with_options(options), self.hearing)
+        return type(self)(self.seeing.with_options(options), self.hearing)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Expand images first, then sounds among what became of the prompt. Only for models without M-RoPE."""

@@ -33,6 +33,7 @@ from jaxengine.media.processors.settings import (
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.media import AUDIO
 
 # Assumed frame rate of a video without one: transformers' default.
 UNKNOWN_FPS = 24.0
@@ -190,7 +191,8 @@ class Qwen2VLProcessor(GridProcessor):
         ]
         runs = [
             EmbeddingRun(int(start), self.merged(item), self.times(item))
-            for start, item in zip(starts, chosen, strict=True)
+            for start, item, (modality, _) in zip(starts, chosen, order, strict=True)
+            if modality != AUDIO  # of a model that hears as well: sounds have the positions of tokens
         ]
         places, delta = mrope_positions(len(ids), runs)
         return Expanded(ids.tolist(), positions, order, places, delta)

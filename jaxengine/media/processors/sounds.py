@@ -186,25 +186,22 @@ class VoxtralProcessor(SoundProcessor):
         return self.num_samples(sound) // HOP // self.tower.merge
 
 
-class Qwen3ASRProcessor(SoundProcessor):
-    """Processor of Qwen3ASRForConditionalGeneration: chunks of a second, of which the last may have fewer embeddings.
+class Qwen3SoundProcessor(SoundProcessor):
+    """Processor of sounds in chunks of a second, of which the last may have fewer embeddings, as of Qwen3-Omni.
 
     Attributes:
-      languages: names of the languages that a transcript may be asked for in, by their codes.
-      text_mark: what an answer has between the language and the text.
+      least: samples of the shortest sound.
     """
 
     around = ("<|audio_start|>", "<|audio_end|>")
-    languages: Mapping[str, str] = {
-        code: name for code, _, name in (each.partition("=") for each in _LANGUAGES.split())
-    }
-    text_mark = "<asr_text>"
+    # Where settings do not say it.
+    least_length = 0
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        # The first published checkpoints are called after a part of Qwen3-Omni.
-        super().__init__(folder, config_json.get("thinker_config", config_json), model_config, tokenizer)
+        # Qwen3-ASR's first published checkpoints are called after a part of Qwen3-Omni.
+        super().__init__(folder, config_json.get("thinker_config") or config_json, model_config, tokenizer)
         self.chunk = self.tower.chunk
-        self.least = self.features.integer("min_length", 8000, minimum=0)
+        self.least = self.features.integer("min_length", self.least_length, minimum=0)
 
     def num_samples(self, sound: Sound) -> int:
         return max(self.least, len(sound.samples))
@@ -216,16 +213,6 @@ class Qwen3ASRProcessor(SoundProcessor):
         held = self.num_samples(sound) // HOP
         return np.where(np.arange(num_frames) < held, 0, -1)[None].astype(np.int32), self._rows(sound)
 
-    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that ask for a transcript of a sound. language: a key of `languages`; None lets the model
-        name it. context: text whose words the transcript may have.
-        """
-        said: list[dict[str, Any]] = [{"role": "system", "content": context}] if context else []
-        said.append({"role": "user", "content": [{"type": AUDIO}]})
-        if language is not None:
-            said.append({"role": "assistant", "content": f"language {self.languages[language]}{self.text_mark}"})
-        return said
-
     def _rows(self, sound: Sound) -> np.ndarray:
         """Return i32[P / merge]: of a chunk's rows, those that begin with one of its frames are embeddings."""
         chunk, held = self.chunk, self.num_samples(sound) // HOP
@@ -235,6 +222,31 @@ class Qwen3ASRProcessor(SoundProcessor):
         return (
             np.where(is_row, np.cumsum(is_row.reshape(-1)).reshape(is_row.shape) - 1, -1).reshape(-1).astype(np.int32)
         )
+
+
+class Qwen3ASRProcessor(Qwen3SoundProcessor):
+    """Processor of Qwen3ASRForConditionalGeneration, which transcribes.
+
+    Attributes:
+      languages: names of the languages that a transcript may be asked for in, by their codes.
+      text_mark: what an answer has between the language and the text.
+    """
+
+    languages: Mapping[str, str] = {
+        code: name for code, _, name in (each.partition("=") for each in _LANGUAGES.split())
+    }
+    text_mark = "<asr_text>"
+    least_length = 8000
+
+    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
+        """Return the messages that ask for a transcript of a sound. language: a key of `languages`; None lets the model
+        name it. context: text whose words the transcript may have.
+        """
+        said: list[dict[str, Any]] = [{"role": "system", "content": context}] if context else []
+        said.append({"role": "user", "content": [{"type": AUDIO}]})
+        if language is not None:
+            said.append({"role": "assistant", "content": f"language {self.languages[language]}{self.text_mark}"})
+        return said
 
 
 def _frames_of(sound: Sound) -> int:

@@ -1,4 +1,4 @@
-"""The processor of Kimi-VL: pixels as the one that is published with it makes them, and what is refused."""
+"""The processors of Kimi-VL and Kimi K2.5: pixels as the published one makes them, chunks of videos, refusals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from jaxengine.media.frames import Video
 from jaxengine.media.registry import processor_for
 from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
@@ -16,9 +17,10 @@ from jaxengine.models.registry import read_folder
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.drawn_weights import FOLDER
-from tests.fixtures.picture_checkpoints import picture, whole_checkpoint
+from tests.fixtures.picture_checkpoints import frames, picture, whole_checkpoint
 
 NAME, PAD = "kimi_vl_vision", 266
+K25, K25_PAD, K25_VIDEO = "kimi_k25_vision", 261, 262
 
 
 def opened(folder):
@@ -26,10 +28,13 @@ def opened(folder):
     return processor_for(folder, raw, read_folder(folder, raw), Tokenizer.from_hf_folder(folder))
 
 
-def with_settings(folder, **changes):
-    whole_checkpoint(NAME, folder)
+def with_settings(folder, name=NAME, **changes):
+    whole_checkpoint(name, folder)
     path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    found = json.loads(path.read_text())
+    owner = found.get("media_proc_cfg", found)
+    owner.update(changes)
+    path.write_text(json.dumps(found))
     return folder
 
 
@@ -66,9 +71,12 @@ def test_a_picture_is_as_many_tokens_as_rows(processor):
         processor.grid_of(6, (1, 4, 4))
 
 
-@pytest.mark.parametrize("limit, least", [(24, 0.2), (4096, 0.95)])
-def test_no_picture_is_larger_than_the_largest(tmp_path, limit, least):
-    processor = opened(with_settings(tmp_path, in_token_limit=limit))
+@pytest.mark.parametrize(
+    "name, option, limit, least",
+    [(NAME, "in_token_limit", 24, 0.2), (NAME, "in_token_limit", 4096, 0.95), (K25, "in_patch_limit", 300, 0.7)],
+)
+def test_no_picture_is_larger_than_the_largest(tmp_path, name, option, limit, least):
+    processor = opened(with_settings(tmp_path, name, **{option: limit}))
     bound, found = len(processor.largest("image").patches), []
     # Those whose parts of patches at the sides are as large as can be shrink least.
     sides = [4 * count + 3 for count in (*range(16), *range(16, 512, 16))]
@@ -107,3 +115,76 @@ def test_what_a_tower_cannot_take_is_refused(processor):
 def test_settings_that_cannot_be_used_are_refused(tmp_path, changes, problem):
     with pytest.raises(ModelFileError, match=rf"preprocessor_config\.json: {problem}"):
         opened(with_settings(tmp_path, **changes))
+
+
+@pytest.fixture(scope="module")
+def k25(tmp_path_factory):
+    return opened(whole_checkpoint(K25, tmp_path_factory.mktemp("kimi_k25")))
+
+
+def test_chunks_of_a_video(k25):
+    """Seven frames are chunks of three, three and one; patches of one place follow each other."""
+    shown = frames(3, 7, 8, 16)
+    item = k25.process("video", Video(shown, np.arange(7) * 1000, None, 0.25, 7000), {})
+    assert item.grid == (7, 2, 4) and item.num_rows == 6 and item.seconds == (0.0, 12000.0, 24000.0)
+    segment, _, column, _, _, frame, count = item.columns
+    np.testing.assert_array_equal(segment, np.repeat([0, 1, 2], [24, 24, 8]))
+    np.testing.assert_array_equal(count, np.repeat([3, 1], [48, 8]))
+    np.testing.assert_array_equal(frame[:24:4], [1, 2, 3] * 2)
+    np.testing.assert_array_equal(frame[48:], 0)
+    np.testing.assert_array_equal(column[:24:4], [0, 0, 0, 2, 2, 2])
+    np.testing.assert_array_equal(item.rows, [0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, 5])
+    whole = k25.padded("image", shown[4:5], k25.frame_pixels, 32, None).patches
+    np.testing.assert_array_equal(item.patches[[*range(28, 32), *range(40, 44)]], whole)
+    expanded = k25.expand(
+        k25.encode("a<|video_pad|>b<|image_pad|>"), {"video": [item], "image": [k25.largest("image")]}
+    )
+    text = k25.tokenizer.decode([token for token in expanded.token_ids if token < 256])
+    chunk = "{}<|media_begin|>video<|media_content|><|media_end|>"
+    assert text == f"a{''.join(map(chunk.format, ('00:00:00.000', '03:20:00.000', '06:40:00.000')))}b"
+    video, image = expanded.positions
+    assert expanded.order == [("video", 0), ("image", 0)]
+    np.testing.assert_array_equal(np.flatnonzero(np.asarray(expanded.token_ids) == K25_VIDEO), video)
+    np.testing.assert_array_equal(np.flatnonzero(np.asarray(expanded.token_ids) == K25_PAD), image)
+
+
+def test_a_placeholder_of_several_tokens(tmp_path):
+    """As published: the tokenizer does not know a video's placeholder, and its id is none of the vocabulary."""
+    folder = whole_checkpoint(K25, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"video_token_id": 272, "video_placeholder": "<|kimi_k25_video_placeholder|>"}
+    (folder / "config.json").write_text(json.dumps(config))
+    processor = opened(folder)
+    ids = processor.encode(f"a{processor.placeholder('video')}b{processor.placeholder('image')}")
+    assert len(ids) == 4 and ids[1] == 272 and ids[3] == K25_PAD
+    item = processor.process("video", frames(3, 2, 8, 8), {})
+    expanded = processor.expand(ids[:3], {"video": [item]})
+    assert expanded.token_ids.count(K25_PAD) == item.num_rows == 1 and 272 not in expanded.token_ids
+    with pytest.raises(RequestError, match="the prompt has 1 of the video's placeholder, token 272, and 0 videos"):
+        processor.expand(ids[:3], {})
+
+
+def test_long_sides_are_shrunk(k25):
+    item = k25.process("image", picture(1, 8, 1600), {"max_patches": 4096})
+    assert item.grid == (1, 2, 20)
+    shown = frames(1, 2, 40, 40)
+    grids = [k25.process("video", shown, options).grid for options in ({}, {"max_patches": 100})]
+    assert grids == [(2, 6, 6), (2, 10, 10)]
+    with pytest.raises(RequestError, match="mm_processor_kwargs has 'size'; this model has max_patches"):
+        k25.process("video", frames(1, 2, 8, 8), {"size": 5})
+    with pytest.raises(RequestError, match="a video must be shorter than a day"):
+        k25.process("video", Video(frames(1, 1, 8, 8), np.asarray([10**6]), None, 1.0, 10**7), {})
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"fixed_output_tokens": 64}, "fixed_output_tokens must be absent"),
+        ({"patch_limit_on_one_side": 7}, "size must be equal max_height and max_width, a multiple of 2"),
+        ({"temporal_merge_kernel_size": 4}, "temporal_merge_kernel_size must be 3 or absent"),
+        ({"in_patch_limit_each_frame": 0}, "in_patch_limit_each_frame must be an integer >= 1"),
+    ],
+)
+def test_settings_of_kimi_k25_that_cannot_be_used_are_refused(tmp_path, changes, problem):
+    with pytest.raises(ModelFileError, match=rf"preprocessor_config\.json: {problem}"):
+        opened(with_settings(tmp_path, K25, **changes))

@@ -194,6 +194,31 @@ KIMI_VL: dict[str, Any] = {
         "patch_size": 14,
     },
 }
+# moonshotai/Kimi-K2.5, with a smaller text part
+KIMI_K25: dict[str, Any] = KIMI_VL | {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "use_unified_vision_chunk": True,
+    "video_placeholder": "<|kimi_k25_video_placeholder|>",
+    "vision_config": {
+        "init_pos_emb_height": 64,
+        "init_pos_emb_time": 4,
+        "init_pos_emb_width": 64,
+        "merge_kernel_size": [2, 2],
+        "merge_type": "sd2_tpool",
+        "mm_hidden_size": 1152,
+        "mm_projector_type": "patchmerger",
+        "patch_size": 14,
+        "pos_emb_type": "divided_fixed",
+        "projector_hidden_act": "gelu",
+        "projector_ln_eps": 1e-5,
+        "text_hidden_size": 2048,
+        "video_attn_type": "spatial_temporal",
+        "vt_hidden_size": 1152,
+        "vt_intermediate_size": 4304,
+        "vt_num_attention_heads": 16,
+        "vt_num_hidden_layers": 27,
+    },
+}
 # zai-org/GLM-4.1V-9B-Thinking
 GLM4V: dict[str, Any] = {
     "architectures": ["Glm4vForConditionalGeneration"],
@@ -331,6 +356,22 @@ def test_kimi_vl():
     )
 
 
+def test_kimi_k25():
+    """As published, and in transformers' spelling: Kimi-VL's tower with a time axis."""
+    config = read_hf(KIMI_K25)
+    kimi_vl = read_hf(KIMI_VL).tower
+    assert config.tower == replace(
+        kimi_vl,
+        columns=(*kimi_vl.columns, "frame", "frames"),
+        projector=("mm_projector.pre_norm", "mm_projector.proj.0", "mm_projector.proj.2"),
+        most_frames=4,
+    )
+    spelled = {
+        name.removeprefix("vt_").removeprefix("init_"): value for name, value in KIMI_K25["vision_config"].items()
+    }
+    assert read_hf(KIMI_K25 | {"vision_config": spelled}) == config
+
+
 def test_glm_4_1v():
     config = read_hf(GLM4V)
     assert isinstance(config.tower, Glm4vTowerConfig)
@@ -384,6 +425,10 @@ def test_glm_4_1v():
             "merge_kernel_size must be a list of two equal numbers",
         ),
         (KIMI_VL, "vision_config", {"init_pos_emb_width": 5000}, "init_pos_emb_width must be 1 to 1024, got 5000"),
+        (KIMI_K25, "vision_config", {"merge_type": "sd2"}, 'merge_type must be "sd2_tpool" or absent'),
+        (KIMI_K25, "vision_config", {"init_pos_emb_time": 1}, "init_pos_emb_time must be 2 to 16, got 1"),
+        (KIMI_K25, "vision_config", {"mm_hidden_size": 8}, "mm_hidden_size must be 1152, hidden_size of vision_config"),
+        (KIMI_K25, "vision_config", {"text_hidden_size": 8}, "text_hidden_size must be 2048 or absent"),
         (KIMI_VL, "text_config", {"model_type": "llama"}, "model_type must be deepseek_v3 in text_config, got 'llama'"),
         (MISTRAL3, None, {"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent, got -2"),
         (MISTRAL3, None, {"projector_hidden_act": "relu"}, "projector_hidden_act must be one of"),

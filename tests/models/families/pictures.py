@@ -114,11 +114,13 @@ def see(case: Any, items: list[Processed], **options: Any) -> list[np.ndarray]:
 class Run:
     """One prompt and what follows it."""
 
-    def __init__(self, case: Any, prompt: Prompt, *, bucket: int = 64):
-        self.case, self.bucket = case, bucket
+    def __init__(self, case: Any, prompt: Prompt, *, bucket: int | None = None):
+        self.case = case
         self.expanded, self.items = prepared(case, prompt)
+        # Most prompts have one size, so that they share a program.
+        self.bucket = bucket or -(-len(self.expanded.token_ids) // 64) * 64
         groups = case.model.cache_groups(PAGE_SIZE, "float32", hybrid=False)
-        self.kv = alloc(pool_spec(groups, bucket // PAGE_SIZE + 2))
+        self.kv = alloc(pool_spec(groups, self.bucket // PAGE_SIZE + 2))
         if states := state_rows(groups, 1):
             self.kv = Cache(self.kv, states)
         self.length = 0

@@ -42,8 +42,9 @@ RENAMED = frozenset(name for name in ALWAYS if name.endswith("_vision"))
 WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))
 
 
-# Whose prompts have sounds: tests/jaxengine/engine/test_sounds.py and test_prompt_sounds.py.
-HEARING = frozenset(f"{name}ForConditionalGeneration" for name in ("Whisper", "Qwen2Audio", "Voxtral", "Qwen3ASR"))
+# Whose prompts have sounds: tests/jaxengine/engine/test_sounds.py, test_prompt_sounds.py and test_omni.py.
+_HEARING = ("Whisper", "Qwen2Audio", "Voxtral", "Qwen3ASR", "Qwen2_5OmniThinker", "Qwen3OmniMoeThinker")
+HEARING = frozenset(f"{name}ForConditionalGeneration" for name in _HEARING)
 
 
 def test_every_family_is_recorded():

@@ -11,7 +11,10 @@ from tests.models.families.test_golden import assert_close
 
 # Of the others' parts: Qwen3-VL's tower and prompts, a tower that is the others' without what they add, second shapes.
 FURTHER = frozenset(
-    ("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision", *SECOND_SHAPES)
+    (
+        *("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision"),
+        *("kimi_k25_vision", "kimi_k25_groups_vision", *SECOND_SHAPES),
+    )
 )
 # With windows, and with learned positions; the others' patches know less of their neighbours.
 PACKED = frozenset(("qwen2_5_vl_vision", "qwen3_vl_vision"))
@@ -34,6 +37,14 @@ def test_prompts_are_those_of_transformers(case):
             # Towers with windows take patches in another order: compared as sets.
             ours = {tuple(np.round(patch, 3)) for patch in shown.patches}
             assert {tuple(np.round(patch, 3)) for patch in wanted} <= ours
+
+
+def test_embeddings_of_a_video_are_those_of_transformers(case):
+    if "video_seen" not in case.goldens:
+        pytest.skip("not recorded: logits show it")
+    _, items = prepared(case, PROMPTS[case.name]["video"])
+    (ours,), wanted = see(case, items["video"]), case.goldens["video_seen"]
+    np.testing.assert_allclose(ours[::3], wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_logits_and_answers_are_those_of_transformers(case, thorough):

@@ -1,0 +1,211 @@
+"""Processor of Kimi K2.5: Kimi-VL's, and videos in chunks of a few frames, each with its time in the prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.frames import LARGEST_FRAMES
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.kimi_vl import MOST_PATCHES, KimiVLProcessor, read_limit
+from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
+from jaxengine.media.processors.settings import (
+    IMAGES,
+    VIDEOS,
+    Pixels,
+    check_options,
+    check_pictures,
+    read_settings,
+)
+from jaxengine.media.processors.units import integer_option
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.errors import RequestError
+
+# Patches of an image and of a frame, and along a side, where settings do not say.
+_IMAGE, _FRAME, _SIDE = 16384, 4096, 512
+_DAY = 24 * 60 * 60
+
+
+class KimiK25Processor(KimiVLProcessor):
+    """Processor of KimiK25ForConditionalGeneration. Settings are those of the published processor, `media_proc_cfg`,
+    or of transformers'.
+
+    A video's placeholder is text of which most tokenizers make several tokens, so `encode` replaces it by a token of
+    its own, which need not be in the vocabulary: in the expanded prompt it does not occur then.
+
+    Attributes:
+      frame_pixels, frame_limit: as `pixels` and `limit`, of frames of videos.
+      embedded_ids: the token of each modality at whose positions embeddings go.
+    """
+
+    modalities = ("image", "video")
+    option = "max_patches"
+    most_side = _SIDE
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        path, found = read_settings(Path(folder), VIDEOS, IMAGES)
+        try:
+            self.frame_pixels, self.frame_limit = self.read_frames(found)
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+        self.settings += f" {self.frame_pixels!r} {self.frame_limit} {self.most_side}"
+
+    def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
+        image = fields.integer("media_placeholder_token_id", fields.integer("image_token_id", 163605, minimum=0))
+        self.video = fields.text("video_placeholder", "<|kimi_k25_video_placeholder|>")
+        video, known = fields.integer("video_token_id", model_config.vocab_size, minimum=0), model_config.vocab_size
+        self.token_ids = {"image": image, "video": video}
+        self.embedded_ids = {"image": image, "video": video if video < known else image}
+
+    def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
+        if self.token_ids["image"] >= model_config.vocab_size:
+            problem = f"image_token_id must be below vocab_size {model_config.vocab_size}"
+            raise ModelConfigError(f"{problem}, got {self.token_ids['image']}")
+
+    def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
+        fields, side = self._settings(found)
+        self.most_side = side
+        name = "in_patch_limit" if fields.has("in_patch_limit") else self.option
+        return Pixels.read(fields), read_limit(fields, name, _IMAGE)
+
+    def read_frames(self, found: ConfigFields) -> tuple[Pixels, int]:
+        """Read the transform and the limit from the settings of frames. Raises ModelConfigError."""
+        fields, side = self._settings(found)
+        if side != self.most_side:
+            raise fields.fail("size", f"that of images, {self.most_side}")
+        fields.require(temporal_patch_size=self.tower.most_frames, temporal_merge_kernel_size=self.tower.most_frames)
+        name = "in_patch_limit_each_frame"
+        default = fields.integer("in_patch_limit", _FRAME) if found.has("media_proc_cfg") else _FRAME
+        return Pixels.read(fields), read_limit(fields, name if fields.has(name) else self.option, default)
+
+    def _settings(self, found: ConfigFields) -> tuple[ConfigFields, int]:
+        """Return settings with defaults, and the most patches along a side. Raises ModelConfigError."""
+        fields = ConfigFields(found.mapping("media_proc_cfg") or found.raw)
+        fields = fields.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+        merge = self.tower.spatial_merge_size
+        fields.require(
+            patch_size=self.tower.patch_size,
+            merge_size=merge,
+            merge_kernel_size=merge,
+            fixed_output_tokens=None,
+            in_patch_limit_video=None,
+            timestamp_mode="hh:mm:ss.fff",
+        )
+        sides = fields.mapping("size") or {}
+        side = fields.integer("patch_limit_on_one_side", sides.get("max_height", _SIDE))
+        if sides.get("max_width", side) != side or side % merge or not merge <= side <= 4 * _SIDE:
+            raise fields.fail("size", f"equal max_height and max_width, a multiple of {merge} up to {4 * _SIDE}")
+        return fields, side
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, with one for each placeholder of a video."""
+        first, *others = text.split(self.video)
+        ids = list(self.tokenizer.encode(first)) if first else []
+        for each in others:
+            ids += [self.token_ids["video"], *(self.tokenizer.encode(each, add_special_tokens=False) if each else ())]
+        return ids
+
+    def placeholder(self, modality: str) -> str:
+        return self.video if modality == "video" else super().placeholder(modality)
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        if modality != "video":
+            return super().process(modality, value, options, most)
+        check_options(options, (self.option,))
+        frames = getattr(value, "frames", value)
+        check_pictures(modality, frames, self.modalities, 4)
+        indices = np.asarray(getattr(value, "frames_indices", range(len(frames))))
+        seconds = (indices / (getattr(value, "fps", None) or UNKNOWN_FPS))[:: self.tower.most_frames]
+        if not seconds.max() < _DAY:
+            raise RequestError(f"a video must be shorter than a day, got {seconds.max():.3g} seconds", param=modality)
+        limit = integer_option(options, self.option, self.frame_limit, MOST_PATCHES)
+        return self.padded(modality, frames, self.frame_pixels, limit, most, tuple(seconds.tolist()))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        if modality != "video":
+            return super().largest(modality, size)
+        return self.largest_of(LARGEST_FRAMES, self.frame_limit, size)
+
+    def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of the tower's rows: those of one place in the frames of a chunk follow each other."""
+        time, cells, most = grid[0], grid[1] * grid[2] // self.tower.merge, self.tower.most_frames
+        rows = np.arange(time * cells).reshape(time, cells)
+        order = np.concatenate([rows[first : first + most].T.reshape(-1) for first in range(0, time, most)])
+        return order, np.zeros(len(order), np.int64)
+
+    def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
+        found, most = super()._coordinates(grid, order), self.tower.most_frames
+        chunk, frame = np.divmod(found["segment"], most)
+        frames = np.minimum(most, grid[0] - chunk * most)
+        return {**found, "segment": chunk, "frame": np.where(frames > 1, frame + 1, 0), "frames": frames}
+
+    def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
+        found = super().processed(patches, grid, seconds)
+        cells = grid[1] * grid[2] // self.tower.merge
+        frame, cell = np.divmod(found.rows, cells)
+        chunk, further = np.divmod(frame, self.tower.most_frames)
+        rows = np.where(further == 0, chunk * cells + cell, -1).astype(np.int32)
+        return found._replace(rows=rows, num_rows=-(-grid[0] // self.tower.most_frames) * cells)
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        ids = np.asarray(token_ids, np.int64)
+        at, order = self.placeholders(ids, items)
+        parts: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        copied = end = 0
+        for place, (modality, number) in zip(at.tolist(), order, strict=True):
+            item = items[modality][number]
+            parts.append(ids[copied:place])
+            end += place - copied
+            spans = []
+            for before, count, after in self._chunks(modality, item):
+                parts += [before, np.full(count, self.embedded_ids[modality], np.int64), after]
+                spans.append(np.arange(count, dtype=np.int32) + end + len(before))
+                end += len(before) + count + len(after)
+            positions.append(np.concatenate(spans))
+            copied = place + 1
+        whole = np.concatenate([*parts, ids[copied:]]).astype(np.int64)
+        return Expanded(whole.tolist(), positions, order)
+
+    def _chunks(self, modality: str, item: Processed) -> list[tuple[np.ndarray, int, np.ndarray]]:
+        """Return, for each chunk of a video, the tokens before its embeddings, their number, and the tokens after them;
+        the same for an image, which is one chunk. Raises RequestError for a video without a tokenizer.
+        """
+        none = np.zeros(0, np.int64)
+        if modality == "image":
+            return [(none, item.num_rows, none)]
+        if self.tokenizer is None:
+            problem = "a video needs the model's tokenizer, for prompts say when frames are shown"
+            raise RequestError(problem, param=modality)
+        count = item.num_rows // len(item.seconds)
+        before = (f"{_clock(seconds)}<|media_begin|>video<|media_content|>" for seconds in item.seconds)
+        after = self._encoded("<|media_end|>")
+        return [(self._encoded(text), count, after) for text in before]
+
+    def _encoded(self, text: str) -> np.ndarray:
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
+
+    def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return sizes as of KimiVLProcessor; an image that is too long is scaled down, too."""
+        check_ratio(height, width)
+        patch, most = self.tower.patch_size, self.most_side * self.tower.patch_size
+        found = max(1, height // patch) * max(1, width // patch)
+        scale = min(1.0, math.sqrt(limit / found), most / height, most / width)
+        height, width = (min(max(1, int(side * scale)), most) for side in (height, width))
+        high, wide = (-(-side // self.factor) * self.factor for side in (height, width))
+        return (height, width), (high, wide)
+
+
+def _clock(seconds: float) -> str:
+    """Return a time as hours, minutes, seconds and thousandths, rounded down."""
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours:02}:{minutes:02}:{whole % 60:02}.{int(seconds % 1 * 1000):03}"

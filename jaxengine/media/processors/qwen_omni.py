@@ -1,0 +1,140 @@
+"""Processors of the thinkers of Qwen2.5-Omni and Qwen3-Omni: images, videos and sounds, and M-RoPE positions of prompts
+that have several of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, MediaProcessor, Processed
+from jaxengine.media.processors.log_mel import HOP, log_mel
+from jaxengine.media.processors.paired import PairedProcessor
+from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2_5VLProcessor, Qwen2VLProcessor
+from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3SoundProcessor
+from jaxengine.media.samples import Sound
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.scheduler.media import AUDIO
+
+# transformers' ids of tokens that a configuration does not name.
+_IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
+# Frames of silence after a sound, which its last window of samples reaches.
+_APART = 2
+
+
+class Qwen2_5OmniImages(Qwen2_5VLProcessor):
+    """Processor of the images and videos of Qwen2.5-Omni.
+
+    Attributes:
+      per_second: M-RoPE positions in time per second of video.
+    """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        self.per_second = _per_second(config_json)
+
+    def times(self, item: Processed) -> np.ndarray:
+        return _times(item, self.per_second)
+
+
+class Qwen3OmniImages(Qwen2VLProcessor):
+    """Processor of the images and videos of Qwen3-Omni: Qwen2-VL's, over the patches of Qwen3-VL.
+
+    Attributes:
+      per_second: M-RoPE positions in time per second of video.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
+    default_bounds: ClassVar[Mapping[str, Bounds]] = {
+        "image": Bounds(56 * 56, 28 * 28 * 1280),
+        "video": Bounds(128 * 32 * 32, 32 * 32 * 768),
+    }
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        self.per_second = _per_second(config_json)
+
+    def times(self, item: Processed) -> np.ndarray:
+        return _times(item, self.per_second)
+
+
+class Qwen2_5OmniSounds(Qwen2AudioProcessor):
+    """Processor of the sounds of Qwen2.5-Omni: windows of two seconds, with 25 embeddings a second."""
+
+    chunk = 4  # frames of an embedding
+    token_fields = ("audio_token_id",)
+
+    def num_samples(self, sound: Sound) -> int:
+        return -(-len(sound.samples) // HOP) * HOP + _APART * HOP
+
+    def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        return log_mel(samples, self.num_bins)[:-_APART]
+
+
+class Qwen3OmniSounds(Qwen3SoundProcessor):
+    """Processor of the sounds of Qwen3-Omni: one that is shorter than a chunk is not filled up."""
+
+    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        columns, rows = super().placed(sound, num_frames)
+        return (np.where(columns < 0, self.tower.cut, columns) if num_frames == self.chunk else columns), rows
+
+
+class OmniProcessor(PairedProcessor):
+    """Both processors of a model with M-RoPE, in which sounds have the positions of tokens."""
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Expand images, videos and sounds together: the processor of images knows the placeholder of sounds."""
+        return self.seeing.expand(token_ids, items)
+
+
+def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
+    """Return the processor of Qwen2.5-Omni for the towers that it is served with. Arguments are those of the
+    processors' classes.
+    """
+    return _processor(Qwen2_5OmniImages, Qwen2_5OmniSounds, folder, config_json, model_config, tokenizer)
+
+
+def qwen3_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
+    """Return the processor of Qwen3-Omni; as qwen2_5_omni."""
+    return _processor(Qwen3OmniImages, Qwen3OmniSounds, folder, config_json, model_config, tokenizer)
+
+
+def _processor(
+    images: type[Qwen2VLProcessor],
+    sounds: type[Qwen2AudioProcessor | Qwen3SoundProcessor],
+    folder: Path,
+    config_json: Mapping[str, Any],
+    model_config: ModelConfig,
+    tokenizer: Any,
+) -> MediaProcessor:
+    thinker = {**_IDS, **config_json, **(config_json.get("thinker_config") or {})}
+    # Qwen2.5-Omni calls them otherwise.
+    ids = {f"{kind}_token_id": thinker.get(f"{kind}_token_index") for kind in ("image", "video", AUDIO)}
+    thinker = {**{name: token for name, token in ids.items() if token is not None}, **thinker}
+    parts: dict[bool, Any] = {}
+    for tower in model_config.towers:
+        own = replace(model_config, tower=tower, sound_tower=None)
+        parts[tower.hears] = (sounds if tower.hears else images)(folder, thinker, own, tokenizer)
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    seeing, hearing = parts[False], parts[True]
+    seeing.token_ids = {**seeing.token_ids, AUDIO: hearing.token_id}
+    return OmniProcessor(seeing, hearing)
+
+
+def _per_second(config_json: Mapping[str, Any]) -> float:
+    return ConfigFields(config_json).number("position_id_per_seconds", 25)
+
+
+def _times(item: Processed, per_second: float) -> np.ndarray:
+    """Return the temporal M-RoPE position of each step of an item, in whole numbers."""
+    if len(item.seconds) < 2:
+        return np.zeros(item.grid[0], np.int64)
+    # In float32, as transformers counts them.
+    steps = np.arange(item.grid[0], dtype=np.float32) * np.float32(item.seconds[1])
+    return (steps * np.float32(per_second)).astype(np.int64)
