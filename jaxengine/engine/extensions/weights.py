@@ -14,7 +14,8 @@ from typing import Any, get_args
 from jaxengine.engine.extension import Events, Loop
 from jaxengine.engine.extensions.pauses import Pauses
 from jaxengine.engine.extensions.weight_orders import WeightOrders
-from jaxengine.engine.metric_types import Gauge
+from jaxengine.engine.metric_types import Gauge, Histogram, Metric
+from jaxengine.engine.stats import Histogram as Durations
 from jaxengine.engine.weight_types import (
     WEIGHT_UTILITIES,
     KVMode,
@@ -32,6 +33,7 @@ from jaxengine.scheduler.weight_version import MAX_VERSION, check_version
 # What sleeps: given up and put back apart from each other.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SLEEP_LEVELS = (0, 1, 2)
+_SLEEP_BOUNDS = (0.01, 0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds, as vLLM has them
 
 
 class Weights(Pauses):
@@ -50,6 +52,7 @@ class Weights(Pauses):
         self._level = 0
         self.dozes = False
         self._orders = WeightOrders(self)
+        self._durations = {name: Durations(_SLEEP_BOUNDS) for name in ("sleep", "wake")}
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
@@ -174,7 +177,7 @@ class Weights(Pauses):
         assert self.is_still, "an engine falls asleep between two steps"
         if level == 0:
             return
-        scheduler, runner = self.loop.scheduler, self.loop.runner
+        start, scheduler, runner = time.monotonic(), self.loop.scheduler, self.loop.runner
         asleep, self._asleep, self._level = self._asleep, {WEIGHTS, KV_CACHE}, level
         if KV_CACHE not in asleep:
             scheduler.preempt_all()
@@ -183,6 +186,7 @@ class Weights(Pauses):
                 extension.reset_cache()
             everywhere(runner, sleep.release_pools)
         everywhere(runner, sleep.release_weights, keep=level == 1)
+        self._durations["sleep"].observe(time.monotonic() - start)
 
     def doze(self) -> None:
         """Put an engine without requests to sleep at level 1, until a request or call needs it.
@@ -214,7 +218,7 @@ class Weights(Pauses):
             raise RequestError(f"tags must be None or a list of tags, got {show_value(tags)}", param="tags", value=tags)
         for tag in tags or ():
             _among("tags", tag, (WEIGHTS, KV_CACHE))
-        wanted = self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))
+        start, wanted = time.monotonic(), self._asleep & set(tags if tags is not None else (WEIGHTS, KV_CACHE))
         try:
             if WEIGHTS in wanted and not everywhere(self.loop.runner, sleep.restore_weights):
                 text = "the weights were given up at level 2: give new ones by update_weights"
@@ -228,6 +232,8 @@ class Weights(Pauses):
                 everywhere(self.loop.runner, sleep.release_weights, keep=True)
             raise
         self._asleep -= wanted
+        if wanted:
+            self._durations["wake"].observe(time.monotonic() - start)
         if not self._asleep:
             self.dozes = False
             self.resume()
@@ -243,11 +249,13 @@ class Weights(Pauses):
         }
         return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
 
-    def metrics(self) -> Iterator[Gauge]:
+    def metrics(self) -> Iterator[Metric | Histogram]:
         names = ("awake", "weights_offloaded", "discard_all")
         state = names[self._level if WEIGHTS in self._asleep else bool(self._asleep)]
         for name in names:
             yield Gauge("vllm:engine_sleep_state", float(name == state), {"sleep_state": name})
+        for operation, durations in self._durations.items():
+            yield durations.metric("vllm:sleep_mode_operation_duration_seconds", {"operation": operation})
 
     def status(self) -> dict[str, Any]:
         return {
