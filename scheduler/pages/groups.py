@@ -271,6 +271,11 @@ class PageTables:
         return max(0, position - (window - 1)) // self.page_size
 
 
+def short_digest(digest: bytes) -> int:
+    """Return the last 64 bits of a page's digest, by which those outside of the engine know it."""
+    return int.from_bytes(digest[-8:], "big")
+
+
 def page_key(digest: bytes, group: int) -> bytes:
     """Return the key under which PagePool stores a group's page with this digest."""
     return digest + bytes((group,)) if group else digest
