@@ -90,6 +90,7 @@ class Request:
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
       rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
+      num_external_tokens: those of them that had been brought there for it from outside of the devices.
       queued_time: when the engine got it, the same clock; None until then.
       first_scheduled_time, first_token_time, finished_time: likewise.
       kv_transfer_params: by which another engine gets the pages of its prompt, once it has ended; None for none.
@@ -128,6 +129,7 @@ class Request:
     output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = -1
+    num_external_tokens: int = 0
     num_preemptions: int = 0
     queued_time: float | None = None
     first_scheduled_time: float | None = None

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 from jaxengine.engine.engine import Engine
@@ -110,6 +109,8 @@ HELP = {
     "jaxengine:kv_offload_disk_bad_files": "Files of KV pages that were damaged, and removed.",
     "jaxengine:kv_offload_disk_failed_writes": "KV pages that could not be written to the folder.",
     "vllm:prompt_tokens_cached": "Prompt tokens that were found in the prefix cache at a request's first admission.",
+    "vllm:prompt_tokens_by_source": "Prompt tokens that were computed, found in the pool, or brought into it.",
+    "vllm:sleep_mode_operation_duration_seconds": "Time to fall asleep, and to wake up.",
     "vllm:request_prefill_kv_computed_tokens": "Prompt tokens of a request that were not found in the prefix cache.",
     "vllm:request_num_preemptions": "Times that a request was preempted.",
     "http_requests": "HTTP requests, by method, route and status.",
@@ -222,6 +223,13 @@ class Metrics:
             "jaxengine:page_slots_empty": counts.page_slots_empty,
         }.items():
             yield Counter(name, value)
+        requests = engine.request_stats
+        for source, count in {
+            "local_compute": requests.num_prompt_tokens - requests.num_cached_tokens,
+            "local_cache_hit": requests.num_cached_tokens - requests.num_external_tokens,
+            "external_kv_transfer": requests.num_external_tokens,
+        }.items():
+            yield Counter("vllm:prompt_tokens_by_source", count, {"source": source})
         for reason, count in finished.items():
             yield Counter("vllm:request_success", count, {"finished_reason": reason.value})
         for part in ("schedule", "dispatch", "wait", "update"):
@@ -276,7 +284,4 @@ class Metrics:
             "vllm:iteration_tokens_total": requests.step_tokens,
             "jaxengine:request_preprocessing_time_seconds": requests.preprocessing,
         }.items():
-            totals = accumulate(histogram.counts.tolist())
-            bounds = (*(str(float(bound)) for bound in histogram.bounds), "+Inf")
-            buckets = dict(zip(bounds, totals, strict=True))
-            yield Histogram(name, buckets, histogram.sum, buckets["+Inf"])
+            yield histogram.metric(name)

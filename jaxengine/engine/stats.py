@@ -7,11 +7,13 @@ and Python objects only for requests that begin or end.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
+from jaxengine.engine import metric_types
 from jaxengine.scheduler.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.rank import Rank
@@ -67,6 +69,12 @@ class Histogram:
         else:
             self.counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self.counts))
         self.sum += float(values.sum())
+
+    def metric(self, name: str, labels: Mapping[str, str] | None = None) -> metric_types.Histogram:
+        """Return the counts as a metric."""
+        totals = accumulate(self.counts.tolist())
+        buckets = dict(zip((*(str(float(bound)) for bound in self.bounds), "+Inf"), totals, strict=True))
+        return metric_types.Histogram(name, buckets, self.sum, buckets["+Inf"], labels or {})
 
 
 class Recent:
@@ -166,12 +174,14 @@ class RequestStats:
       num_corrupted: requests that ended because their logits were not finite.
       num_prompt_tokens: tokens of completed prompts, including those found in the prefix cache.
       num_cached_tokens: those of them that were found there when their requests were first admitted.
+      num_external_tokens: those of the cached ones that came from outside of the devices.
       recent_first_token, recent_intervals: last times to first token, and between tokens, in seconds.
     """
 
     max_model_len: int
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     num_rejections: int = 0
     num_corrupted: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
@@ -203,6 +213,7 @@ class RequestStats:
         seconds = request.first_token_time - request.arrival_time
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_cached_tokens += max(request.num_cached_tokens, 0)
+        self.num_external_tokens += request.num_external_tokens
         self.first_token.observe(seconds)
         self.recent_first_token.add(np.array([seconds]))
 

@@ -66,23 +66,32 @@ def choose(
     if not open_ones:
         raise ValueError("there are no replicas")
     own = None if session is None else max(open_ones, key=lambda index: _rank(session, replicas[index]))
+    # A digest names the whole prefix, and replicas may publish some of theirs only: the last one that is known counts.
+    # The request could not cost less anywhere than the shortest queue less what a prefix so long is worth.
+    worth = imbalance / max(len(request_digests), 1)
+    costs = {
+        index: replicas[index].queue
+        + imbalance * (adapter is not None and adapter not in replicas[index].adapters)
+        + imbalance * _SESSION * (own is not None and index != own)
+        for index in open_ones
+    }
+    floor, least, best = min(costs.values()), float("inf"), list[int]()
+    for number in range(len(request_digests), -1, -1):
+        if floor - number * worth > least:
+            break
+        digest = request_digests[number - 1] if number else None
+        found = [index for index in costs if digest is None or digest in replicas[index].digests]
+        for index in found:
+            cost = costs.pop(index) - number * worth
+            if cost <= least:
+                best = [index] if cost < least else [*best, index]
+                least = cost
+        if not costs:
+            break
+    if len(best) == 1:
+        return best[0]
     tie = adapter or (str(request_digests[0]) if request_digests else key)
-
-    def cost(index: int) -> tuple[float, int]:
-        replica = replicas[index]
-        missing = 1.0 - num_known(request_digests, replica.digests) / max(len(request_digests), 1)
-        missing += adapter is not None and adapter not in replica.adapters
-        missing += _SESSION * (own is not None and index != own)
-        return replica.queue + imbalance * missing, -_rank(tie, replica)
-
-    return min(open_ones, key=cost)
-
-
-def num_known(digests: Sequence[int], known: Container[int]) -> int:
-    """Return how many of a prompt's first pages a replica has: up to the last one that is known, since a digest names
-    the whole prefix, and replicas may publish some of their digests only.
-    """
-    return next((number for number in range(len(digests), 0, -1) if digests[number - 1] in known), 0)
+    return max(best, key=lambda index: _rank(tie, replicas[index]))
 
 
 def prompt_digests(

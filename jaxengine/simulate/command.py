@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from jaxengine.simulate.setup import Setup
     from jaxengine.simulate.trace import Trace
 
-SYNTHETIC = ("chat", "long", "shared")
+SYNTHETIC = ("chat", "long", "shared", "agents")
 OPTIMISE = ("buckets", "parallel")
+ROUTERS = ("round_robin", "least_load", "prefix")
+_OF_FLEET = ("router", "deaths", "drains", "restart_seconds", "publish_seconds")
+_MOST_REPLICAS = 10_000
 _DEFAULT_LENGTH = 8192
 
 
@@ -42,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate", type=_positive, metavar="R", help="requests a second of a synthetic trace (default: 1)"
     )
     parser.add_argument("--scale", type=_positive, default=1.0, help="factor of a synthetic trace's lengths")
-    parser.add_argument("--trace-seed", type=int, default=0, metavar="SEED", help="of a synthetic trace")
+    parser.add_argument(
+        "--trace-seed", type=int, default=0, metavar="SEED", help="of a synthetic trace, deaths, drains"
+    )
     parser.add_argument(
         "--faster", type=_positive, default=1.0, metavar="FACTOR", help="divide all arrival times by this"
     )
@@ -61,9 +66,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="time",
         help="what shapes lose: device time, or tokens (default: time)",
     )
+    _add_fleet_arguments(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     add_engine_options(parser)
     parser.set_defaults(run=run)
+
+
+def _add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a fleet. Those of `_OF_FLEET` are None unless they are given."""
+    parser.add_argument("--replicas", type=positive_int, metavar="N", help="simulate N such engines behind a router")
+    parser.add_argument(
+        "--router",
+        choices=ROUTERS,
+        action="append",
+        help="how it chooses; may be repeated (default: all, side by side)",
+    )
+    parser.add_argument("--deaths", type=_events, metavar="N", help="replicas that die during the trace (default: 0)")
+    parser.add_argument("--drains", type=_events, metavar="N", help="replicas that are drained (default: 0)")
+    parser.add_argument(
+        "--restart-seconds", type=_wait, metavar="S", help="until another one takes their place (default: 60)"
+    )
+    parser.add_argument(
+        "--publish-seconds", type=_wait, metavar="S", help="until the router knows what is cached (default: 1)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,11 +105,14 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("efficiency", args.efficiency != 1.0), ("host_seconds", args.host_seconds is not None)):
         if measured is not None and value:
             raise ConfigError(name, getattr(args, name), "absent with --costs, which were measured")
+    _check_fleet(args)
     options = given_options(args, EngineConfig)
     host, limits = HostCosts(dispatch=args.host_seconds or 0.0), Limits(args.ttft or math.inf, args.itl or math.inf)
     with open_setup(options, args.chips, measured, args.efficiency, host, _progress) as setup:
         trace = _trace(args, setup)
-        work = {"buckets": _buckets, "parallel": _parallel, None: _run}[args.optimise]
+        work = {"buckets": _buckets, "parallel": _parallel, None: _run if args.replicas is None else _fleet}[
+            args.optimise
+        ]
         work(args, setup, trace, limits)
     return 0
 
@@ -111,6 +139,30 @@ def _run(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -
     outcome = setup.run(trace)
     print(text(outcome, _head(setup, trace), limits))
     write_json(args.json, {**_about(setup), **as_json(outcome, limits)})
+
+
+def _check_fleet(args: argparse.Namespace) -> None:
+    """Raise ConfigError for arguments of a fleet that do not go together."""
+    for name in _OF_FLEET if args.replicas is None else ():
+        if getattr(args, name) is not None:
+            raise ConfigError(name, getattr(args, name), "absent without --replicas")
+    if args.replicas is not None and args.optimise is not None:
+        raise ConfigError("optimise", args.optimise, "absent with --replicas")
+    if args.replicas is not None and args.replicas > _MOST_REPLICAS:
+        raise ConfigError("replicas", args.replicas, f"at most {_MOST_REPLICAS}")
+
+
+def _fleet(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
+    from jaxengine.results import write_json
+    from jaxengine.simulate.fleet import FleetOptions
+    from jaxengine.simulate.fleet_report import fleet_json, fleet_text
+
+    given = {name: getattr(args, name) for name in _OF_FLEET[1:] if getattr(args, name) is not None}
+    options = FleetOptions(args.replicas, **given, seed=args.trace_seed)
+    outcomes = [setup.run_fleet(trace, options, router) for router in args.router or ROUTERS]
+    print(fleet_text(outcomes, _head(setup, trace), limits))
+    found = {"trace": trace.name, "routers": [fleet_json(outcome, limits) for outcome in outcomes]}
+    write_json(args.json, {**_about(setup), **found})
 
 
 def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
@@ -203,6 +255,16 @@ def _share(text: str) -> float:
 
 def _seconds(text: str) -> float:
     return _read(text, 0.0, 60.0, "a number of seconds from 0 to 60")
+
+
+def _wait(text: str) -> float:
+    return _read(text, 0.0, 1e6, "a number of seconds from 0 to 1e6")
+
+
+def _events(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 7):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 999999")
+    return int(text)
 
 
 def _positive(text: str) -> float:

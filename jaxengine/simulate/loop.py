@@ -94,8 +94,7 @@ class Outcome:
 class _Observer(LoopExtension):
     """Loop extension that notes what steps and requests took."""
 
-    def __init__(self, runner: SimulatedRunner):
-        self._runner = runner
+    def __init__(self):
         self.steps: list[StepTime] = []
         self.intervals: list[np.ndarray] = []
         # Of each request that got a token: its arrival, first and last token, and how many it got.
@@ -112,10 +111,51 @@ class _Observer(LoopExtension):
 
     def ended(self, request: Request) -> None:
         self.num_ended += 1
-        self._runner.forget(request)
         if (first := request.first_token_time) is not None:
             count = len(request.output_token_ids)
             self.lives.append((request.arrival_time, first, request.last_token_time, count))
+
+
+class SimulatedEngine:
+    """An engine's loop on a simulated device, with a clock of its own."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        packer: Packer,
+        num_pages: int,
+        windows: tuple[int | None, ...],
+        costs: Costs,
+    ):
+        """config, packer, num_pages, windows: of the engine to simulate, as a plan or a runner has them."""
+        self.runner = SimulatedRunner(config, packer, num_pages, windows, costs)
+        self.engine = Engine(cast(Any, self.runner), clock=self.runner.time.monotonic)
+        self.runner.scheduler = self.engine.scheduler
+        self._idle = 0
+
+    def queue(self, request: Request, tokens: np.ndarray) -> str | None:
+        """Give the engine a request with its tokens; returns why it refuses it, None if it does not."""
+        self.runner.expect(request, tokens)
+        try:
+            self.engine.queue([request])
+        except RequestError as error:
+            self.runner.forget(request)
+            return str(error)
+        return None
+
+    def step(self) -> EngineOutput:
+        """Run a step of the loop; returns its results. Raises RuntimeError if nothing has changed in many calls."""
+        before = self._progress()
+        output = self.engine.step()
+        for request in output.finished:
+            self.runner.forget(request)
+        self._idle = self._idle + 1 if before == self._progress() else 0
+        if self._idle > _MOST_IDLE:
+            raise RuntimeError(f"{before[2]} requests wait for something that never comes")
+        return output
+
+    def _progress(self) -> tuple[int, float, int]:
+        return self.engine.stats.num_steps, self.runner.time.now, self.engine.scheduler.num_unfinished
 
 
 def check_simulated(config: Any) -> None:
@@ -142,48 +182,38 @@ def run_trace(
     requests): called now and then. Raises ConfigError as `check_simulated`.
     """
     check_simulated(config)
-    runner = SimulatedRunner(config, packer, num_pages, windows, costs)
-    engine = Engine(cast(Any, runner), clock=runner.time.monotonic)
-    runner.scheduler = engine.scheduler
-    observer = _Observer(runner)
+    observer = _Observer()
+    simulated = SimulatedEngine(config, packer, num_pages, windows, costs)
+    engine, runner = simulated.engine, simulated.runner
     engine.extensions.by_name["simulation"] = observer
     engine.extensions.active.append(observer)
     outcome = Outcome(trace, config, engine.stats)
-    time, index, total, idle = runner.time, 0, len(trace.requests), 0
+    time, index, total = runner.time, 0, len(trace.requests)
     while index < total or engine.has_unfinished:
         if not engine.has_unfinished:
             time.now = max(time.now, trace.requests[index].arrival)
         while index < total and trace.requests[index].arrival <= time.now:
-            _queue(engine, runner, trace, index, outcome)
+            refused = simulated.queue(*request_of(trace, index, config.max_model_len))
+            outcome.refused += [] if refused is None else [refused]
             index += 1
         outcome.most_waiting = max(outcome.most_waiting, engine.scheduler.num_waiting)
-        before = engine.stats.num_steps, time.now, engine.scheduler.num_unfinished
-        engine.step()
-        after = engine.stats.num_steps, time.now, engine.scheduler.num_unfinished
-        idle = idle + 1 if before == after else 0
-        if idle > _MOST_IDLE:
-            raise RuntimeError(f"{engine.scheduler.num_unfinished} requests wait for something that never comes")
+        simulated.step()
         if engine.stats.num_steps % 256 == 0:
             progress(observer.num_ended, total)
     _finish(outcome, engine, runner, observer)
     return outcome
 
 
-def _queue(engine: Engine, runner: SimulatedRunner, trace: Trace, index: int, outcome: Outcome) -> None:
-    """Give the engine a request of the trace, or note why it refuses it."""
+def request_of(trace: Trace, index: int, max_model_len: int) -> tuple[Request, np.ndarray]:
+    """Return a request of the trace, and its tokens with those that it is to get, i32[n]."""
     own, tokens = trace.requests[index], trace.tokens(index)
-    limit = min(own.limit, max(1, outcome.config.max_model_len - own.num_prompt))
+    limit = min(own.limit, max(1, max_model_len - own.num_prompt))
     stops = ()
     if limit > own.num_output:  # it ended before its limit, which the scheduler learns with its last token
         tokens[-1], stops = STOP, (STOP,)
     prompt = tokens[: own.num_prompt]
     request = Request(str(index), prompt, TokenParams(), limit, stop_token_ids=stops, arrival_time=own.arrival)
-    runner.expect(request, tokens)
-    try:
-        engine.queue([request])
-    except RequestError as error:
-        runner.forget(request)
-        outcome.refused.append(str(error))
+    return request, tokens
 
 
 def _finish(outcome: Outcome, engine: Engine, runner: SimulatedRunner, observer: _Observer) -> None:

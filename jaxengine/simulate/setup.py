@@ -14,6 +14,7 @@ from jaxengine.plan.model import PlannedModel, open_planned
 from jaxengine.plan.plan import PARALLEL, SplitPlan, plan_split, platform_for
 from jaxengine.plan.splits import Ranked, rank_splits
 from jaxengine.simulate.costs import Costs, HostCosts, MeasuredCosts, RooflineCosts
+from jaxengine.simulate.fleet import FleetOptions, FleetOutcome, run_fleet
 from jaxengine.simulate.loop import Outcome, check_simulated, run_trace
 from jaxengine.simulate.trace import Trace
 
@@ -64,6 +65,17 @@ class Setup:
             self.progress(f"{plan.split.flags} {done:,} of {total:,} requests")
 
         return run_trace(trace, plan.config, packer, self.num_pages(plan), plan.windows, self.costs(plan), progress)
+
+    def run_fleet(self, trace: Trace, options: FleetOptions, router: str) -> FleetOutcome:
+        """Run a trace on a fleet of engines with the best split's plan."""
+        plan = self.plan
+
+        def progress(done: int, total: int) -> None:
+            self.progress(f"{router}: {done:,} of {total:,} requests")
+
+        packer = plan.stages[0].programs.packer
+        engine = plan.config, packer, self.num_pages(plan), plan.windows, self.costs(plan)
+        return run_fleet(trace, options, router, *engine, progress)
 
     def with_shapes(self, shapes: CompilationConfig) -> SplitPlan:
         """Return the best split's plan with other step shapes."""

@@ -1,9 +1,10 @@
-"""Synthetic traces: chat, long prompts, and prompts that share prefixes."""
+"""Synthetic traces: chat, long prompts, prompts that share prefixes, and conversations of agents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -20,6 +21,8 @@ class Kind:
 
     Attributes:
       shared, num_shared: tokens of the prefix that requests share, and how many such prefixes there are.
+      turns, pause: requests of a conversation, each of which begins with all that was said before, and the seconds from
+        one to the next; both in the mean, geometric and exponential. Its prefix is the n-th with a weight of 1 / n.
     """
 
     prompt: float
@@ -28,6 +31,8 @@ class Kind:
     output_shape: float
     shared: int = 0
     num_shared: int = 0
+    turns: float = 1.0
+    pause: float = 0.0
 
 
 # Chat has the averages of the ShareGPT trace (Kwon et al. 2023, section 6.1): 161 prompt and 338 output tokens.
@@ -35,6 +40,7 @@ KINDS = {
     "chat": Kind(98, 1.0, 205, 1.0),
     "long": Kind(4096, 0.6, 128, 0.6),
     "shared": Kind(64, 0.8, 128, 0.8, shared=512, num_shared=8),
+    "agents": Kind(256, 0.8, 32, 0.5, shared=1024, num_shared=256, turns=8.0, pause=2.0),
 }
 
 
@@ -43,7 +49,8 @@ def synthetic(
 ) -> Trace:
     """Return a trace of a kind of KINDS, with arrivals at random at `rate` requests a second; all at once for inf.
 
-    max_model_len: prompt and output are cut to half of it each. scale: factor of all lengths.
+    max_model_len: prompt and output are cut to half of it each; a conversation ends before it has so many tokens.
+    scale: factor of all lengths.
 
     Raises ConfigError for another kind, and for lengths that leave no room for a shared prefix.
     """
@@ -53,6 +60,8 @@ def synthetic(
     shared = int(own.shared * scale) // BLOCK_SIZE * BLOCK_SIZE
     if half <= shared:
         raise ConfigError("max_model_len", max_model_len, f"more than {2 * shared}, for a shared prefix of {shared}")
+    if own.turns > 1:
+        return Trace(kind, _conversations(own, rng, num_requests, rate, max_model_len, shared, scale), BLOCK_SIZE)
     gaps = rng.exponential(1.0, num_requests) / rate
     arrivals = np.cumsum(gaps) - gaps[0]
     lengths = _lengths(rng, num_requests, scale)
@@ -65,6 +74,40 @@ def synthetic(
         for arrival, prompt, output, head in zip(arrivals, prompts, outputs, heads, strict=True)
     ]
     return Trace(kind, tuple(requests), BLOCK_SIZE)
+
+
+def _conversations(
+    own: Kind, rng: np.random.Generator, num_requests: int, rate: float, longest: int, shared: int, scale: float
+) -> tuple[TraceRequest, ...]:
+    """Return requests of conversations that begin at random, in order of arrival, as many a second from the first on:
+    conversations that began earlier go on.
+    """
+    begun, blocks, next_id = -5 * own.turns * own.pause, shared // BLOCK_SIZE, own.num_shared * (shared // BLOCK_SIZE)
+    shares = np.cumsum(1.0 / np.arange(1, own.num_shared + 1))
+    requests: list[TraceRequest] = []
+    later: list[tuple[float, int, TraceRequest]] = []
+    while len(requests) < num_requests:
+        lengths = _lengths(rng, rng.geometric(1 / own.turns), scale)
+        prompts, outputs = (
+            lengths(*each, longest) for each in ((own.prompt, own.prompt_shape), (own.output, own.output_shape))
+        )
+        ends = shared + np.cumsum(prompts + outputs)
+        ends, outputs = ends[ends < longest], outputs[ends < longest]
+        pauses = rng.exponential(own.pause, len(ends))
+        head = int(np.searchsorted(shares, rng.random() * shares[-1]))
+        count = max(0, int(ends.max(initial=0)) // BLOCK_SIZE - blocks)
+        chain = (*_prefix(head, blocks), *range(next_id, next_id + count))
+        next_id += count
+        for arrival, end, output in zip(begun + np.cumsum(pauses) - pauses, ends, outputs, strict=True):
+            ids = chain[: int(end) // BLOCK_SIZE]
+            heappush(
+                later,
+                (float(arrival), next_id, TraceRequest(float(arrival), int(end - output), int(output), None, ids)),
+            )
+        begun += rng.exponential(own.turns / rate)
+        while later and later[0][0] <= begun:
+            requests += [request] if (request := heappop(later)[2]).arrival >= 0.0 else []
+    return tuple(requests[:num_requests])
 
 
 def _lengths(rng: np.random.Generator, count: int, scale: float) -> Callable[[float, float, int], np.ndarray]:

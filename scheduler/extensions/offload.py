@@ -184,7 +184,10 @@ class Offload(SchedulerExtension):
 
     def admitted(self, request: Request, num_cached: int) -> None:
         """Count what a request's wait has brought, and release what was kept for it. num_cached: tokens found."""
-        self.num_hits += max(0, num_cached - self._tried.get(request, num_cached))
+        hits = max(0, num_cached - self._tried.get(request, num_cached))
+        self.num_hits += hits
+        if request.num_cached_tokens < 0:  # its first admission
+            request.num_external_tokens = hits
         self.ended(request)
 
     def is_due(self, key: bytes) -> bool:

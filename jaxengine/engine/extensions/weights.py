@@ -14,7 +14,8 @@ from typing import Any, get_args
 from jaxengine.engine.extension import Events, Loop
 from jaxengine.engine.extensions.pauses import Pauses
 from jaxengine.engine.extensions.weight_orders import WeightOrders
-from jaxengine.engine.metric_types import Gauge
+from jaxengine.engine.metric_types import Gauge, Histogram, Metric
+from jaxengine.engine.stats import Histogram as Durations
 from jaxengine.engine.weight_types import (
     WEIGHT_UTILITIES,
     KVMode,
@@ -33,6 +34,7 @@ from jaxengine.scheduler.weight_version import MAX_VERSION, check_version
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 PARTS = {WEIGHTS, KV_CACHE}
 SLEEP_LEVELS = (0, 1, 2)
+_SLEEP_BOUNDS = (0.01, 0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds, as vLLM has them
 
 
 class Weights(Pauses):
@@ -51,6 +53,7 @@ class Weights(Pauses):
         self._level = 0
         self.dozes = False
         self._orders = WeightOrders(self)
+        self._durations = {name: Durations(_SLEEP_BOUNDS) for name in ("sleep", "wake")}
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
@@ -178,7 +181,7 @@ class Weights(Pauses):
         """
         parts = _parts(level, tags)
         assert self.is_still, "an engine falls asleep between two steps"
-        scheduler, runner = self.loop.scheduler, self.loop.runner
+        start, scheduler, runner = time.monotonic(), self.loop.scheduler, self.loop.runner
         asleep, self._asleep = self._asleep, self._asleep | parts
         if KV_CACHE in parts - asleep:
             scheduler.preempt_all()
@@ -189,6 +192,8 @@ class Weights(Pauses):
         if WEIGHTS in parts:
             self._level = max(level, self._level) if WEIGHTS in asleep else level
             everywhere(runner, sleep.release_weights, keep=level == 1)
+        if parts:
+            self._durations["sleep"].observe(time.monotonic() - start)
 
     def doze(self) -> None:
         """Put an engine without requests to sleep at level 1, until a request or call needs it.
@@ -216,7 +221,7 @@ class Weights(Pauses):
         weights that nobody has given; jax's RuntimeError if memory cannot be allocated, and releases what it had
         allocated.
         """
-        wanted = self._asleep & _named(tags)
+        start, wanted = time.monotonic(), self._asleep & _named(tags)
         try:
             if WEIGHTS in wanted and not everywhere(self.loop.runner, sleep.restore_weights):
                 text = "the weights were given up at level 2: give new ones by update_weights"
@@ -230,6 +235,8 @@ class Weights(Pauses):
                 everywhere(self.loop.runner, sleep.release_weights, keep=True)
             raise
         self._asleep -= wanted
+        if wanted:
+            self._durations["wake"].observe(time.monotonic() - start)
         if not self._asleep:
             self.dozes = False
             self.resume()
@@ -245,11 +252,13 @@ class Weights(Pauses):
         }
         return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
 
-    def metrics(self) -> Iterator[Gauge]:
+    def metrics(self) -> Iterator[Metric | Histogram]:
         level = self._level if WEIGHTS in self._asleep else 0
         states = {"awake": not self._asleep, "weights_offloaded": level == 1, "discard_all": level == 2}
         for name, holds in states.items():
             yield Gauge("vllm:engine_sleep_state", float(holds), {"sleep_state": name})
+        for operation, durations in self._durations.items():
+            yield durations.metric("vllm:sleep_mode_operation_duration_seconds", {"operation": operation})
 
     def status(self) -> dict[str, Any]:
         return {

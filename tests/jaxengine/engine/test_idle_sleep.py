@@ -64,9 +64,8 @@ class Rig:
     async def metrics(self) -> dict[str, float]:
         found = await self.engine.utility("metrics")
         return {
-            f"{each['name']} {each['labels'].get('sleep_state', '')}".strip(): each["value"]
+            f"{each['name']} {' '.join(each['labels'].values())}".strip(): each.get("value", each.get("count"))
             for each in found
-            if each["kind"] != "histogram"
         }
 
     async def waits(self) -> asyncio.Task[list[int]]:
@@ -85,7 +84,8 @@ async def sleeps_and_wakes(rig: Rig) -> list[int]:
         assert found["vllm:engine_sleep_state weights_offloaded"] == 1 and found["jaxengine:idle_sleeps"] > count
         count = found["jaxengine:idle_sleeps"]
         assert await asyncio.gather(*(rig.tokens() for _ in range(3))) == [first] * 3
-    assert found["jaxengine:idle_wake_seconds"] > 0 and rig.runner.compiles.count == 0
+    operations = [found[f"vllm:sleep_mode_operation_duration_seconds {name}"] for name in ("sleep", "wake")]
+    assert found["jaxengine:idle_wake_seconds"] > 0 and operations == [3, 2] and rig.runner.compiles.count == 0
     return first
 
 

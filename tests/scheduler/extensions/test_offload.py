@@ -88,7 +88,7 @@ def test_pages_leave_and_come_back():
     assert rank.take(load.keys, load.pages) == []
     scheduler.release(again)
     step(scheduler)
-    assert again.num_cached_tokens == 16 and offload.num_hits == 8
+    assert again.num_cached_tokens == 16 and offload.num_hits == again.num_external_tokens == 8
     assert not offload._tried
 
 

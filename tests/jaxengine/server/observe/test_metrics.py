@@ -160,7 +160,9 @@ async def test_what_was_asked_for_is_what_was_counted(served):
     ended = {"length": 12 + 6, "stop": 2, "abort": 1, "error": 0}
     assert {reason: by_label("vllm:request_success_total", finished_reason=reason) for reason in ended} == ended
     num_requests = sum(ended.values())
-    assert grew("vllm:prompt_tokens_total") == 90 * num_requests
+    assert grew("vllm:prompt_tokens_total") == grew("vllm:prompt_tokens_by_source_total") == 90 * num_requests
+    cached = by_label("vllm:prompt_tokens_by_source_total", source="local_cache_hit")
+    assert cached == grew("vllm:prompt_tokens_cached_total") > 0
     generated = grew("vllm:generation_tokens_total")
     assert generated >= 12 * 100 + 6 * 5 + 1 + 1
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):

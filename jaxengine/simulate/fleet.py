@@ -1,0 +1,372 @@
+"""Runs a trace on a fleet: replicas of the engine's loop, each with a device and a clock of its own, behind a router.
+
+A queue of events keeps the order of time: arrivals, the next step of each replica that has requests, what replicas
+publish, deaths and drains. A replica without requests costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.engine.timeline import Timeline
+from jaxengine.scheduler.packing import Packer
+from jaxengine.scheduler.pages.groups import short_digest
+from jaxengine.scheduler.request import Request
+from jaxengine.server import routing
+from jaxengine.simulate.costs import Costs
+from jaxengine.simulate.loop import SimulatedEngine, check_simulated, request_of
+from jaxengine.simulate.trace import Trace
+
+_DIGEST_BYTES = 32  # of a page of the first cache group; keys of other groups are longer
+# Called with the request's short digests, its key, and the replicas; returns the index of one.
+Router = Callable[[Sequence[int], str, "Sequence[_Replica]"], int]
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """What a fleet is, besides its replicas' engine.
+
+    Attributes:
+      num_replicas: replicas at the beginning, and again after each death and drain.
+      deaths, drains: how many replicas end at random moments of the trace: at once, or after their last request.
+      restart_seconds: from the end of a replica until another one, with an empty cache, takes its place.
+      publish_seconds: how old what the router knows of a prefix cache may be.
+      seed: of the moments and the replicas.
+    """
+
+    num_replicas: int
+    deaths: int = 0
+    drains: int = 0
+    restart_seconds: float = 60.0
+    publish_seconds: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class FleetOutcome:
+    """Result of a fleet's run.
+
+    Attributes:
+      first_token, mean_interval, e2e: as of `Outcome`, of the requests that ended, in the order in which they did.
+      seconds: from the first arrival to the last end.
+      failed, retried: requests whose replica died after their first token and before; the latter ran elsewhere.
+      refused: messages of requests that engines refused.
+      queued: mean number of a place's requests over time, f64[num_replicas].
+      busy: seconds in which a place's device computed, f64[num_replicas].
+      num_published: page digests that replicas published as new or gone.
+      router_seconds, cpu_seconds: what a choice took on this machine, in the median, and the whole simulation of its
+        processor.
+    """
+
+    trace: Trace
+    options: FleetOptions
+    router: str
+    first_token: np.ndarray = field(default_factory=lambda: np.empty(0))
+    mean_interval: np.ndarray = field(default_factory=lambda: np.empty(0))
+    e2e: np.ndarray = field(default_factory=lambda: np.empty(0))
+    seconds: float = 0.0
+    failed: int = 0
+    retried: int = 0
+    refused: list[str] = field(default_factory=list)
+    queued: np.ndarray = field(default_factory=lambda: np.empty(0))
+    busy: np.ndarray = field(default_factory=lambda: np.empty(0))
+    num_output_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_published: int = 0
+    router_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+def round_robin() -> Router:
+    """Return a router that takes replicas in turn."""
+    turns = count()
+
+    def choose(digests: Any, key: Any, replicas: Sequence[_Replica]) -> int:
+        while True:
+            index = next(turns) % len(replicas)
+            if not replicas[index].draining:
+                return index
+
+    return choose
+
+
+def least_load() -> Router:
+    """Return a router that takes a replica with the fewest requests: of equals, the one after the last choice."""
+    last = [-1]
+
+    def choose(digests: Any, key: Any, replicas: Sequence[_Replica]) -> int:
+        least = min([each.queue for each in replicas if not each.draining])
+        found = [index for index, each in enumerate(replicas) if each.queue == least and not each.draining]
+        last[0] = next((index for index in found if index > last[0]), found[0])
+        return last[0]
+
+    return choose
+
+
+def prefix() -> Router:
+    """Return the router that serves (`jaxengine.server.routing`)."""
+    return lambda digests, key, replicas: routing.choose(digests, None, None, cast(Any, replicas), key=key)
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round_robin": round_robin,
+    "least_load": least_load,
+    "prefix": prefix,
+}
+
+
+class _Replica:
+    """An engine in the fleet, as `routing.ReplicaState`, and a listener of its pages.
+
+    Attributes:
+      place, name: its number in the fleet, which is its successor's too.
+      queue, assigned: requests that it was given and whose end the router has not seen: how many, and all by their
+        number in the trace.
+      inbox: those of them that came during the step that it computes.
+      ended: those that ended with that step.
+      changes: page digests that it has not published yet, and whether they are new.
+    """
+
+    adapters: Mapping[str, bytes] = MappingProxyType({})
+
+    def __init__(self, place: int, engine: SimulatedEngine, start: float):
+        self.place, self.name, self.simulated = place, str(place), engine
+        engine.runner.time.now = start
+        engine.engine.timeline = Timeline(1, 1)
+        self.queue, self.digests = 0, set[int]()
+        self.alive, self.draining, self.is_scheduled, self.publishes = True, False, False, False
+        self.assigned: dict[int, Request] = {}
+        self.inbox: list[tuple[Request, np.ndarray]] = []
+        self.ended: list[Request] = []
+        self.changes: list[tuple[int, bool]] = []
+        for rank in engine.engine.scheduler.ranks:
+            rank.pool.listeners.append(self)
+
+    def registered(self, digest: bytes, page: int) -> None:
+        if len(digest) == _DIGEST_BYTES:
+            self.changes.append((short_digest(digest), True))
+
+    def dropped(self, digest: bytes) -> None:
+        self.evicted([digest], [])
+
+    def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        self.changes += [(short_digest(digest), False) for digest in digests if len(digest) == _DIGEST_BYTES]
+
+    def forgotten(self) -> None:
+        self.changes = [(digest, False) for digest in self.digests]
+
+
+class _Fleet:
+    """Simulation of a fleet: its replicas, its events, and what has happened."""
+
+    def __init__(
+        self,
+        outcome: FleetOutcome,
+        make: Callable[[], SimulatedEngine],
+        config: ResolvedConfig,
+        progress: Callable[[int, int], None],
+    ):
+        """outcome: to be filled. make: builds an engine of the fleet. progress(ended, requests): called at times."""
+        self.outcome, self.trace, self.options = outcome, outcome.trace, outcome.options
+        self._make, self._config, self._progress = make, config, progress
+        self._choose, self._rng = ROUTERS[outcome.router](), np.random.default_rng(self.options.seed)
+        self._events: list[tuple[float, int, Callable[..., None], Any]] = []
+        self._numbers = count()
+        self._replicas = [_Replica(place, make(), 0.0) for place in range(self.options.num_replicas)]
+        self._backlog: list[int] = []
+        self._lives: list[tuple[float, float, float, int]] = []
+        self._num_ended, self._choices = 0, array("d")
+        # Of each place: its requests times seconds, and when this was last added to.
+        self._area, self._changed = np.zeros((2, self.options.num_replicas))
+        outcome.busy = np.zeros(self.options.num_replicas)
+
+    def run(self) -> None:
+        """Run all events in order of time."""
+        last = self.trace.requests[-1].arrival
+        for index, request in enumerate(self.trace.requests):
+            self._at(request.arrival, self._route, index)
+        for times, end in ((self.options.deaths, self._die), (self.options.drains, self._drain)):
+            for moment in self._rng.uniform(0.0, last, times).tolist():
+                self._at(moment, end, None)
+        total, now = len(self.trace.requests), 0.0
+        while self._num_ended < total:
+            now, _, happen, what = heappop(self._events)
+            happen(now, what)
+        for replica in self._replicas:
+            self._count(replica, now)
+        self._finish(now)
+
+    def _at(self, now: float, happen: Callable[..., None], what: Any) -> None:
+        heappush(self._events, (now, next(self._numbers), happen, what))
+
+    def _route(self, now: float, index: int) -> None:
+        """Give a request to a replica; it waits if none takes requests."""
+        if all(each.draining for each in self._replicas):
+            self._backlog.append(index)
+            return
+        request, tokens = request_of(self.trace, index, self._config.max_model_len)
+        hashes = request.extend_page_hashes(request.prompt_token_ids, self._config.block_size)
+        begun = time.perf_counter()
+        replica = self._replicas[self._choose(list(map(short_digest, hashes)), request.request_id, self._replicas)]
+        self._choices.append(time.perf_counter() - begun)
+        self._measure(replica, now)
+        replica.queue += 1
+        replica.assigned[index] = request
+        replica.inbox.append((request, tokens))
+        if not replica.is_scheduled:
+            replica.is_scheduled = True
+            clock = replica.simulated.runner.time
+            clock.now = max(clock.now, now)
+            self._at(clock.now, self._step, replica)
+
+    def _step(self, now: float, replica: _Replica) -> None:
+        """Note what the replica's last step has ended, and run the next one, as far as its results are there."""
+        if not replica.alive:
+            return
+        simulated = replica.simulated
+        for request in replica.ended:
+            self._ended(now, replica, request)
+        replica.ended.clear()
+        for request, tokens in replica.inbox:
+            if (refused := simulated.queue(request, tokens)) is not None:
+                self.outcome.refused.append(refused)
+                self._gone(now, replica, int(request.request_id))
+        replica.inbox.clear()
+        if replica.draining and not replica.assigned:
+            self._end(now, replica)
+            return
+        replica.is_scheduled = simulated.engine.has_unfinished
+        if replica.is_scheduled:
+            replica.ended += simulated.step().finished
+            self._at(max(now, simulated.runner.time.now), self._step, replica)
+        if replica.changes and not replica.publishes:
+            replica.publishes = True
+            self._at(now + self.options.publish_seconds, self._publish, replica)
+
+    def _ended(self, now: float, replica: _Replica, request: Request) -> None:
+        """Note the end of a request, whose tokens the caller now has."""
+        self._gone(now, replica, int(request.request_id))
+        count = len(request.output_token_ids)
+        assert request.first_token_time is not None
+        self._lives.append((request.arrival_time, request.first_token_time, request.last_token_time, count))
+
+    def _gone(self, now: float, replica: _Replica, index: int) -> None:
+        self._measure(replica, now)
+        replica.queue -= 1
+        del replica.assigned[index]
+        self._count_end()
+
+    def _count_end(self) -> None:
+        self._num_ended += 1
+        if self._num_ended % 256 == 0:
+            self._progress(self._num_ended, len(self.trace.requests))
+
+    def _measure(self, replica: _Replica, now: float) -> None:
+        place = replica.place
+        self._area[place] += replica.queue * (now - self._changed[place])
+        self._changed[place] = now
+
+    def _publish(self, now: float, replica: _Replica) -> None:
+        """Give the router the changes of a replica's cache."""
+        if not replica.alive:
+            return
+        for digest, is_new in replica.changes:
+            (replica.digests.add if is_new else replica.digests.discard)(digest)
+        self.outcome.num_published += len(replica.changes)
+        replica.changes.clear()
+        replica.publishes = False
+
+    def _one(self) -> _Replica | None:
+        """Return a replica at random of those that take requests; None if there is none."""
+        found = [each for each in self._replicas if not each.draining]
+        return found[self._rng.integers(len(found))] if found else None
+
+    def _die(self, now: float, _: None) -> None:
+        """End a replica at once: requests without output run elsewhere, those with output fail."""
+        if (replica := self._one()) is None:
+            return
+        self._measure(replica, now)
+        requests, replica.assigned, replica.queue = replica.assigned, {}, 0
+        self._end(now, replica)
+        for index, request in requests.items():
+            if request.first_token_time is not None and request.first_token_time <= now:
+                self.outcome.failed += 1
+                self._count_end()
+            else:
+                self.outcome.retried += 1
+                self._route(now, index)
+
+    def _drain(self, now: float, _: None) -> None:
+        """Have a replica take no more requests; it ends after its last one."""
+        if (replica := self._one()) is not None:
+            replica.draining = True
+            if not replica.assigned:
+                self._end(now, replica)
+
+    def _end(self, now: float, replica: _Replica) -> None:
+        """Take a replica away; another one takes its place after a while."""
+        replica.alive = False
+        self._replicas.remove(replica)
+        self._count(replica, now)
+        self._at(now + self.options.restart_seconds, self._start, replica.place)
+
+    def _start(self, now: float, place: int) -> None:
+        """Add a replica with an empty cache, and give it requests that nobody took."""
+        self._changed[place] = now
+        self._replicas.append(_Replica(place, self._make(), now))
+        waiting, self._backlog = self._backlog, []
+        for index in waiting:
+            self._route(now, index)
+
+    def _count(self, replica: _Replica, now: float) -> None:
+        """Add what a replica has done to the outcome."""
+        self._measure(replica, now)
+        outcome, engine = self.outcome, replica.simulated.engine
+        outcome.busy[replica.place] += replica.simulated.runner.busy
+        outcome.num_steps += engine.stats.num_steps
+        outcome.num_output_tokens += engine.stats.num_generated_tokens
+        for name in ("num_preemptions", "num_prefix_queries", "num_prefix_hits"):
+            setattr(outcome, name, getattr(outcome, name) + getattr(engine.scheduler, name))
+
+    def _finish(self, now: float) -> None:
+        outcome = self.outcome
+        outcome.seconds = now - self.trace.requests[0].arrival
+        outcome.router_seconds = float(np.median(self._choices))
+        outcome.queued = self._area / outcome.seconds if outcome.seconds else self._area
+        if self._lives:
+            arrival, first, last, tokens = map(np.array, zip(*self._lives, strict=True))
+            outcome.first_token, outcome.e2e = first - arrival, last - arrival
+            outcome.mean_interval = (last - first) / np.maximum(1, tokens - 1)
+
+
+def run_fleet(
+    trace: Trace,
+    options: FleetOptions,
+    router: str,
+    config: ResolvedConfig,
+    packer: Packer,
+    num_pages: int,
+    windows: tuple[int | None, ...],
+    costs: Costs,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> FleetOutcome:
+    """Run a trace on a fleet to its end. router: a name of ROUTERS; all others as of `run_trace`."""
+    check_simulated(config)
+    outcome, begun = FleetOutcome(trace, options, router), time.process_time()
+    fleet = _Fleet(outcome, lambda: SimulatedEngine(config, packer, num_pages, windows, costs), config, progress)
+    fleet.run()
+    outcome.cpu_seconds = time.process_time() - begun
+    return outcome
