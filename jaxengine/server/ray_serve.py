@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray import serve  # pyright: ignore[reportMissingImports]
-from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.server.command import check_adapters
@@ -70,14 +69,11 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
         max_ongoing_requests=_MOST_PER_TARGET * target,
         max_queued_requests=server.max_num_queued_reqs or -1,
         health_check_period_s=2,
-        request_router_config=RequestRouterConfig(
-            request_router_class=Router,
-            request_router_kwargs={
-                "imbalance": _imbalance(ray_config, target),
-                "period": ray_config.routing_period,
-            },
-            request_routing_stats_period_s=ray_config.routing_period,
-        ),
+        request_router_config={
+            "request_router_class": Router,
+            "request_router_kwargs": {"imbalance": _imbalance(ray_config, target), "period": ray_config.routing_period},
+            "request_routing_stats_period_s": ray_config.routing_period,
+        },
         **_drain(server),
         **_placement(ray_config, config.nnodes),
     ).bind(rest, server, ray_config.routing_digest_bytes, store)

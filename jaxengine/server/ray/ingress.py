@@ -110,15 +110,16 @@ class Front:
             return
         holder = digest_of(given_key(scope))
         admitted, request_id = self._keys.admits(holder), scope["state"]["request_id"]
-        named = [each for each in scope["headers"] if each[0] != b"x-request-id"]
+        headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+        client = scope.get("client")
         call = HttpCall(
             scope["method"],
             scope["path"],
             scope.get("raw_path") or scope["path"].encode(),
             scope["query_string"],
-            [*map(tuple, named), (b"x-request-id", request_id.encode())],
+            [*headers, (b"x-request-id", request_id.encode())],
             scope["scheme"],
-            None if scope.get("client") is None else tuple(scope["client"]),
+            None if client is None else (client[0], client[1]),
         )
         try:
             if not admitted:  # the replica says why; the body is not read
@@ -145,7 +146,7 @@ class Front:
             most = self._server.max_batch_file_bytes + MIB if self._server.enable_batch_api else 0
         if streamed and not most:  # the replica refuses it
             return ()
-        chunks, parts, size, num_stored = [], [], 0, 0
+        chunks, parts, size, num_stored = list[bytes](), list[Any](), 0, 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":

@@ -29,7 +29,7 @@ from jaxengine.server.names import served_names
 from jaxengine.server.observe.spans import traced
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.owned_ids import owned
-from jaxengine.server.ray.messages import Hint, Piece, decode_call, encode
+from jaxengine.server.ray.messages import Headers, Hint, Piece, decode_call, encode
 from jaxengine.server.ray.store import RayStore
 
 
@@ -140,7 +140,7 @@ async def _bodies(first: bytes, parts: Sequence[Any]) -> AsyncIterator[Message]:
 
 async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
     """Yield what the application has said, in as few pieces as there is no wait for. None in the queue ends it."""
-    status, headers = None, []
+    status, headers = None, Headers()
     while (message := await said.get()) is not None:
         body, last = [message.get("body", b"")], not message.get("more_body", False)
         if message["type"] == "http.response.start":
@@ -150,7 +150,7 @@ async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
             body.append(message.get("body", b""))
             last = not message.get("more_body", False)
         yield Piece(b"".join(body), last, status, headers)
-        status, headers = None, []
+        status, headers = None, Headers()
         if message is None:
             return
 

@@ -49,7 +49,7 @@ def start_ray() -> None:
     """Start a node. On a busy machine it may take longer than Ray waits for it, and less the next time."""
     for last in (False, False, True):
         try:
-            ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
             return
         except Exception as error:
             ray.shutdown()
@@ -201,17 +201,6 @@ def test_a_killed_replica_costs_no_request_that_had_not_begun(url, two):
     assert killed == asyncio.run(ask_all(kill=False))
 
 
-@pytest.mark.thorough("replicas pass on what the application says; test_pooling_server.py has embeddings")
-def test_a_pooling_model_is_served(url, run, pooling_folder, pooling_options):
-    start, *_ = run
-    pools = {"model": pooling_folder("mean"), "pooler_config": {"use_activation": True}}
-    start("pooling", **{**pooling_options, **pools, "root_path": "/pool"})
-    answer = httpx.post(f"{url}/pool/v1/embeddings", json={"input": TEXTS}, timeout=120).json()
-    found = np.array([entry["embedding"] for entry in answer["data"]])
-    expected = GOLDENS["mean"] / np.linalg.norm(GOLDENS["mean"], axis=1, keepdims=True)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-
-
 @pytest.mark.thorough("tests/jaxengine/cluster has engines over two hosts, and the tests above replicas")
 def test_an_engine_over_two_hosts_is_one_replica(url, run, client):
     start, *_ = run
@@ -219,6 +208,17 @@ def test_an_engine_over_two_hosts_is_one_replica(url, run, client):
     over_two = {"nnodes": 2, "master_port": free_port(), "tensor_parallel_size": 2, "placement_strategy": "PACK"}
     start("over two", alone=True, **over_two, limit_mm_per_prompt={"image": 0, "video": 0})
     assert tokens_of(client) == tokens
+
+
+@pytest.mark.thorough("replicas pass on what the application says; test_pooling_server.py has embeddings")
+def test_a_pooling_model_is_served(url, run, pooling_folder, pooling_options):
+    start, *_ = run
+    pools = {"model": pooling_folder("mean"), "pooler_config": {"use_activation": True}}
+    start("pooling", alone=True, **{**pooling_options, **pools, "root_path": "/pool"})
+    answer = httpx.post(f"{url}/pool/v1/embeddings", json={"input": TEXTS}, timeout=120).json()
+    found = np.array([entry["embedding"] for entry in answer["data"]])
+    expected = GOLDENS["mean"] / np.linalg.norm(GOLDENS["mean"], axis=1, keepdims=True)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.thorough("test_routing.py compares the policies, and a test above finds prefixes over Ray")
