@@ -257,9 +257,8 @@ class StagePrograms:
             own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, places[layer], 0)), pool)
             return self._on_one_device(own)
 
-        # Compressed keys are read and written by no kernel.
-        kernels = [layer for layer in sorted(places) if config.attention[layer].compressed is None]
-        paged = {attention_spec(config.attention[layer], shared): layer for layer in kernels}
+        places = {layer: place for layer, place in places.items() if config.attention[layer].compressed is None}
+        paged = {attention_spec(config.attention[layer], shared): layer for layer in sorted(places)}
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._layout}
 
@@ -297,7 +296,7 @@ class StagePrograms:
 
         schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
         # What is written is the same in all layers with pages of one size.
-        kinds = {places[layer].spec: layer for layer in reversed(kernels)}
+        kinds = {places[layer].spec: layer for layer in sorted(places, reverse=True)}
         for page, layer in kinds.items():
             attention = config.attention[layer]
             count = num_kv_heads(attention, shared)

@@ -336,11 +336,10 @@ class EngineConfig(
             runner="generate" if model.pooler is None else "pooling",
         )
         check_pages(self.kv_cache_dtype, model, chosen["kv_cache_dtype"], self.kv_cache_memory_bytes)
-        check_compressed(chosen, self.kv_cache_dtype, model, platform.name)
         chosen.update(settle_encoder(chosen, model, platform, pictures or {}) | settle_prompt_embeds(chosen, model))
         for settle in (settle_recording, settle_offload, settle_kv_events, check_speculation, check_training):
             settle(chosen, model)
-        chosen.update(settle_exact(chosen, model, platform.name))
+        chosen.update(check_compressed(chosen, model, platform.name) | settle_exact(chosen, model, platform.name))
         # What a class without a file of its own does is not known to the next process.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))

@@ -190,8 +190,7 @@ class LayerAttention:
                 raise ModelConfigError(
                     f"compressed keys need one kv head, and pages where blocks have keys, got {kept}"
                 )
-            widths = compressed.widths if self.rope is not None else ()
-            if not widths or min(widths) < self.rope.rotary_dim:
+            if self.rope is None or min(compressed.widths) < self.rope.rotary_dim:
                 raise ModelConfigError(f"compressed keys need a rope of at most their {compressed.widths} elements")
             if self.num_heads % compressed.out_groups:
                 text = f"o_groups must divide num_attention_heads = {self.num_heads}, got {compressed.out_groups}"

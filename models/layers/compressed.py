@@ -204,6 +204,7 @@ class BlockIndexer(nnx.Module):
 
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         """Return queries [T, I, J] and the weights of their heads f32[T, I]; x: [T, D]."""
+        assert step.rope is not None
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
         return turned(q, step.rope), weights * (self.num_heads * self.head_dim) ** -0.5
@@ -326,6 +327,7 @@ class CompressedAttention(nnx.Module):
         where there are no blocks.
         """
         blocks: TokenBlocks = step.blocks
+        assert step.rope is not None
         has_blocks = self.keys.rate is not None
         (kv, states), (where, rows) = (kept, located) if has_blocks else ((None, kept), (None, located))
         with jax.named_scope("qkv"):
@@ -337,7 +339,7 @@ class CompressedAttention(nnx.Module):
         window = _recent(key, states[0], rows, blocks)
         left = [window.after(states[0], rows)]
         pages = index = None
-        if has_blocks:
+        if kv is not None and where is not None:
             contributed = _recent(self.contributed(x, step.rows), states[1], rows, blocks)
             left.append(contributed.after(states[1], rows))
             with jax.named_scope("compress"):
@@ -445,7 +447,8 @@ class CompressedAttention(nnx.Module):
         else:
             top_k = min(index.top_k, pages.most_blocks)
             at_once = min(_GATHERED, top_k)
-            chosen = _selected(*of_index, seqs, counts, top_k, pages)
+            index_q, weights = of_index
+            chosen = _selected(index_q, weights, seqs, counts, top_k, pages)
             most = jnp.minimum(jnp.max(counts), top_k)
             chosen = jnp.pad(chosen, ((0, 0), (0, -top_k % at_once)), constant_values=-1)
 

@@ -33,7 +33,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     listed = names_in(settings, "modules_to_not_convert") + names_in(settings, "ignored_layers")
     rules: tuple[tuple[tuple[str, ...], Stored], ...] = (((LINEAR,), stored),)
     if one_of(settings, "expert_dtype", ("fp8", "fp4"), "fp8") == "fp4":  # DeepSeek-V4's
-        experts = Mxfp4("mxfp4 (experts)", "weight", "weight_scale_inv")
+        experts = Mxfp4("mxfp4 (experts)", "weight", "weight_scale_inv", ("int8", "float8_e8m0fnu"))
         rules = ((("re:.*[.]experts[.]",), experts), *rules)
     return Quantization(METHOD, rules, listed=listed)
 

@@ -28,11 +28,13 @@ class Mxfp4(InOrder):
 
     Attributes:
       pairs, exponents: names of the tensors.
+      bytes_as: dtypes that both are stored as, one byte each.
     """
 
     format: str = METHOD
     pairs: str = "blocks"
     exponents: str = "scales"
+    bytes_as: tuple[str, str] = ("uint8", "uint8")
     dtype: str = "int8"
     group: int = GROUP
     has_zeros: bool = False
@@ -43,18 +45,18 @@ class Mxfp4(InOrder):
         return {self.pairs: ((out, -(-size // GROUP) * GROUP // 2),), self.exponents: ((out, -(-size // GROUP)),)}
 
     def check(self, module: StoredModule) -> None:
-        module.read(self.pairs, "uint8", slice(0, 1))
-        if np.any(module.read(self.exponents, "uint8") == 255):
+        module.read(self.pairs, self.bytes_as[0], slice(0, 1))
+        if np.any(module.read(self.exponents, self.bytes_as[1]).view(np.uint8) == 255):
             raise module.fail(self.exponents, "255 stands for no number")
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
         first, last, _ = columns.indices(module.shape[1])
-        pairs = module.read(self.pairs, "uint8", rows, slice(first // 2, -(-last // 2)))
+        pairs = module.read(self.pairs, self.bytes_as[0], rows, slice(first // 2, -(-last // 2))).view(np.uint8)
         values = np.stack([DOUBLED[pairs & 15], DOUBLED[pairs >> 4]], axis=-1).reshape(len(pairs), -1)
         return values[:, first % 2 :][:, : last - first]
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        exponents = module.read(self.exponents, "uint8", rows).astype(np.int32)
+        exponents = module.read(self.exponents, self.bytes_as[1], rows).view(np.uint8).astype(np.int32)
         return np.ldexp(np.float32(0.5), exponents - 127).astype(np.float32), None
 
 

@@ -20,7 +20,6 @@ from jaxengine.pallas_kernels.matmul.rounding import E4M3, E8M0, FLOAT32, UE8M0
 
 Shape = tuple[int, ...]
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)  # exponents plus 127
-_BYTES = (np.dtype(np.int8), _E8M0)
 _SCALES = {FLOAT32: "", UE8M0: ", powers of two", E8M0: ", powers of two", E4M3: " with scales of e4m3"}
 
 
@@ -78,12 +77,9 @@ class StoredModule(NamedTuple):
         return next((kind for kind in kinds if self.has(kind)), kinds[0])
 
     def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read a part of the module's tensor `kind`, which must hold `dtype`, as uint8 bytes of any kind; None:
-        floating-point numbers, converted to f32. Raises ModelFileError for another dtype.
-        """
+        """Read a part of the module's tensor `kind`, which must hold `dtype`; None: floating-point numbers, converted
+        to f32. Raises ModelFileError for another dtype."""
         array = self.source.read(self.tensor(kind), rows, columns)
-        if dtype == "uint8" and array.dtype in _BYTES:
-            return array.view(np.uint8)
         if dtype is not None:
             if str(array.dtype) != dtype:
                 raise self.fail(kind, f"must hold {dtype}, got {array.dtype}")

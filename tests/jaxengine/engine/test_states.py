@@ -18,7 +18,7 @@ from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.tables import each_row
 
 MODELS = TINY_CHECKPOINT.parent
-MORE = "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1", "mamba2", "jamba"
+MORE = "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1", "mamba2", "jamba", "deepseek_v4"
 OTHER = pytest.mark.thorough("another kind of state")
 
 

@@ -94,7 +94,10 @@ def test_what_engines_refuse():
         return EngineConfig.from_options(**options).resolved(model, PLATFORMS[platform])
 
     for options, message in (
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'; allowed: auto, float32 or bfloat16 for DeepseekV4"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "kv_cache_dtype is 'float8_e4m3fn'; allowed: auto, float32 or bfloat16 for DeepseekV4",
+        ),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype is 'int8_per_token_head'; allowed: "),
         ({"block_size": 6}, "block_size is 6; allowed: a multiple or a divisor of the 4 tokens"),
         ({"rl_exact": True}, "rl_exact is True; allowed: False: DeepseekV4ForCausalLM attends to compressed keys"),
