@@ -373,8 +373,8 @@ class CompressedAttention(nnx.Module):
             ]
             seen = blocks.positions[jnp.minimum(last, num_tokens - 1)][:, None] >= lags
             new = []
-            for compressor, part, done in zip(self.compressors, self._parts(rows), made, strict=True):
-                own = turned(compressor(*part, seen)[:, None], (cos, sin))[:, 0].astype(done.dtype)
+            for compressor, (values, gates), done in zip(self.compressors, self._parts(rows), made, strict=True):
+                own = turned(compressor(values, gates, seen)[:, None], (cos, sin))[:, 0].astype(done.dtype)
                 new.append(lax.dynamic_update_slice_in_dim(done, own, first, 0))
             return tuple(new)
 
