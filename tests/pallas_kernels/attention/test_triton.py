@@ -92,7 +92,8 @@ def test_what_they_leave_to_xla(row):
 def _arguments(spec: AttentionSpec, dtype: str, num_tokens: int, num_pages: int = 64, page_size: int = 16) -> tuple:
     pool = KVSpec(num_pages, page_size, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, dtype)
     sizes = (9,), (8,), (8, 40), (num_tokens,), (), ()
-    batch = RaggedBatch(*(jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes))
+    arrays: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
+    batch = RaggedBatch(*arrays)
     q = jax.ShapeDtypeStruct((num_tokens, spec.num_q_heads, spec.head_dim), jnp.bfloat16)
     return q, jax.eval_shape(partial(alloc, pool, layout=LAYOUT)), batch
 

@@ -56,9 +56,13 @@ MUTANTS = [
     Mutant("scale of values dropped", _KERNEL, "decay * v_scale / divisor", "decay / divisor", _CODES),
     Mutant("stale values", _KERNEL, "return plt.load(source, mask=mask, other=0)", "return plt.load(source)", _ANY),
     Mutant(
-        "stale codes", _KERNEL, "return jnp.where(mask, _widened(", "return jnp.where(columns >= 0, _widened(", _CODES
+        "stale codes",
+        _KERNEL,
+        "return jnp.where(mask, _widened(",
+        "return jnp.where(columns >= 0, _widened(",
+        _CODES_OF_BLOCKS,
     ),
-    Mutant("sign of e4m3 lost", _KERNEL, "(bits & 0x80) << 8 | ", "", _CODES_OF_BLOCKS),
+    Mutant("sign of e4m3 lost", _KERNEL, "(bits & 0x80) << 8 | ", "", _CODES),
     Mutant("exponent of e4m3 off", _KERNEL, "* 256.0)", "* 128.0)", _CODES),
     Mutant("e5m2 as e4m3", _KERNEL, "codes.dtype == jnp.float8_e5m2", "codes.dtype == jnp.float16", _E5M2),
     Mutant("half of the last block of wide heads", _KERNEL, "stop * steps, attend", "stop * steps - 1, attend", _WIDE),
