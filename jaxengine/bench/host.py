@@ -296,7 +296,7 @@ class FreeRunner:
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
         self.keeps_history, self.uses_mrope = bool(config.widths), bool(packer.sections)
         own = {"drafts": self.keeps_history, "pictures": self.uses_mrope}
-        self.layout = None  # of pictures: there is no tower
+        self.towers = ()
         self.extensions = dict.fromkeys(("structured", *(name for name, has in own.items() if has)), self)
         self.plan = SimpleNamespace(num_pages=config.num_pages)
         self.config = _FreeConfig(

@@ -39,7 +39,9 @@ def said(raw: dict, outside: bool | None, inside: bool | None) -> dict:
 def test_text_config_goes_before_its_wrapper(name: str):
     raw = json.loads((FOLDER / name / "config.json").read_text())
     for outside, inside, result in SAID:
-        assert read_hf(said(raw, outside, inside)).tie_word_embeddings == result, (outside, inside)
+        # Thinkers have no such field inside: transformers writes its class's default there and reads it nowhere.
+        expected = bool(outside) if "Omni" in raw["architectures"][0] else result
+        assert read_hf(said(raw, outside, inside)).tie_word_embeddings == expected, (outside, inside)
 
 
 def test_every_wrapper_is_recorded():
