@@ -1,4 +1,4 @@
-"""One engine over two processes of four CPU devices each (gloo): the same tokens; an end with a reason, not a hang."""
+"""One engine over two processes of CPU devices (gloo): the same tokens; an end with a reason, not a hang."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jaxengine.runner.devices import choose_devices
 
 ROOT = Path(__file__).parents[2]
 RANKS_AND_HEADS = ("dense", {"tensor_parallel_size": 4, "data_parallel_size": 2})
+FEWEST = ("dense", {"tensor_parallel_size": 2})
 # Compiling is what takes the time, so these only with --thorough: heads over both processes, and all kinds at once,
 # ranks and experts over both, stages whose hidden states stay in one.
 STAGES = {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2}
@@ -26,7 +27,12 @@ OTHERS = [("dense", {"tensor_parallel_size": 8}), ("moe", STAGES | {"enable_expe
 
 
 class Pair:
-    """Host 0 and workers as child processes, their output in files, ended with the test."""
+    """Host 0 and workers as child processes, their output in files, ended with the test.
+
+    num_devices: CPU devices of each process.
+    """
+
+    num_devices = 4
 
     def __init__(self, folder: Path, executables_dir: str):
         self.folder, self.executables_dir = folder, executables_dir
@@ -35,7 +41,7 @@ class Pair:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self.num_devices}"
         env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
             command = [sys.executable, "-m", *map(str, arguments)]
@@ -116,7 +122,8 @@ def test_two_processes_give_the_tokens_of_one_device(pair, engine, report):
 
 
 def test_host_0_says_which_worker_is_lost(pair):
-    pair.start_host("serve", *RANKS_AND_HEADS)
+    pair.num_devices = 1
+    pair.start_host("serve", *FEWEST)
     pair.start_worker()
     pair.wait_until_serving()
     pair.children["worker"].kill()
@@ -126,7 +133,8 @@ def test_host_0_says_which_worker_is_lost(pair):
 
 
 def test_a_worker_with_another_key_stays_out_and_one_that_is_in_ends_with_host_0(pair, tmp_path):
-    pair.start_host("serve", *RANKS_AND_HEADS)
+    pair.num_devices = 1
+    pair.start_host("serve", *FEWEST)
     pair.start_worker("stranger", key=write_key(tmp_path / "other"))
     assert pair.wait("stranger", 60) == 2
     assert pair.text("stranger") == "jaxengine: error: host 0 has another cluster key\n"
