@@ -22,6 +22,8 @@ from jaxengine.server.ray.messages import Hint  # noqa: E402
 from jaxengine.server.ray.prompts import PromptReader  # noqa: E402
 from jaxengine.server.ray.replica import Responder  # noqa: E402
 from jaxengine.server.ray_serve import app  # noqa: E402
+from jaxengine.server.stored.records import StoreBounds  # noqa: E402
+from jaxengine.server.stored.store import ResponseStore  # noqa: E402
 from tests.jaxengine.server.asgi_client import Connection, http_client  # noqa: E402
 from tests.jaxengine.server.scripted_engine import ScriptedEngine  # noqa: E402
 from tests.tables import each_row  # noqa: E402
@@ -201,6 +203,39 @@ async def test_a_client_that_leaves_ends_its_request(make_front):
     await asyncio.sleep(0.05)
     await connection.leave()
     assert handle.num_cancelled == 1
+    async with asyncio.timeout(10):
+        await stopped.wait()
+        while handle._responder._running:
+            await asyncio.sleep(0.01)
+
+
+class WaitingStore(ResponseStore):
+    """A store in another process, whose replies take time."""
+
+    def __init__(self):
+        super().__init__(StoreBounds(**ServerConfig().store_bounds()))
+        self.begun, self.replies = asyncio.Event(), asyncio.Event()
+
+    async def put(self, *arguments):
+        needs = await super().put(*arguments)
+        self.begun.set()
+        await self.replies.wait()
+        return needs
+
+
+async def test_a_client_that_leaves_leaves_no_response_without_work(make_front):
+    """Nobody would end it: it would count as running for as long as the store runs."""
+    _, handle, front = make_front()
+    store, engine = WaitingStore(), handle._responder._engine
+    handle._responder = Responder(engine, create_app(engine, ServerConfig(), store))
+    async with asyncio.timeout(10):
+        connection = Connection.of_json(front.app, "/v1/responses", input="Hi", background=True)
+        await store.begun.wait()
+        await connection.leave()
+        assert store._workers
+        store.replies.set()
+        while store._workers:
+            await asyncio.sleep(0.01)
 
 
 async def test_those_without_a_key_are_refused_before_their_body_is_read(make_front):
