@@ -225,7 +225,7 @@ class ServerConfig:
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), str(field.type)
             if kind.startswith("tuple"):
-                value = tuple(value) if isinstance(value, list | tuple) else (value,)
+                value = tuple(value) if type(value) in (list, tuple) else (value,)
                 object.__setattr__(self, field.name, value)
                 right = all(isinstance(item, str) and item for item in value)
             else:

@@ -74,7 +74,7 @@ def test_keys_come_from_options_and_files(tmp_path):
 def test_no_key_is_shown():
     for wrong in (["secret", 1], {"secret": 1}, ["secret", ""]):
         with pytest.raises(ConfigError) as caught:
-            ServerConfig(api_key=wrong)  # pyright: ignore[reportArgumentType]
+            ServerConfig(api_key=wrong)
         assert "secret" not in str(caught.value)
     assert "secret" not in repr(ServerConfig(api_key="secret"))
 
