@@ -47,10 +47,12 @@ _SESSIONS = "/v1/sessions/"
 
 
 class _Body(msgspec.Struct):
-    """Fields of requests by which they are routed."""
+    """Fields of requests by which they are routed. Of other types than these nothing is built: a value of some
+    megabytes may have millions of lists.
+    """
 
-    model: Any = None
-    background: Any = None
+    model: str | None = None
+    background: bool | None = None
 
 
 _decode_body = msgspec.json.Decoder(_Body).decode
@@ -187,7 +189,7 @@ class Front:
             body = _decode_body(call.body)
         except (msgspec.MsgspecError, ValueError, RecursionError):  # the replica says what is wrong
             return hint
-        if isinstance(body.model, str):
+        if body.model is not None:
             model = self._routes.pick(body.model, route_key(given, request_id))
             hint.adapter = None if model in self._names else model
         if self._reader is not None and path in PATHS and not body.background:

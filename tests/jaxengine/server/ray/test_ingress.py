@@ -16,7 +16,7 @@ from jaxengine.config.errors import ConfigError  # noqa: E402
 from jaxengine.server.http.app import create_app  # noqa: E402
 from jaxengine.server.keys import NO_KEY  # noqa: E402
 from jaxengine.server.options import MIB, ServerConfig  # noqa: E402
-from jaxengine.server.ray import request_router  # noqa: E402
+from jaxengine.server.ray import ingress, request_router  # noqa: E402
 from jaxengine.server.ray.ingress import Front  # noqa: E402
 from jaxengine.server.ray.messages import Hint  # noqa: E402
 from jaxengine.server.ray.prompts import PromptReader  # noqa: E402
@@ -312,6 +312,12 @@ def test_pages_that_a_replica_may_have_are_forgotten():
     for number in range(40):
         known.sent(list(range(number, number + 8192)), 60.0)
     assert 8230 in known and 0 not in known and known._num_recent <= request_router._MOST_RECENT
+
+
+def test_a_body_is_not_built_before_its_limits_are_checked():
+    assert ingress._decode_body(b'{"model": "m", "prompt": [[[]]], "background": true}').model == "m"
+    with pytest.raises(ValueError, match="Expected `str | null`, got `array`"):
+        ingress._decode_body(b'{"model": [[], []]}')
 
 
 def test_a_hint_stays_where_it_is():
