@@ -50,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if engine.profiler_config is not None and not server.enable_admin:
         problem = "profiler_config is given without enable_admin, and /start_profile is a route of operators"
         raise ConfigError.because("profiler_config", problem, "give --enable-admin and --admin-key-file")
-    if server.batch_priority is not None and engine.scheduling_policy != "priority":
-        problem = f"batch_priority is {server.batch_priority}, and scheduling_policy is {engine.scheduling_policy!r}"
-        raise ConfigError.because("batch_priority", problem, "give --scheduling-policy priority")
-    check_adapters(server, engine)
+    check_together(server, engine)
     if server.enable_batch_api:
         BatchStore.of(server)
     # Fails for unreadable files before the model is loaded.
@@ -64,12 +61,15 @@ def run(args: argparse.Namespace) -> int:
     return Supervisor(server, engine).run()
 
 
-def check_adapters(server: ServerConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError for options of adapters that cannot be, or need enable_lora."""
+def check_together(server: ServerConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for server options that need another one of the engine, and for adapters that cannot be."""
     from jaxengine.server.adapter_sources import AdapterSources
     from jaxengine.server.lora_routes import LoraRoutes
     from jaxengine.server.names import names_of
 
+    if server.batch_priority is not None and engine.scheduling_policy != "priority":
+        problem = f"batch_priority is {server.batch_priority}, and scheduling_policy is {engine.scheduling_policy!r}"
+        raise ConfigError.because("batch_priority", problem, "give --scheduling-policy priority")
     for name in ("lora_dirs", "lora_hub_owners", "lora_routes"):
         if getattr(server, name) and not engine.enable_lora:
             raise ConfigError.because(name, f"{name} is given without enable_lora", "give --enable-lora too")

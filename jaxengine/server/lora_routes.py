@@ -73,8 +73,8 @@ class LoraRoutes:
             return name
         adapters, sums = row
         digest = hashlib.sha256(f"{name}\0{key}".encode()).digest()
-        place = int.from_bytes(digest[:8], "big") / 2**64 * sums[-1]
-        return adapters[min(bisect_right(sums, place), len(adapters) - 1)]
+        drawn = int.from_bytes(digest[:8], "big") / 2**64 * sums[-1]
+        return adapters[min(bisect_right(sums, drawn), len(adapters) - 1)]
 
 
 def _is_arm(value: Any) -> bool:

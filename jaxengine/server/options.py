@@ -159,7 +159,7 @@ class ServerConfig:
     metrics_port: int | None = None
     api_server_count: int = 1
     served_model_name: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     api_key_file: str | None = None
     enable_admin: bool = False
     admin_key_file: str | None = None
@@ -225,12 +225,15 @@ class ServerConfig:
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), str(field.type)
             if kind.startswith("tuple"):
-                value = (value,) if isinstance(value, str) else tuple(value)
+                value = tuple(value) if type(value) in (list, tuple) else (value,)
                 object.__setattr__(self, field.name, value)
                 right = all(isinstance(item, str) and item for item in value)
             else:
                 right = value is None and "None" in kind or _is(value, kind.removesuffix(" | None"))
             if not right:
+                if not field.repr:  # a secret
+                    problem = f"{field.name} has a key that is empty or no text"
+                    raise ConfigError.because(field.name, problem, f"give a value of type {kind}")
                 raise ConfigError(field.name, value, f"a value of type {kind}")
         for name, least, most in _BOUNDS:
             value = getattr(self, name)

@@ -17,7 +17,7 @@ from typing import Any
 from ray import serve  # pyright: ignore[reportMissingImports]
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.server.command import check_adapters
+from jaxengine.server.command import check_together
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.ray.ingress import Ingress
 from jaxengine.server.ray.options import RayConfig, refuse_without_meaning
@@ -49,7 +49,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     server, ray_config = ServerConfig(**chosen[0]), RayConfig(**chosen[1])
     config = EngineConfig.from_options(**rest)
     refuse_without_meaning(chosen[0], ray_config.max_replicas)
-    check_adapters(server, config)
+    check_together(server, config)
     if config.profiler_config is not None:
         raise ConfigError("profiler_config", config.profiler_config, "None under Ray Serve, with its several replicas")
     target = ray_config.target_ongoing_requests or config.max_num_seqs or _TARGET

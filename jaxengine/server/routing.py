@@ -116,7 +116,5 @@ def prompt_digests(
 
 
 def _rank(what: str, replica: ReplicaState) -> int:
-    """Return the place of a replica in a random order of its own for `what`: the highest keeps it as others come or go,
-    unless it goes itself.
-    """
+    """Return a hash of a replica's name and `what`: the replica with the highest keeps it while others come or go."""
     return int.from_bytes(hashlib.sha256(f"{replica.name}\0{what}".encode()).digest()[:8], "big")

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--scale", type=_positive, default=1.0, help="factor of a synthetic trace's lengths")
     parser.add_argument(
-        "--trace-seed", type=int, default=0, metavar="SEED", help="of a synthetic trace, deaths, drains"
+        "--trace-seed", type=_seed, default=0, metavar="SEED", help="of a synthetic trace, deaths, drains"
     )
     parser.add_argument(
         "--faster", type=_positive, default=1.0, metavar="FACTOR", help="divide all arrival times by this"
@@ -262,8 +262,16 @@ def _wait(text: str) -> float:
 
 
 def _events(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 7):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 999999")
+    return _whole(text, 6)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 18)
+
+
+def _whole(text: str, digits: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= digits):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {'9' * digits}")
     return int(text)
 
 

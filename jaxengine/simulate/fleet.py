@@ -61,8 +61,8 @@ class FleetOutcome:
       seconds: from the first arrival to the last end.
       failed, retried: requests whose replica died after their first token and before; the latter ran elsewhere.
       refused: messages of requests that engines refused.
-      queued: mean number of a place's requests over time, f64[num_replicas].
-      busy: seconds in which a place's device computed, f64[num_replicas].
+      queued: mean number of requests over time of each replica and its successors, f64[num_replicas].
+      busy: seconds in which their device computed, f64[num_replicas].
       num_published: page digests that replicas published as new or gone.
       router_seconds, cpu_seconds: what a choice took on this machine, in the median, and the whole simulation of its
         processor.
@@ -132,7 +132,7 @@ class _Replica:
     """An engine in the fleet, as `routing.ReplicaState`, and a listener of its pages.
 
     Attributes:
-      place, name: its number in the fleet, which is its successor's too.
+      index, name: its index in the fleet, which is its successor's too.
       queue, assigned: requests that it was given and whose end the router has not seen: how many, and all by their
         number in the trace.
       inbox: those of them that came during the step that it computes.
@@ -142,8 +142,8 @@ class _Replica:
 
     adapters: Mapping[str, bytes] = MappingProxyType({})
 
-    def __init__(self, place: int, engine: SimulatedEngine, start: float):
-        self.place, self.name, self.simulated = place, str(place), engine
+    def __init__(self, index: int, engine: SimulatedEngine, start: float):
+        self.index, self.name, self.simulated = index, str(index), engine
         engine.runner.time.now = start
         engine.engine.timeline = Timeline(1, 1)
         self.queue, self.digests = 0, set[int]()
@@ -185,11 +185,11 @@ class _Fleet:
         self._choose, self._rng = ROUTERS[outcome.router](), np.random.default_rng(self.options.seed)
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._numbers = count()
-        self._replicas = [_Replica(place, make(), 0.0) for place in range(self.options.num_replicas)]
+        self._replicas = [_Replica(index, make(), 0.0) for index in range(self.options.num_replicas)]
         self._backlog: list[int] = []
         self._lives: list[tuple[float, float, float, int]] = []
         self._num_ended, self._choices = 0, array("d")
-        # Of each place: its requests times seconds, and when this was last added to.
+        # By a replica's index: its requests times seconds, and when this was last added to.
         self._area, self._changed = np.zeros((2, self.options.num_replicas))
         outcome.busy = np.zeros(self.options.num_replicas)
 
@@ -275,9 +275,9 @@ class _Fleet:
             self._progress(self._num_ended, len(self.trace.requests))
 
     def _measure(self, replica: _Replica, now: float) -> None:
-        place = replica.place
-        self._area[place] += replica.queue * (now - self._changed[place])
-        self._changed[place] = now
+        index = replica.index
+        self._area[index] += replica.queue * (now - self._changed[index])
+        self._changed[index] = now
 
     def _publish(self, now: float, replica: _Replica) -> None:
         """Give the router the changes of a replica's cache."""
@@ -321,21 +321,21 @@ class _Fleet:
         replica.alive = False
         self._replicas.remove(replica)
         self._count(replica, now)
-        self._at(now + self.options.restart_seconds, self._start, replica.place)
+        self._at(now + self.options.restart_seconds, self._start, replica.index)
 
-    def _start(self, now: float, place: int) -> None:
+    def _start(self, now: float, index: int) -> None:
         """Add a replica with an empty cache, and give it requests that nobody took."""
-        self._changed[place] = now
-        self._replicas.append(_Replica(place, self._make(), now))
+        self._changed[index] = now
+        self._replicas.append(_Replica(index, self._make(), now))
         waiting, self._backlog = self._backlog, []
-        for index in waiting:
-            self._route(now, index)
+        for request in waiting:
+            self._route(now, request)
 
     def _count(self, replica: _Replica, now: float) -> None:
         """Add what a replica has done to the outcome."""
         self._measure(replica, now)
         outcome, engine = self.outcome, replica.simulated.engine
-        outcome.busy[replica.place] += replica.simulated.runner.busy
+        outcome.busy[replica.index] += replica.simulated.runner.busy
         outcome.num_steps += engine.stats.num_steps
         outcome.num_output_tokens += engine.stats.num_generated_tokens
         for name in ("num_preemptions", "num_prefix_queries", "num_prefix_hits"):

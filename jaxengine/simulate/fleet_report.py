@@ -15,7 +15,7 @@ from jaxengine.simulate.report import NONE, Limits, quantiles
 def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
     """Return a run as JSON values: times in seconds, shares from 0 to 1; None for a quantile of nothing.
 
-    All but "cost" follow from the trace, the options and the seed. "load" has the most and the mean of a place.
+    All but "cost" follow from the trace, the options and the seed. "load" has the most and the mean of the replicas.
     """
     seconds, ended = outcome.seconds, len(outcome.e2e)
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)

@@ -13,6 +13,8 @@ from jaxengine.records.trace_file import TraceRequest
 from jaxengine.simulate.trace import Trace
 
 BLOCK_SIZE = 16
+# Largest rate of a trace of conversations: as many seconds of it as they last come before the trace, and are dropped.
+_MOST_TURNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def synthetic(
     max_model_len: prompt and output are cut to half of it each; a conversation ends before it has so many tokens.
     scale: factor of all lengths.
 
-    Raises ConfigError for another kind, and for lengths that leave no room for a shared prefix.
+    Raises ConfigError for another kind, for lengths that leave no room for a shared prefix, and for conversations at a
+    rate of more than 10,000.
     """
     if kind not in KINDS:
         raise ConfigError("synthetic", kind, ", ".join(KINDS))
@@ -61,6 +64,9 @@ def synthetic(
     if half <= shared:
         raise ConfigError("max_model_len", max_model_len, f"more than {2 * shared}, for a shared prefix of {shared}")
     if own.turns > 1:
+        if rate > _MOST_TURNS:
+            allowed = f"at most {_MOST_TURNS:,} for {kind}, whose conversations have begun before the trace"
+            raise ConfigError("rate", rate, allowed)
         return Trace(kind, _conversations(own, rng, num_requests, rate, max_model_len, shared, scale), BLOCK_SIZE)
     gaps = rng.exponential(1.0, num_requests) / rate
     arrivals = np.cumsum(gaps) - gaps[0]

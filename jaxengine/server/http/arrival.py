@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.http.errors import ApiError, error_response
 
 # Minimum rate of a body: in addition to read_timeout it may take the time that this rate implies.
@@ -21,6 +25,8 @@ _DRAINED = (413, 429, 431)
 STREAMED = {"/update_weights": b"application/octet-stream", "/v1/files": b"multipart/form-data"}
 # Limits of what is dropped of one body, in bodies of the largest allowed size, and of such bodies at a time.
 _MOST_DROPPED, _MOST_DRAINS = 2, 64
+# Uploads that one process takes at a time, and those of one client.
+_MAX_UPLOADS, _MAX_OWN_UPLOADS = 32, 8
 
 
 class LimitsMiddleware:
@@ -148,6 +154,28 @@ class LimitsMiddleware:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._max_request_bytes} bytes", headers=_CLOSE)
+
+
+class Uploads:
+    """Bodies of STREAMED that this process takes at the moment: at most 32, of one client 8."""
+
+    def __init__(self):
+        self._running: Counter[str] = Counter()
+
+    @contextmanager
+    def one_of(self, owner: str) -> Iterator[None]:
+        """Return a context in which an upload of a client is taken. Raises OverloadedError if there are too many."""
+        running = self._running
+        if running.total() >= _MAX_UPLOADS or running[owner] >= _MAX_OWN_UPLOADS:
+            problem = f"{running.total()} files are being received, {running[owner]} of them of yours"
+            raise OverloadedError(f"{problem}; allowed are {_MAX_UPLOADS} and {_MAX_OWN_UPLOADS}")
+        running[owner] += 1
+        try:
+            yield
+        finally:
+            running[owner] -= 1
+            if not running[owner]:
+                del running[owner]
 
 
 def is_streamed(scope: Scope) -> bool:

@@ -7,13 +7,14 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
-from ray.serve.exceptions import BackPressureError  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import BackPressureError, RayServeException  # pyright: ignore[reportMissingImports]
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineDeadError
@@ -23,7 +24,7 @@ from jaxengine.requests.inputs import input_processor
 from jaxengine.requests.options import SESSION, session_key
 from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.http.app import TrafficMiddleware, TrafficState
-from jaxengine.server.http.arrival import LimitsMiddleware, is_streamed
+from jaxengine.server.http.arrival import LimitsMiddleware, Uploads, is_streamed
 from jaxengine.server.http.auth import given_key
 from jaxengine.server.http.errors import ApiError, as_api_error
 from jaxengine.server.http.sse import ClientLeft, failed_event, while_connected
@@ -46,10 +47,12 @@ _SESSIONS = "/v1/sessions/"
 
 
 class _Body(msgspec.Struct):
-    """Fields of requests by which they are routed."""
+    """Fields of requests by which they are routed. Of other types than these nothing is built: a value of some
+    megabytes may have millions of lists.
+    """
 
-    model: Any = None
-    background: Any = None
+    model: str | None = None
+    background: bool | None = None
 
 
 _decode_body = msgspec.json.Decoder(_Body).decode
@@ -95,7 +98,7 @@ class Front:
         self._replicas, self._names = replicas.options(stream=True), names
         self._server, self._num_attempts, self._reader = server, num_attempts, reader
         self._keys = Keys(server.api_keys(), server.admin_keys())
-        self._routes = LoraRoutes.of(server)
+        self._routes, self._uploads = LoraRoutes.of(server), Uploads()
         limits = server.max_header_bytes, server.max_request_bytes, server.read_timeout
         inner = LimitsMiddleware(self._serve, *limits)
         self.app = TrafficMiddleware(inner, TrafficState("ingress"), server.root_path.rstrip("/"))
@@ -126,11 +129,14 @@ class Front:
                 await self._answer(call, (), Hint(request_id), send, self._num_attempts)
                 return
             is_admin = self._keys.is_admin(holder)
-            parts = await self._read(scope, receive, call, is_admin)
-            hint = await self._hint(scope, call, request_id)
-            call.age = time.monotonic() - scope["state"]["arrival"]
-            once = parts or is_admin or _creates(scope)
-            await while_connected(receive, self._answer(call, parts, hint, send, 1 if once else self._num_attempts))
+            # Ray keeps the parts of a large body until its response ends.
+            with self._uploads.one_of(holder.hex()) if is_streamed(scope) else nullcontext():
+                parts = await self._read(scope, receive, call, is_admin)
+                hint = await self._hint(scope, call, request_id)
+                call.age = time.monotonic() - scope["state"]["arrival"]
+                once = parts or is_admin or _creates(scope)
+                work = self._answer(call, parts, hint, send, 1 if once else self._num_attempts)
+                await while_connected(receive, work)
         except (EngineDeadError, OverloadedError) as error:
             raise as_api_error(error) from error
         except ClientLeft:
@@ -169,7 +175,8 @@ class Front:
 
     async def _hint(self, scope: Scope, call: HttpCall, request_id: str) -> Hint:
         """Return what is known of a request for the choice of its replica."""
-        headers, path = dict(call.headers), _path(scope)
+        # Of several headers of a name the first counts, as for the replica.
+        headers, path = dict(reversed(call.headers)), _path(scope)
         given = headers.get(b"x-session-id", b"").decode("latin-1")
         # The pages of a session are where its requests went.
         session = path.removeprefix(_SESSIONS) if path.startswith(_SESSIONS) else given
@@ -182,10 +189,11 @@ class Front:
             body = _decode_body(call.body)
         except (msgspec.MsgspecError, ValueError, RecursionError):  # the replica says what is wrong
             return hint
-        if isinstance(body.model, str):
+        if body.model is not None:
             model = self._routes.pick(body.model, route_key(given, request_id))
             hint.adapter = None if model in self._names else model
         if self._reader is not None and path in PATHS and not body.background:
+            scope = {**scope, "headers": call.headers}
             hint.token_ids, hint.cache_salt = await self._reader.read(scope, call.body, hint.adapter)
         return hint
 
@@ -207,7 +215,8 @@ class Front:
                         headers = [each for each in piece.headers if each[0] != b"x-request-id"]
                         is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
                         await send({"type": "http.response.start", "status": piece.status, "headers": headers})
-                        started = True
+                        # It is not asked for again: a long answer is not to hold a large question in memory.
+                        started, encoded, call.body = True, b"", b""
                     ended = piece.last
                     await send({"type": "http.response.body", "body": piece.body, "more_body": not ended})
                 return
@@ -217,7 +226,7 @@ class Front:
                 raise
             except BackPressureError as error:
                 raise OverloadedError("too many requests wait for a replica", retry_after=1.0) from error
-            except RayError as error:
+            except (RayError, RayServeException) as error:
                 if ended:
                     return
                 if isinstance(error, RayTaskError) and not isinstance(error.cause, EngineDeadError):

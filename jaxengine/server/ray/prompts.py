@@ -55,7 +55,10 @@ class PromptReader:
 
     async def read(self, scope: Scope, body: bytes, adapter: str | None) -> _Tokens:
         """Return (token ids, cache salt) of the first prompt of a request; ((), None) if it has none, has images, or is
-        not valid. scope: without changes by an application.
+        not valid.
+
+        scope: with the headers that a replica gets: without a session, their request id decides which adapter a name of
+        lora_routes stands for.
         """
         if _MEDIA.search(body):
             return (), None

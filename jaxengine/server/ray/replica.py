@@ -38,13 +38,15 @@ class Responder:
 
     def __init__(self, engine: EngineClient, app: ASGIApp):
         self._engine, self._app = engine, app
+        self._running = set[asyncio.Task[None]]()
 
     async def respond(self, hint: Hint, call: bytes, parts: Sequence[Any] = ()) -> AsyncIterator[bytes]:
         """Yield the Pieces of the response to an HttpCall, all of them encoded as msgpack.
 
         hint: for Router. parts: references to the parts of a large body, which come after the call's own.
 
-        Raises EngineDeadError, before it yields, if the engine cannot answer. A caller that leaves aborts the request.
+        Raises EngineDeadError, before it yields, if the engine cannot answer. To the application a caller that leaves
+        is a client that has disconnected: what it generates is aborted, and other work goes on to its end.
         """
         asked = decode_call(call)
         scope = {
@@ -57,21 +59,27 @@ class Responder:
             **{name: getattr(asked, name) for name in asked.__struct_fields__ if name not in ("body", "age")},
         }
         bodies = _bodies(asked.body, parts)
-        said = asyncio.Queue[Message | None]()
+        said, left = asyncio.Queue[Message | None](), asyncio.Event()
 
         async def receive() -> Message:
-            message = await anext(bodies, None)
-            if message is None:  # a caller that leaves cancels this call
-                await asyncio.Event().wait()
-            return message or {}
+            if (message := await anext(bodies, None)) is not None:
+                return message
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if not left.is_set():
+                said.put_nowait(message)
 
         async def run() -> None:
             try:
-                await self._app(scope, receive, said.put)
+                await self._app(scope, receive, send)
             finally:
                 said.put_nowait(None)
 
         work = asyncio.create_task(run())
+        self._running.add(work)
+        work.add_done_callback(self._ended)
         try:
             async for piece in _pieces(said):
                 if piece.status == 503 and self._engine.errored:
@@ -79,8 +87,13 @@ class Responder:
                 yield encode(piece)
             await work
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            # Not cancelled: it may have stored a response in the background and not begun it, or be loading an adapter.
+            left.set()
+
+    def _ended(self, work: asyncio.Task[None]) -> None:
+        self._running.discard(work)
+        if not work.cancelled():
+            work.exception()  # mark as retrieved: the caller may have left
 
 
 class Replica(Responder):

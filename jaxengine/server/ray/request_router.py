@@ -17,8 +17,8 @@ from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
 from jaxengine.server.ray.messages import Hint
 from jaxengine.server.routing import ReplicaState, choose
 
-# Requests whose pages a replica is taken to have before it has published them.
-_MOST_RECENT = 256
+# Pages that a replica is taken to have before it has published them: those of long prompts would fill the memory.
+_MOST_RECENT = 1 << 17
 
 
 class _Known:
@@ -31,9 +31,11 @@ class _Known:
     def __init__(self):
         self._stats: dict[str, Any] = {}
         self._published: set[int] = set()
-        # Of prompts that were sent to it: when, their digests, and how many of these prompts have each of them.
+        # Of prompts that were sent to it: until when they count, and their digests; how many of these prompts have each
+        # of them, and how many digests they have together.
         self._recent: deque[tuple[float, list[int]]] = deque()
         self._counts: Counter[int] = Counter()
+        self._num_recent = 0
         self.adapters: dict[str, bytes] = {}
         self.weights, self.page_size, self.draining = b"", 0, False
 
@@ -42,11 +44,7 @@ class _Known:
 
     def read(self, stats: dict[str, Any]) -> None:
         """Read what a replica has published, unless it was read before, and forget prompts of long ago."""
-        while self._recent and (self._recent[0][0] < time.monotonic() or len(self._recent) > _MOST_RECENT):
-            for digest in self._recent.popleft()[1]:
-                self._counts[digest] -= 1
-                if not self._counts[digest]:
-                    del self._counts[digest]
+        self._forget()
         if stats is self._stats or not stats:
             return
         self._stats = stats
@@ -59,6 +57,18 @@ class _Known:
         """Note a prompt that was sent to it, for so many seconds."""
         self._recent.append((time.monotonic() + seconds, digests))
         self._counts.update(digests)
+        self._num_recent += len(digests)
+        self._forget()  # a replica that is the only one is sent prompts, and never read
+
+    def _forget(self) -> None:
+        """Forget prompts of long ago, and the oldest ones while there are too many."""
+        while self._recent and (self._recent[0][0] < time.monotonic() or self._num_recent > _MOST_RECENT):
+            digests = self._recent.popleft()[1]
+            self._num_recent -= len(digests)
+            for digest in digests:
+                self._counts[digest] -= 1
+                if not self._counts[digest]:
+                    del self._counts[digest]
 
 
 class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMissingImports]
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.server.stored.link import StoreCall, StoreClient, StoreReply, answer
@@ -86,7 +87,7 @@ class RayStore(StoreClient):
     async def reply(self, call: StoreCall) -> StoreReply:
         try:
             return _decode_reply(await self._store.call.remote(self._name, _encode(call)))
-        except RayError as error:
+        except (RayError, RayServeException) as error:
             raise EngineDeadError("the store of responses cannot be reached") from error
 
     async def _obey(self) -> None:
@@ -95,5 +96,5 @@ class RayStore(StoreClient):
             try:
                 for response_id, owner in await self._store.orders.remote(self._name):
                     self.cancel(response_id, owner)
-            except RayError:
+            except (RayError, RayServeException):
                 await asyncio.sleep(_AGAIN_SECONDS)

@@ -156,11 +156,19 @@ class StoreClient:
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
         key = stored.owner, stored.id
+        is_new = stored.is_running and key not in self._workers
         if stored.is_running:
             self._workers[key] = worker
         else:
             self._workers.pop(key, None)
-        return (await self._call("put", stored.id, stored.owner, stored=stored, texts=texts)).needs
+        is_stored = False
+        try:
+            needs = (await self._call("put", stored.id, stored.owner, stored=stored, texts=texts)).needs
+            is_stored = needs is None
+            return needs
+        finally:
+            if is_new and not is_stored:  # nothing more comes of a response that was refused
+                self._workers.pop(key, None)
 
     async def find(self, response_id: str, owner: str) -> Found | None:
         return (await self._call("find", response_id, owner)).found

@@ -71,6 +71,14 @@ def test_keys_come_from_options_and_files(tmp_path):
         config.api_keys()
 
 
+def test_no_key_is_shown():
+    for wrong in (["secret", 1], {"secret": 1}, ["secret", ""]):
+        with pytest.raises(ConfigError) as caught:
+            ServerConfig(api_key=wrong)
+        assert "secret" not in str(caught.value)
+    assert "secret" not in repr(ServerConfig(api_key="secret"))
+
+
 def test_an_option_that_needs_another_names_its_flag():
     with pytest.raises(ConfigError, match="needs tool_call_parser, which is not given; give --tool-call-parser too"):
         ServerConfig(enable_auto_tool_choice=True)

@@ -149,3 +149,9 @@ def test_planted_costs_are_found_among_steps_that_were_held_up():
 def test_wrong_words_are_named(capsys, words, said):
     assert main(["simulate", "--model=smollm2-135m", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_seed_is_not_negative(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "chat", "--chips=l4", "--trace-seed=-1"])
+    assert "'-1' is not a whole number from 0" in capsys.readouterr().err

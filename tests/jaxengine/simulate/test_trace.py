@@ -48,6 +48,8 @@ def test_a_trace_is_written_and_read_again(tmp_path):
     assert [(each.num_prompt, each.num_output, each.hash_ids) for each in again.requests] == [
         (each.num_prompt, each.num_output, each.hash_ids) for each in trace.requests
     ]
+    with pytest.raises(ConfigError, match="rate is inf; allowed: at most 10,000 for agents"):
+        synthetic("agents", 50, float("inf"), 4096)
     assert synthetic("shared", 50, 2.0, 4096) == trace != synthetic("shared", 50, 2.0, 4096, seed=1)
 
 

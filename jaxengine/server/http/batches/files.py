@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import Counter
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.batch.store import BatchStore, Record, TooLargeError, Upload, check_lifetime
 from jaxengine.server.http.answers import Answer, answers
+from jaxengine.server.http.arrival import Uploads
 from jaxengine.server.http.batches.lists import Listed, page, there
 from jaxengine.server.http.errors import ApiError
 from jaxengine.server.http.form import FILE, Form, read_form
@@ -26,8 +26,8 @@ BATCH = "batch"
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", ANCHOR, SECONDS)
 _MAX_NAME = 255
-# Uploads that one process takes at a time, those of one client, and bytes that one collects before they are written.
-_MAX_UPLOADS, _MAX_OWN_UPLOADS, _BLOCK_BYTES = 32, 8, 1 << 20
+# Bytes that an upload collects before they are written.
+_BLOCK_BYTES = 1 << 20
 _FORM = {
     "type": "object",
     "required": [FILE, "purpose"],
@@ -68,25 +68,19 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     if not config.enable_batch_api:
         return routes
     store = BatchStore.of(config)
-    uploads: Counter[str] = Counter()
+    uploads = Uploads()
 
     @routes.post("/v1/files", openapi_extra=_BODY)
     @answers(FileObject)
     async def create_file(request: Request) -> Record:
         """Stores a file of requests for a batch: one JSON object a line."""
-        owner = request.state.owner
-        if uploads.total() >= _MAX_UPLOADS or uploads[owner] >= _MAX_OWN_UPLOADS:
-            problem = f"{uploads.total()} files are being received, {uploads[owner]} of them of yours"
-            raise OverloadedError(f"{problem}; allowed are {_MAX_UPLOADS} and {_MAX_OWN_UPLOADS}")
-        uploads[owner] += 1
         try:
-            return await _receive(store, request)
+            with uploads.one_of(request.state.owner):
+                return await _receive(store, request)
         except TooLargeError as error:
             raise ApiError(413, str(error), param=error.param, headers={"Connection": "close"}) from None
         except OSError as error:
             raise _no_room(error) from None
-        finally:
-            uploads[owner] -= 1
 
     _add_reads(routes, store)
 

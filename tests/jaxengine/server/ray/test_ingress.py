@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 
@@ -13,12 +14,16 @@ ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
 from jaxengine.api.engine_client import EngineDeadError, EngineWrapper  # noqa: E402
 from jaxengine.config.errors import ConfigError  # noqa: E402
 from jaxengine.server.http.app import create_app  # noqa: E402
+from jaxengine.server.keys import NO_KEY  # noqa: E402
 from jaxengine.server.options import MIB, ServerConfig  # noqa: E402
+from jaxengine.server.ray import ingress, request_router  # noqa: E402
 from jaxengine.server.ray.ingress import Front  # noqa: E402
 from jaxengine.server.ray.messages import Hint  # noqa: E402
 from jaxengine.server.ray.prompts import PromptReader  # noqa: E402
 from jaxengine.server.ray.replica import Responder  # noqa: E402
 from jaxengine.server.ray_serve import app  # noqa: E402
+from jaxengine.server.stored.records import StoreBounds  # noqa: E402
+from jaxengine.server.stored.store import ResponseStore  # noqa: E402
 from tests.jaxengine.server.asgi_client import Connection, http_client  # noqa: E402
 from tests.jaxengine.server.scripted_engine import ScriptedEngine  # noqa: E402
 from tests.tables import each_row  # noqa: E402
@@ -164,6 +169,8 @@ async def test_a_lost_replica_costs_what_had_begun(make_front, chat_engine):
     assert (await client.post("/v1/completions", json=BODY)).status_code == 500 and len(handle.hints) == 9
     handle.faults = [(0, LOST)]
     assert (await client.post("/v1/batches", json={})).status_code == 503 and len(handle.hints) == 10
+    handle.faults = [(0, ray.serve.exceptions.ReplicaUnavailableError("r"))]
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 200 and len(handle.hints) == 12
     handle.faults = [(0, ray.serve.exceptions.BackPressureError(1, 1))]
     full = await client.post("/v1/completions", json=BODY)
     assert full.status_code == 429 and full.headers["retry-after"] == "1"
@@ -196,6 +203,39 @@ async def test_a_client_that_leaves_ends_its_request(make_front):
     await asyncio.sleep(0.05)
     await connection.leave()
     assert handle.num_cancelled == 1
+    async with asyncio.timeout(10):
+        await stopped.wait()
+        while handle._responder._running:
+            await asyncio.sleep(0.01)
+
+
+class WaitingStore(ResponseStore):
+    """A store in another process, whose replies take time."""
+
+    def __init__(self):
+        super().__init__(StoreBounds(**ServerConfig().store_bounds()))
+        self.begun, self.replies = asyncio.Event(), asyncio.Event()
+
+    async def put(self, *arguments):
+        needs = await super().put(*arguments)
+        self.begun.set()
+        await self.replies.wait()
+        return needs
+
+
+async def test_a_client_that_leaves_leaves_no_response_without_work(make_front):
+    """Nobody would end it: it would count as running for as long as the store runs."""
+    _, handle, front = make_front()
+    store, engine = WaitingStore(), handle._responder._engine
+    handle._responder = Responder(engine, create_app(engine, ServerConfig(), store))
+    async with asyncio.timeout(10):
+        connection = Connection.of_json(front.app, "/v1/responses", input="Hi", background=True)
+        await store.begun.wait()
+        await connection.leave()
+        assert store._workers
+        store.replies.set()
+        while store._workers:
+            await asyncio.sleep(0.01)
 
 
 async def test_those_without_a_key_are_refused_before_their_body_is_read(make_front):
@@ -212,6 +252,17 @@ async def test_those_without_a_key_are_refused_before_their_body_is_read(make_fr
     assert (await client.get("/health")).status_code == 200
 
 
+async def test_uploads_are_counted_before_ray_stores_them(make_front):
+    client, handle, front = make_front()
+    form = {"file": ("x.jsonl", b"{}")}
+    with contextlib.ExitStack() as others:
+        for _ in range(8):
+            others.enter_context(front._uploads.one_of(NO_KEY.hex()))
+        full = await client.post("/v1/files", files=form)
+        assert full.status_code == 429 and "allowed are 32 and 8" in full.text and not handle.hints
+    assert (await client.post("/v1/files", files=form)).status_code == 404 and len(handle.hints) == 1
+
+
 PROMPTS = {
     "/v1/completions": {"prompt": "What is it?", "cache_salt": "s"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is it?"}], "stream": True},
@@ -221,7 +272,7 @@ PROMPTS = {
 
 
 async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
-    client, handle, _ = make_front(reads=True, lora_routes='{"ab": [["a", 1]]}')
+    client, handle, _ = make_front(reads=True, lora_routes='{"ab": [["a", 1]], "cd": [["c", 1], ["d", 1]]}')
     recorded = handle._responder._engine
     for path, body in PROMPTS.items():
         headers = {"X-Session-ID": "s1", "X-Request-Id": "mine"}
@@ -234,6 +285,9 @@ async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
     for model, adapter in (("tiny", None), ("ab", "a"), ("b", "b")):
         await client.post("/v1/completions", json={**BODY, "model": model})
         assert handle.hints[-1].adapter == adapter and bool(handle.hints[-1].token_ids)
+    for _ in range(6):  # without a session the request's id decides, which the ingress has made
+        await client.post("/v1/completions", json={**BODY, "model": "cd"})
+        assert handle.hints[-1].adapter in ("c", "d") and bool(handle.hints[-1].token_ids)
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     for path, body in (
         ("/v1/chat/completions", {"messages": image}),
@@ -247,8 +301,23 @@ async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
         assert len(handle.hints) == num_asked + 1 and answer.status_code < 500, path
         assert not handle.hints[-1].token_ids, path
     assert len(recorded.calls) == count + 1
-    await client.delete("/v1/sessions/s1")
-    assert handle.hints[-1].session == hint.session
+    for headers in ([], [("X-Session-ID", "s1"), ("X-Session-ID", "s2")]):  # a replica takes the first, too
+        await client.delete("/v1/sessions/s1" if not headers else "/v1/models", headers=headers)
+        assert handle.hints[-1].session == hint.session
+
+
+def test_pages_that_a_replica_may_have_are_forgotten():
+    """Also of a replica that is alone, whose state nobody reads."""
+    known = request_router._Known()
+    for number in range(40):
+        known.sent(list(range(number, number + 8192)), 60.0)
+    assert 8230 in known and 0 not in known and known._num_recent <= request_router._MOST_RECENT
+
+
+def test_a_body_is_not_built_before_its_limits_are_checked():
+    assert ingress._decode_body(b'{"model": "m", "prompt": [[[]]], "background": true}').model == "m"
+    with pytest.raises(ValueError, match="Expected `str | null`, got `array`"):
+        ingress._decode_body(b'{"model": [[], []]}')
 
 
 def test_a_hint_stays_where_it_is():
@@ -259,6 +328,9 @@ def test_a_hint_stays_where_it_is():
 REFUSED = (
     ({"port": 1}, "port is 1; allowed: 8000 under Ray Serve"),
     ({"enable_log_requests": True}, "whose proxies log"),
+    ({"stream_write_timeout": 5}, "stream_write_timeout is 5; allowed: 60.0 under Ray Serve"),
+    ({"batch_priority": 5}, "batch_priority is 5, and scheduling_policy is 'fcfs'"),
+    ({"api_key": "12345"}, "api_key has a key that is empty or no text"),
     ({"max_num_queued_tokens": 5}, "max_num_queued_tokens is 5"),
     ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3; allowed: 1 to max_replicas, 2"),
     ({"num_ingresses": 0}, "num_ingresses"),

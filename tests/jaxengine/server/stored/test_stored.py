@@ -130,6 +130,9 @@ async def test_what_runs_is_not_evicted_and_is_bounded(responses):
         await put(responses, number, "x" * 12_000, owner="large", running=True)
     with pytest.raises(OverloadedError, match="run in the background"):
         await put(responses, 2, "x" * 12_000, owner="large", running=True)
+    # Nothing is kept of those that were refused.
+    running = {("me", "0"), ("me", "2"), ("me", "3"), ("large", "0"), ("large", "1")}
+    assert responses._workers.keys() == running
 
 
 @each_row(
