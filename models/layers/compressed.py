@@ -47,7 +47,8 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 # Tokens whose queries attend at a time, blocks whose keys they gather at a time, and blocks that are made at a time.
 _TOKENS, _GATHERED, _MADE = 16, 128, 8
-_MERGED = 4  # times k, the blocks whose scores are merged into the best so far at a time
+# Blocks whose scores are merged into the best so far at a time: so many times k, and the most.
+_MERGED, _SCORED = 4, 4096
 
 
 class TokenBlocks(NamedTuple):
@@ -257,7 +258,7 @@ def _selected(
 
     q, weights: of the indexer, [B, I, J] and f32[B, I].
     """
-    at_once = min(_MERGED * top_k, pages.most_blocks)
+    at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
 
     def merge(number: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
