@@ -123,7 +123,7 @@ class KimiK25Processor(KimiVLProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         if modality != "video":
             return super().process(modality, value, options, most)
-        check_options(options, (self.option,))
+        check_options(options, self.option_names())
         frames = getattr(value, "frames", value)
         check_pictures(modality, frames, self.modalities, 4)
         indices = np.asarray(getattr(value, "frames_indices", range(len(frames))))

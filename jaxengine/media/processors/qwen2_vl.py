@@ -108,8 +108,11 @@ class Qwen2VLProcessor(GridProcessor):
         ids = before, self.token_ids[modality], after
         return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
 
+    def option_names(self) -> tuple[str, ...]:
+        return _OPTIONS
+
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        check_options(options, _OPTIONS)
+        check_options(options, self.option_names())
         if modality == "image":
             check_pictures(modality, value, self.modalities, 3)
             frames, seconds = value[None], ()

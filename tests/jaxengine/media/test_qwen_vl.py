@@ -109,6 +109,13 @@ def test_options_bound_a_picture(processors):
             processor.process("image", value, options)
 
 
+def test_options_of_an_engine_are_known_by_name(processors):
+    for each in processors.values():
+        assert each.with_options({"max_pixels": 100}) is each
+        with pytest.raises(RequestError, match="mm_processor_kwargs has 'x'; this model has min_pixels"):
+            each.with_options({"x": 1})
+
+
 def test_what_is_no_picture_is_refused(processors):
     processor = processors["qwen2_vl_vision"]
     for value in (np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), "picture"):
