@@ -5,7 +5,6 @@ Animated images are decoded here, video containers in video_files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from jaxengine.media.video_files import decode_video
 _ANIMATED = ("GIF", "WebP", "PNG")
 # Duration that browsers assume for a frame without one.
 _DEFAULT_SECONDS = 0.1
+# Limits of what is said of decoded frames, with which times are numbers.
+_MOST_FPS, _MOST_TOTAL = 1e6, 2**31 - 1
 _METADATA = ("fps", "frames_indices", "total_num_frames")
 FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of pictures, or (either, dict of fps, ...)"
 
@@ -154,14 +155,16 @@ def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
     if wrong := next((key for key in about if key not in _METADATA), None):
         raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")
     count, fps = len(frames), about.get("fps")
-    if fps is not None and not (isinstance(fps, (int, float)) and 0 < fps < math.inf):
-        raise MediaError("has an fps that is not a number above 0")
+    if fps is not None and not (isinstance(fps, (int, float)) and 1 / _MOST_FPS <= fps <= _MOST_FPS):
+        raise MediaError(f"has an fps that is not a number from {1 / _MOST_FPS:g} to {_MOST_FPS:g}")
     try:
         indices = np.asarray(about.get("frames_indices", range(count)))
         total = int(about.get("total_num_frames", 0)) or int(indices.max(initial=count - 1)) + 1
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         indices, total = np.zeros(0), 0
-    if indices.shape != (count,) or indices.dtype.kind not in "iu" or (np.diff(indices) < 0).any():
+    if total > _MOST_TOTAL:
+        raise MediaError(f"has a total_num_frames or frames_indices above {_MOST_TOTAL}")
+    if indices.shape != (count,) or indices.dtype.kind not in "iu" or (np.diff(indices.astype(np.int64)) < 0).any():
         raise MediaError(f"has frames_indices that are not {count} rising whole numbers")
     if not 0 <= indices[0] <= indices[-1] < total:
         raise MediaError(f"has frames_indices beyond its total_num_frames, {total}")

@@ -23,6 +23,8 @@ MAX_POSITIONS = 1 << 26
 MAX_TOKEN_IDS = 1024
 # Pixels or frames of a patch along a side, and patches of a row of a tower.
 MAX_PATCH, MAX_MERGE = 256, 16
+# Bins of a spectrum, and positions of a window of a sound.
+MAX_BINS, MAX_WINDOW = 1024, 1 << 14
 # Most experts of all layers together, which all have tensors with names of their own.
 MAX_ALL_EXPERTS = 1 << 17
 # Limits by field name: names of config.json first, then those of GGUF files.
@@ -87,6 +89,19 @@ _MAXIMA = {
     "temporal_patch_size": MAX_PATCH,
     "spatial_merge_size": MAX_MERGE,
     "num_position_embeddings": MAX_VOCAB,
+    "d_model": MAX_HIDDEN,
+    "encoder_layers": MAX_LAYERS,
+    "encoder_attention_heads": MAX_HEADS,
+    "encoder_ffn_dim": MAX_INTERMEDIATE,
+    "decoder_layers": MAX_LAYERS,
+    "decoder_attention_heads": MAX_HEADS,
+    "decoder_ffn_dim": MAX_INTERMEDIATE,
+    "num_mel_bins": MAX_BINS,
+    "max_source_positions": MAX_WINDOW,
+    "n_window": MAX_WINDOW,
+    "n_window_infer": MAX_WINDOW,
+    "downsample_hidden_size": MAX_HEAD_DIM,
+    "output_proj_dims": MAX_HIDDEN,
     "attention.sliding_window": MAX_INTEGER,
 }
 

@@ -247,7 +247,7 @@ def _read_ropes(fields: ConfigFields, head_dim: int) -> tuple[Rope, Rope]:
     ropes = []
     for name in ("main", "compress"):
         own = dict(both.mapping(name) or {})
-        rotary = int(head_dim * ConfigFields(own).number("partial_rotary_factor", share))
+        rotary = int(head_dim * min(ConfigFields(own).number("partial_rotary_factor", share), 2.0))
         if not 2 <= rotary <= head_dim or rotary % 2:
             raise fields.fail(
                 "partial_rotary_factor", f"an even number of the {head_dim} elements of a head, 2 or more"

@@ -47,7 +47,8 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 # Tokens whose queries attend at a time, blocks whose keys they gather at a time, and blocks that are made at a time.
 _TOKENS, _GATHERED, _MADE = 16, 128, 8
-_MERGED = 4  # times k, the blocks whose scores are merged into the best so far at a time
+# Blocks whose scores are merged into the best so far at a time: so many times k, and the most.
+_MERGED, _SCORED = 4, 4096
 
 
 class TokenBlocks(NamedTuple):
@@ -114,10 +115,11 @@ class _Recent(NamedTuple):
     kept: int
     blocks: TokenBlocks
 
-    def places(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
-        """Return the place in `rows` of what lies `lags` tokens, at most R, before `tokens` in its sequence.
+    def indices(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
+        """Return the index in `rows` of the token that is `lags` tokens, at most R, before each of `tokens` in its
+        sequence.
 
-        Both i32, of one shape. Before a sequence's beginning places mean nothing.
+        Both i32, of one shape. Where a sequence has no such token the index is of any row: callers mask what is there.
         """
         blocks, num_tokens = self.blocks, self.blocks.positions.shape[0]
         tokens = jnp.minimum(tokens, num_tokens - 1)
@@ -130,7 +132,7 @@ class _Recent(NamedTuple):
         ends = rows.cu_q_lens[1:]
         counts = jnp.where(jnp.arange(len(ends)) < rows.num_seqs, ends - rows.cu_q_lens[:-1], 0)
         lags = jnp.broadcast_to(jnp.arange(self.kept - 1, -1, -1, dtype=jnp.int32), (len(ends), self.kept))
-        new = self.rows[self.places(jnp.broadcast_to(ends[:, None] - 1, lags.shape), lags)]
+        new = self.rows[self.indices(jnp.broadcast_to(ends[:, None] - 1, lags.shape), lags)]
         for index, least in ((rows.writes, 1), (rows.saves, 2)):
             state = state.at[jnp.where(counts >= least, index, state.shape[0])].set(new, mode="drop")
         return state
@@ -143,7 +145,7 @@ def _recent(new: jax.Array, state: jax.Array, rows: StateRows, blocks: TokenBloc
     return _Recent(jnp.concatenate([new.astype(state.dtype), kept.reshape(-1, new.shape[1])]), state.shape[1], blocks)
 
 
-def turned(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotated(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate the last R elements of x [T, heads, H]; rope: cos and sin [T, R / 2]. Pairs are neighbours, and the first
     elements of all pairs come before the second ones in the result.
     """
@@ -151,8 +153,10 @@ def turned(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([kept, apply_rope(last, *rope, interleaved=True)], axis=-1)
 
 
-def turned_back(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Undo `turned` for x [T, heads, H], a sum of such keys, at another rope; neighbours are pairs in the result."""
+def rotated_back(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate the last R elements of x [T, heads, H], weighted sums of keys that `rotated` returned, back by the rope of
+    the queries; the elements of each pair are neighbours again.
+    """
     cos, sin = rope
     kept, last = jnp.split(x, (x.shape[-1] - 2 * cos.shape[-1],), axis=-1)
     halves = jnp.split(apply_rope(last, cos, -sin), 2, axis=-1)
@@ -207,7 +211,7 @@ class BlockIndexer(nnx.Module):
         assert step.rope is not None
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
-        return turned(q, step.rope), weights * (self.num_heads * self.head_dim) ** -0.5
+        return rotated(q, step.rope), weights * (self.num_heads * self.head_dim) ** -0.5
 
 
 class _Pages(NamedTuple):
@@ -257,7 +261,7 @@ def _selected(
 
     q, weights: of the indexer, [B, I, J] and f32[B, I].
     """
-    at_once = min(_MERGED * top_k, pages.most_blocks)
+    at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
 
     def merge(number: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -334,8 +338,8 @@ class CompressedAttention(nnx.Module):
             q_latent, key = jnp.split(self.down(x, step.rows), (self.q_norm.weight.shape[0],), axis=1)
             q_latent = self.q_norm(q_latent)
             q = self.q_b(q_latent, step.rows).reshape(x.shape[0], -1, self.spec.head_dim)
-            q = turned(self.head_norm(q), step.rope)
-            key = turned(self.kv_norm(key)[:, None], step.rope)[:, 0]
+            q = rotated(self.head_norm(q), step.rope)
+            key = rotated(self.kv_norm(key)[:, None], step.rope)[:, 0]
         window = _recent(key, states[0], rows, blocks)
         left = [window.after(states[0], rows)]
         pages = index = None
@@ -349,7 +353,7 @@ class CompressedAttention(nnx.Module):
                     index = self.indexer(x, q_latent, step)
         with jax.named_scope("compressed_attention"):
             o = self._attend(q, window, pages, index)
-        o = turned_back(o, step.rope).astype(x.dtype)
+        o = rotated_back(o, step.rope).astype(x.dtype)
         with jax.named_scope("o_proj"):
             o = self.out_a.batched_matmul(o.reshape(x.shape[0], -1, self.group_width), contract=1).astype(x.dtype)
             o = self.out_b(o.reshape(x.shape[0], -1), step.rows)
@@ -369,12 +373,12 @@ class CompressedAttention(nnx.Module):
             last, cos, sin = (lax.dynamic_slice_in_dim(each, first, _MADE) for each in (padded, *rope))
             shape = _MADE, keys.span
             rows = contributed.rows[
-                contributed.places(jnp.broadcast_to(last[:, None], shape), lags + jnp.zeros(shape, jnp.int32))
+                contributed.indices(jnp.broadcast_to(last[:, None], shape), lags + jnp.zeros(shape, jnp.int32))
             ]
             seen = blocks.positions[jnp.minimum(last, num_tokens - 1)][:, None] >= lags
             new = []
             for compressor, (values, gates), done in zip(self.compressors, self._parts(rows), made, strict=True):
-                own = turned(compressor(values, gates, seen)[:, None], (cos, sin))[:, 0].astype(done.dtype)
+                own = rotated(compressor(values, gates, seen)[:, None], (cos, sin))[:, 0].astype(done.dtype)
                 new.append(lax.dynamic_update_slice_in_dim(done, own, first, 0))
             return tuple(new)
 
@@ -419,7 +423,7 @@ class CompressedAttention(nnx.Module):
             # A head's sink is a logit without a value.
             sinks = jnp.broadcast_to(self.sinks[...], (size, num_heads))
             softmax = sinks, jnp.ones_like(sinks), jnp.zeros((size, num_heads, dim))
-            keys = window.rows[window.places(jnp.broadcast_to(tokens[:, None], lags.shape), lags)]
+            keys = window.rows[window.indices(jnp.broadcast_to(tokens[:, None], lags.shape), lags)]
             softmax = fold(softmax, rows, keys, lags <= positions[:, None])
             if pages is not None:
                 softmax = self._fold_blocks(softmax, rows, (seqs, positions), of_index, pages)

@@ -51,6 +51,8 @@ def read_encoder(fields: ConfigFields) -> EncoderSizes:
     found = {ours: fields.integer(name) for ours, name in names.items()}
     if found["size"] % found["num_heads"]:
         raise fields.fail(names["num_heads"], f"a divisor of {names['size']} {found['size']}")
+    if found["size"] < 4 or found["size"] % 2:  # sines and cosines of two frequencies or more
+        raise fields.fail(names["size"], "an even number >= 4")
     fields.require(activation_function="gelu", scale_embedding=False)
     positions = fields.integer("max_source_positions", 1500)
     return EncoderSizes(num_positions=positions, num_bins=fields.integer("num_mel_bins"), **found)

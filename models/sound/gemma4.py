@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import MAX_BINS, MAX_HEAD_DIM, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.norm import RMSNorm, UnbiasedLayerNorm, rms_normalized
@@ -109,8 +109,9 @@ def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundCon
     channels = audio.value("subsampling_conv_channels")
     if not isinstance(channels, Sequence) or [type(each) for each in channels] != [int, int] or min(channels) < 1:
         raise audio.fail("subsampling_conv_channels", "two integers >= 1")
-    if channels[0] < _STRIDE:
-        raise audio.fail("subsampling_conv_channels", f"a first one >= {_STRIDE}: a quarter of the bins of a spectrum")
+    if not _STRIDE <= channels[0] <= MAX_BINS or channels[1] > MAX_HEAD_DIM:
+        allowed = f"{_STRIDE} to {MAX_BINS}, the bins of a spectrum, and 1 to {MAX_HEAD_DIM}"
+        raise audio.fail("subsampling_conv_channels", allowed)
     left, right = (audio.integer(f"attention_context_{side}", minimum=0) for side in ("left", "right"))
     if not 2 <= left <= _MOST_CONTEXT or right > _MOST_CONTEXT:
         name = "attention_context_right" if right > _MOST_CONTEXT else "attention_context_left"

@@ -39,7 +39,7 @@ from jaxengine.models.vision.layers import (
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 POSITIONS = f"{TOWER}.patch_embed.pos_emb.weight"
 LAYER = f"{TOWER}.encoder.blocks.{{layer}}"
-# What torch takes for norms, and MoonViT for rope; no configuration says either.
+# What torch takes for norms, and MoonViT for rope.
 EPS, THETA = 1e-5, 10000.0
 _MOST_PLACES, _MOST_FRAMES = 1024, 16
 # Names in files of Kimi K2.5, as published and as transformers writes them, of the sizes of Kimi-VL's tower.
@@ -101,6 +101,9 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
         mm_projector_type="patchmerger",
         text_hidden_size=hidden_size,
     )
+    rope = vision.mapping("rope_parameters") or {}
+    if rope.get("rope_theta", THETA) != THETA or rope.get("rope_type", "axial") not in ("axial", "default"):
+        raise vision.fail("rope_parameters", f'a mapping with the rope_theta {THETA} and the rope_type "axial"')
     sizes = _read_sizes(vision)
     for owner, name in ((fields, "projection_hidden_size"), (vision, "mm_hidden_size")):
         if owner.integer(name, sizes.hidden_size) != sizes.hidden_size:
@@ -124,7 +127,8 @@ def _read_sizes(vision: ConfigFields) -> MoonVitTowerConfig:
     if size % heads or size // heads % 4:
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
     merge = vision.value("merge_kernel_size", [2, 2])
-    if merge not in [[side, side] for side in range(1, 9)]:
+    # By their kinds as well: 2.0 and true are equal to integers.
+    if merge not in [[side, side] for side in range(1, 9)] or any(type(side) is not int for side in merge):
         raise vision.fail("merge_kernel_size", "a list of two equal numbers from 1 to 8")
     patch = vision.integer("patch_size", 14)
     sides = ["init_pos_emb_height", "init_pos_emb_width"]

@@ -263,8 +263,8 @@ class _Loader:
         """Read rows by number, of a kind that can be converted to `dtype`.
 
         The numbers are of neighbouring rows, possibly out of order and repeated. columns: a slice of the tensor's
-        second axis, () if it has none. Raises ModelFileError for another kind or shape, and for a tied head that
-        differs.
+        second axis, () if it has none. Raises ModelFileError for another kind or shape, for integers that `dtype` does
+        not have, and for a tied head that differs.
         """
         first, last = int(rows.min()), int(rows.max()) + 1
         index = (slice(first, last), *columns)
@@ -273,6 +273,8 @@ class _Loader:
             raise ModelFileError(path, f"was announced with shape {expected}, but has {array.shape}", name)
         if fault := _kind_fault(dtype, array.dtype):
             raise ModelFileError(path, fault, name)
+        if array.dtype == np.int64 and not np.array_equal(array, array.astype(np.int32)):
+            raise ModelFileError(path, "a weight must hold integers of 32 bits, some have more", name)
         if self.tied_copy and name == EMBEDDING and not np.array_equal(array, self.source.read(HEAD, *index)):
             raise ModelFileError(path, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
         return array if (np.diff(rows) == 1).all() else array[rows - first]

@@ -92,8 +92,11 @@ class Gemma4Processor(GridProcessor):
     def placeholder(self, modality: str) -> str:
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
+    def option_names(self) -> tuple[str, ...]:
+        return (_BUDGET,)
+
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        check_options(options, (_BUDGET,))
+        check_options(options, self.option_names())
         frames = value if modality == "image" else getattr(value, "frames", value)
         check_pictures(modality, frames, self.modalities, 3 if modality == "image" else 4)
         frames, seconds = (frames[None], ()) if modality == "image" else (frames, _times(value, len(frames)))
@@ -122,7 +125,7 @@ class Gemma4Processor(GridProcessor):
         """Return the processor with the budget that an engine's options give all images and frames. Raises RequestError
         for options that there are not.
         """
-        check_options(options, (_BUDGET,))
+        check_options(options, self.option_names())
         found = copy(self)
         found.sizes = {
             modality: settings._replace(budget=self._asked(options, settings.budget))

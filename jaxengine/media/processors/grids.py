@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.processor import Processed, check_room
+from jaxengine.media.processors.settings import check_options
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.scheduler.errors import RequestError
@@ -34,8 +35,13 @@ class GridProcessor:
         self.tower: Any = model_config.tower
         self.factor: int = self.tower.patch_size * self.tower.spatial_merge_size
 
+    def option_names(self) -> tuple[str, ...]:
+        """Return the names of mm_processor_kwargs that `process` takes."""
+        return ()
+
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return this processor: options make no image larger."""
+        """Return this processor: options make no image larger. Raises RequestError for options that there are not."""
+        check_options(options, self.option_names())
         return self
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:

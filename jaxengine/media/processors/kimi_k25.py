@@ -61,7 +61,11 @@ class KimiK25Processor(KimiVLProcessor):
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
         image = fields.integer("media_placeholder_token_id", fields.integer("image_token_id", 163605, minimum=0))
         self.video = fields.text("video_placeholder", "<|kimi_k25_video_placeholder|>")
+        if not self.video:
+            raise fields.fail("video_placeholder", "text")
         video, known = fields.integer("video_token_id", model_config.vocab_size, minimum=0), model_config.vocab_size
+        if video == image:
+            raise fields.fail("video_token_id", f"another token than that of images, {image}")
         self.token_ids = {"image": image, "video": video}
         self.embedded_ids = {"image": image, "video": video if video < known else image}
 
@@ -99,9 +103,9 @@ class KimiK25Processor(KimiVLProcessor):
             in_patch_limit_video=None,
             timestamp_mode="hh:mm:ss.fff",
         )
-        sides = fields.mapping("size") or {}
-        side = fields.integer("patch_limit_on_one_side", sides.get("max_height", _SIDE))
-        if sides.get("max_width", side) != side or side % merge or not merge <= side <= 4 * _SIDE:
+        sides = ConfigFields(fields.mapping("size") or {})
+        side = fields.integer("patch_limit_on_one_side", sides.integer("max_height", _SIDE))
+        if sides.integer("max_width", side) != side or side % merge or not merge <= side <= 4 * _SIDE:
             raise fields.fail("size", f"equal max_height and max_width, a multiple of {merge} up to {4 * _SIDE}")
         return fields, side
 
@@ -119,7 +123,7 @@ class KimiK25Processor(KimiVLProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         if modality != "video":
             return super().process(modality, value, options, most)
-        check_options(options, (self.option,))
+        check_options(options, self.option_names())
         frames = getattr(value, "frames", value)
         check_pictures(modality, frames, self.modalities, 4)
         indices = np.asarray(getattr(value, "frames_indices", range(len(frames))))

@@ -76,8 +76,11 @@ class KimiVLProcessor(GridProcessor):
     def placeholder(self, modality: str) -> str:
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
+    def option_names(self) -> tuple[str, ...]:
+        return (self.option,)
+
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        check_options(options, (self.option,))
+        check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         limit = integer_option(options, self.option, self.limit, MOST_PATCHES)
         return self.padded("image", value[None], self.pixels, limit, most)

@@ -7,6 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxengine.scheduler.errors import RequestError
+
+# Limit of positions in time: float32, in which rotations are computed, has all whole numbers below.
+_MAX_TIME = 1 << 24
+
 
 class EmbeddingRun(NamedTuple):
     """Consecutive embeddings in a prompt: an image, a video, or a frame of one.
@@ -20,6 +25,16 @@ class EmbeddingRun(NamedTuple):
     start: int
     grid: tuple[int, int, int]
     times: np.ndarray
+
+
+def whole_times(times: np.ndarray) -> np.ndarray:
+    """Return positions in time of a video's steps, f32[n], as whole numbers i64[n], rounded down. Raises RequestError
+    for positions that are not below _MAX_TIME, as those of a video of months are.
+    """
+    if not (last := times.max(initial=0)) < _MAX_TIME:
+        problem = f"a video's M-RoPE positions in time must be below {_MAX_TIME}, got {last:.3g}"
+        raise RequestError(f"{problem}: it lasts too long", param="video")
+    return times.astype(np.int64)
 
 
 def repeated(token_ids: np.ndarray, at: np.ndarray, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -64,8 +64,11 @@ class PixtralProcessor(GridProcessor):
     def placeholder(self, modality: str) -> str:
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
+    def option_names(self) -> tuple[str, ...]:
+        return ("size",)
+
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        check_options(options, ("size",))
+        check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         longest = self.longest
         if options:

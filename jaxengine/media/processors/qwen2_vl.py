@@ -17,7 +17,7 @@ import numpy as np
 from jaxengine.media.frames import LARGEST_FRAMES
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
-from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions, repeated
+from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions, repeated, whole_times
 from jaxengine.media.processors.settings import (
     CLIP_MEAN,
     CLIP_STD,
@@ -108,8 +108,11 @@ class Qwen2VLProcessor(GridProcessor):
         ids = before, self.token_ids[modality], after
         return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
 
+    def option_names(self) -> tuple[str, ...]:
+        return _OPTIONS
+
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        check_options(options, _OPTIONS)
+        check_options(options, self.option_names())
         if modality == "image":
             check_pictures(modality, value, self.modalities, 3)
             frames, seconds = value[None], ()
@@ -221,7 +224,7 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
             return np.zeros(item.grid[0], np.int64)
         # In float32, as transformers counts them.
         step = np.float32(item.seconds[1]) * np.float32(self.tower.tokens_per_second)
-        return (np.arange(item.grid[0], dtype=np.float32) * step).astype(np.int64)
+        return whole_times(np.arange(item.grid[0], dtype=np.float32) * step)
 
 
 def shrunk(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:

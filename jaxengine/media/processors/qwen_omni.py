@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxengine.media.processor import Expanded, MediaProcessor, Processed
 from jaxengine.media.processors.log_mel import HOP, log_mel
+from jaxengine.media.processors.mrope import whole_times
 from jaxengine.media.processors.paired import PairedProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3SoundProcessor
@@ -137,4 +138,4 @@ def _times(item: Processed, per_second: float) -> np.ndarray:
         return np.zeros(item.grid[0], np.int64)
     # In float32, as transformers counts them.
     steps = np.arange(item.grid[0], dtype=np.float32) * np.float32(item.seconds[1])
-    return (steps * np.float32(per_second)).astype(np.int64)
+    return whole_times(steps * np.float32(per_second))

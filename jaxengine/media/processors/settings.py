@@ -25,6 +25,8 @@ OPTIONS = "mm_processor_kwargs"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Limits of pixels of a side, and of a picture, in settings and requests.
 MAX_SIDE, MAX_PIXELS = 1 << 14, 1 << 28
+# Limit of the numbers of a pixel transform, with which float32 holds its results.
+_MOST = 1e6
 
 
 def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigFields]:
@@ -67,9 +69,11 @@ class Pixels:
         if type(resample) is not int or not 0 <= resample <= 5:
             raise fields.fail("resample", "the number of one of Pillow's filters, 0 to 5")
         scale = fields.number("rescale_factor", 1 / 255) if fields.boolean("do_rescale", True) else 1.0
+        if scale > _MOST:
+            raise fields.fail("rescale_factor", f"a number > 0 and <= {_MOST:g}")
         if not fields.boolean("do_normalize", True):
             return cls(resample, scale, (0.0,) * 3, (1.0,) * 3)
-        return cls(resample, scale, _colours(fields, "image_mean"), _colours(fields, "image_std", above=0.0))
+        return cls(resample, scale, _colours(fields, "image_mean"), _colours(fields, "image_std", least=1 / _MOST))
 
     def resized(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
         """Resizes uint8[H, W, 3] to uint8[height, width, 3]."""
@@ -83,11 +87,11 @@ class Pixels:
         return (scaled - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
 
 
-def _colours(fields: ConfigFields, name: str, above: float = -np.inf) -> tuple[float, ...]:
+def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[float, ...]:
     value = fields.value(name)
     listed = value if isinstance(value, (list, tuple)) else [value] * 3
-    if len(listed) != 3 or any(type(one) not in (int, float) or not above < one < np.inf for one in listed):
-        raise fields.fail(name, "three finite numbers" + (" > 0" if above == 0 else ""))
+    if len(listed) != 3 or any(type(one) not in (int, float) or not least <= one <= _MOST for one in listed):
+        raise fields.fail(name, f"three numbers from {least:g} to {_MOST:g}")
     return tuple(float(one) for one in listed)
 
 

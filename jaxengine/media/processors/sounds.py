@@ -26,6 +26,9 @@ el=Greek hi=Hindi hu=Hungarian id=Indonesian it=Italian ja=Japanese ko=Korean mk
 pl=Polish pt=Portuguese ro=Romanian ru=Russian es=Spanish sv=Swedish th=Thai tr=Turkish vi=Vietnamese
 """
 
+# Limit of samples to which a checkpoint may fill up a sound that is shorter.
+_LONGEST_LEAST = 60 * RATE
+
 
 class SoundProcessor:
     """Base class of a MediaProcessor of sounds, whose patches are frames of a spectrogram and whose units are windows.
@@ -202,6 +205,8 @@ class Qwen3SoundProcessor(SoundProcessor):
         super().__init__(folder, config_json.get("thinker_config") or config_json, model_config, tokenizer)
         self.chunk = self.tower.chunk
         self.least = self.features.integer("min_length", self.least_length, minimum=0)
+        if self.least > _LONGEST_LEAST:
+            raise self.features.fail("min_length", f"an integer >= 0 and <= {_LONGEST_LEAST}")
 
     def num_samples(self, sound: Sound) -> int:
         return max(self.least, len(sound.samples))

@@ -115,7 +115,8 @@ class UnitProcessor:
         return ()
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return this processor: options make no image larger."""
+        """Return this processor: options make no image larger. Raises RequestError for options that there are not."""
+        check_options(options, self.option_names())
         return self
 
     @property

@@ -15,6 +15,8 @@ from jaxengine.models.config.fields import ConfigFields
 
 # Frames whose spectra are computed at a time.
 _BLOCK = 3000
+# Limits of settings, with which no spectrogram has anything but numbers.
+_MOST, _MOST_MILLISECONDS = 1e6, 1000
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,29 @@ class UsmMel:
     @classmethod
     def read(cls, fields: ConfigFields, num_bins: int) -> UsmMel:
         """Read the settings of a feature extractor, with transformers' defaults. Raises ModelConfigError."""
-        window = fields.integer("frame_length", round(RATE * fields.number("frame_length_ms", 20.0) / 1000))
+        if (milliseconds := fields.number("frame_length_ms", 20.0)) > _MOST_MILLISECONDS:
+            raise fields.fail("frame_length_ms", f"a number > 0 and <= {_MOST_MILLISECONDS}")
+        window = fields.integer("frame_length", round(RATE * milliseconds / 1000))
         if not 2 <= window <= RATE:
             raise fields.fail("frame_length", f"2 to {RATE}")
+        lowest, highest = _from_zero(fields, "min_frequency", RATE / 2), fields.number("max_frequency", RATE / 2)
+        if not lowest + 1 <= highest <= RATE / 2:
+            raise fields.fail("max_frequency", f"a number of hertz from min_frequency + 1, {lowest + 1}, to {RATE / 2}")
+        if (scale := fields.number("input_scale_factor", 1.0)) > _MOST:
+            raise fields.fail("input_scale_factor", f"a number > 0 and <= {_MOST:g}")
         length = 1 << (window - 1).bit_length()
         return cls(
             num_bins=num_bins,
             window=window,
             length=length * (1 + fields.boolean("fft_overdrive", False)),
-            lowest=fields.number("min_frequency", 0.0),
-            highest=fields.number("max_frequency", RATE / 2),
-            emphasis=fields.number("preemphasis", 0.0),
+            lowest=lowest,
+            highest=highest,
+            emphasis=_from_zero(fields, "preemphasis", 1.0),
             whole_first=fields.boolean("preemphasis_htk_flavor", True),
-            scale=fields.number("input_scale_factor", 1.0),
+            scale=scale,
             floor=fields.number("mel_floor", 1e-3),
-            mean=_of_bins(fields, "per_bin_mean", num_bins, 0.0),
-            deviation=_of_bins(fields, "per_bin_stddev", num_bins, 1.0),
+            mean=_of_bins(fields, "per_bin_mean", num_bins, 0.0, -_MOST),
+            deviation=_of_bins(fields, "per_bin_stddev", num_bins, 1.0, 1 / _MOST),
         )
 
     def num_frames(self, count: int) -> int:
@@ -101,10 +110,23 @@ class UsmMel:
         return triangles(700.0 * (10.0 ** (mels / 2595.0) - 1.0), self.length)
 
 
-def _of_bins(fields: ConfigFields, name: str, count: int, default: float) -> tuple[float, ...]:
-    """Return a number for each bin, `default` for all if the field is missing or null. Raises ModelConfigError."""
+def _from_zero(fields: ConfigFields, name: str, most: float) -> float:
+    """Read a number from 0 to `most`; 0.0 where it is missing. Raises ModelConfigError."""
+    value = fields.number(name) if fields.value(name, 0) != 0 else 0.0
+    if value > most:
+        raise fields.fail(name, f"a number from 0 to {most}")
+    return value
+
+
+def _of_bins(fields: ConfigFields, name: str, count: int, default: float, least: float) -> tuple[float, ...]:
+    """Return a number from `least` to _MOST for each bin, `default` for all if the field is missing or null. Raises
+    ModelConfigError.
+    """
     given = fields.raw.get(name)
-    values = np.full(count, default) if given is None else np.asarray(given).reshape(-1)
-    if values.dtype.kind not in "iuf" or len(values) != count or not np.isfinite(values).all():
-        raise fields.fail(name, f"a list of {count} numbers, or null")
+    try:
+        values = np.full(count, default) if given is None else np.asarray(given).reshape(-1)
+    except ValueError:  # lists of different lengths
+        values = np.zeros(0)
+    if values.dtype.kind not in "iuf" or len(values) != count or not ((values >= least) & (values <= _MOST)).all():
+        raise fields.fail(name, f"a list of {count} numbers from {least:g} to {_MOST:g}, or null")
     return tuple(values.astype(float).tolist())

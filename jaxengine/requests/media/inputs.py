@@ -110,7 +110,9 @@ class MediaInputs:
         parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
         check_parts(parts, self.processor, self._config)
         values = self.reader.loader.load_now(parts) if parts else {}
-        if text is not None and (encode := getattr(self.processor, "encode", None)) is not None:
+        encode = getattr(self.processor, "encode", None)
+        # Not without items: a placeholder that nothing replaces may be a token that the model does not have.
+        if text is not None and encode is not None and any(values.values()):
             token_ids = encode(text)  # without what a tokenizer adds to a text
         token_ids, media = self.read(token_ids, values, prompt.get(OPTIONS))
         kept = {name: value for name, value in prompt.items() if name not in (DATA, OPTIONS)}

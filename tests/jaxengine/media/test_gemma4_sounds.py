@@ -39,10 +39,17 @@ def opened(folder: Path, **changes: Any) -> Any:
     return processor_for(folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
 
 
-@pytest.mark.parametrize("changes", [{}, {"preemphasis_htk_flavor": False, "input_scale_factor": 2.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"preemphasis_htk_flavor": False, "input_scale_factor": 2.0},
+        {"preemphasis": 0.0, "min_frequency": 0.0, "max_frequency": 8000.0},  # the defaults, as files spell them out
+    ],
+)
 def test_spectrograms_are_those_of_transformers(changes: dict[str, Any]):
-    theirs = Gemma4AudioFeatureExtractor(**SETTINGS, **changes)
-    ours = UsmMel.read(ConfigFields({**SETTINGS, **changes}), 20)
+    settings = {**SETTINGS, **changes}
+    theirs, ours = Gemma4AudioFeatureExtractor(**settings), UsmMel.read(ConfigFields(settings), 20)
     for count in (160, 161, 480, 481, 800, 5000, 16_000):
         samples = sounds.sound(2, 1.0)[:count]
         wanted = theirs._extract_spectrogram(samples, np.ones(count, np.int32))[0] if count > 160 else np.zeros((0, 20))
@@ -93,7 +100,13 @@ def test_settings_that_are_refused(folder, tmp_path):
         ({"sampling_rate": 8000}, "sampling_rate must be 16000"),
         ({"dither": 0.1}, "dither must be 0.0"),
         ({"frame_length": 1}, "frame_length must be 2 to 16000"),
+        ({"frame_length_ms": 1e308}, "frame_length_ms must be a number > 0 and <= 1000"),
+        ({"min_frequency": 100.0, "max_frequency": 100.0}, "max_frequency must be .* from min_frequency"),
+        ({"preemphasis": 2.0}, "preemphasis must be a number from 0 to 1"),
+        ({"input_scale_factor": 1e308}, "input_scale_factor must be a number > 0"),
         ({"per_bin_mean": [1.0]}, "per_bin_mean must be a list of 16 numbers"),
+        ({"per_bin_mean": [[1], [1, 2]]}, "per_bin_mean must be a list of 16 numbers"),
+        ({"per_bin_stddev": [0.0] * 16}, "per_bin_stddev must be a list of 16 numbers from 1e-06"),
     ):
         settings = {"feature_extractor": {**sounds.features_config(NAME), **changes}}
         images = {"image_processor": sounds.PICTURES, "video_processor": {**sounds.PICTURES, "max_soft_tokens": 4}}

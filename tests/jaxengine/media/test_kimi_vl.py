@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxengine.media.frames import Video
 from jaxengine.media.registry import processor_for
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_folder
@@ -183,8 +185,16 @@ def test_long_sides_are_shrunk(k25):
         ({"patch_limit_on_one_side": 7}, "size must be equal max_height and max_width, a multiple of 2"),
         ({"temporal_merge_kernel_size": 4}, "temporal_merge_kernel_size must be 3 or absent"),
         ({"in_patch_limit_each_frame": 0}, "in_patch_limit_each_frame must be an integer >= 1"),
+        ({"patch_limit_on_one_side": None, "size": {"max_height": "8"}}, "max_height must be an integer >= 1"),
+        ({"image_mean": [10**400, 0, 0]}, "image_mean must be three numbers from -1e\\+06 to 1e\\+06"),
     ],
 )
 def test_settings_of_kimi_k25_that_cannot_be_used_are_refused(tmp_path, changes, problem):
     with pytest.raises(ModelFileError, match=rf"preprocessor_config\.json: {problem}"):
         opened(with_settings(tmp_path, K25, **changes))
+
+
+def test_placeholders_of_kimi_k25_must_be_told_apart(k25):
+    for raw, problem in (({"video_placeholder": ""}, "video_placeholder must be"), ({"video_token_id": 5}, "another")):
+        with pytest.raises(ModelConfigError, match=problem):
+            k25.read_tokens(ConfigFields({"image_token_id": 5, **raw}), SimpleNamespace(vocab_size=272))

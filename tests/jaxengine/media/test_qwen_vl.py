@@ -109,6 +109,13 @@ def test_options_bound_a_picture(processors):
             processor.process("image", value, options)
 
 
+def test_options_of_an_engine_are_known_by_name(processors):
+    for each in processors.values():
+        assert each.with_options({"max_pixels": 100}) is each
+        with pytest.raises(RequestError, match="mm_processor_kwargs has 'x'; this model has min_pixels"):
+            each.with_options({"x": 1})
+
+
 def test_what_is_no_picture_is_refused(processors):
     processor = processors["qwen2_vl_vision"]
     for value in (np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), "picture"):
@@ -154,6 +161,8 @@ def test_videos_count_seconds_in_their_places(processors):
     # Text goes on behind the latest place, not behind the width: as Qwen2-VL's paper has it.
     np.testing.assert_array_equal(expanded.rope_positions[:, -1], [7, 7, 7])
     assert expanded.rope_delta == 8 - len(expanded.token_ids)
+    with pytest.raises(RequestError, match="M-RoPE positions in time must be below 16777216, got 1.2e"):
+        processors["qwen2_5_vl_vision"].times(item._replace(seconds=(0.0, 2e9, 4e9)))
     plain = processors["qwen2_vl_vision"]
     expanded = plain.expand([VIDEO, 7], {"video": [plain.process("video", clip, {})]})
     np.testing.assert_array_equal(np.unique(expanded.rope_positions[0, :-1]), [0, 1, 2])
@@ -205,7 +214,7 @@ def test_settings_of_both_transformers_are_read(folders, tmp_path):
         ({"patch_size": 14}, "patch_size must be 4 or absent, got 14"),
         ({"do_resize": False}, "do_resize must be true or absent, got False"),
         ({"resample": 9}, "resample must be the number of one of Pillow's filters"),
-        ({"image_std": [1, 1, 0]}, "image_std must be three finite numbers > 0"),
+        ({"image_std": [1, 1, 0]}, "image_std must be three numbers from 1e-06 to"),
         ({"max_pixels": 10}, "min_pixels and max_pixels must be 1 <= min <= max"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

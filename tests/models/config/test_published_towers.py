@@ -424,6 +424,13 @@ def test_glm_4_1v():
             {"merge_kernel_size": [2, 1]},
             "merge_kernel_size must be a list of two equal numbers",
         ),
+        (KIMI_VL, "vision_config", {"merge_kernel_size": [2.0, 2.0]}, "merge_kernel_size must be a list of two equal"),
+        (
+            KIMI_K25,
+            "vision_config",
+            {"rope_parameters": {"rope_theta": 5}},
+            "rope_parameters must be a mapping with the",
+        ),
         (KIMI_VL, "vision_config", {"init_pos_emb_width": 5000}, "init_pos_emb_width must be 1 to 1024, got 5000"),
         (KIMI_K25, "vision_config", {"merge_type": "sd2"}, 'merge_type must be "sd2_tpool" or absent'),
         (KIMI_K25, "vision_config", {"init_pos_emb_time": 1}, "init_pos_emb_time must be 2 to 16, got 1"),

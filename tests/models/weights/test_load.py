@@ -236,7 +236,7 @@ def test_rows_that_take_turns():
 
 def test_every_weight_has_a_dtype_of_its_own():
     tensor = np.arange(24).reshape(6, 4)
-    for stored, wanted in (("float32", "bfloat16"), ("float16", "float32"), ("int8", "int8")):
+    for stored, wanted in (("float32", "bfloat16"), ("float16", "float32"), ("int8", "int8"), ("int64", "int32")):
         source = ArraySource({"t": tensor.astype(stored)})
         (leaf,) = jax.tree.leaves(load_params(Other(wanted, Source("t", 6)), source))
         assert leaf.dtype == wanted
@@ -244,6 +244,8 @@ def test_every_weight_has_a_dtype_of_its_own():
     for stored, wanted in (("int16", "int8"), ("float32", "int8"), ("int8", "float32")):
         with pytest.raises(ModelFileError, match=f"a weight must hold (int8|floating-point numbers), got {stored}"):
             load_params(Other(wanted, Source("t", 6)), ArraySource({"t": tensor.astype(stored)}))
+    with pytest.raises(ModelFileError, match="integers of 32 bits"):
+        load_params(Other("int32", Source("t", 6)), ArraySource({"t": tensor + 2**32}))
 
 
 @pytest.mark.parametrize("tied", [False, True])
