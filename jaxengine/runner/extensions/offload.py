@@ -147,7 +147,9 @@ class PageCopies(StageExtension):
         self._compiled = {own.name: (own, self._stage.compiled(own._replace(name=name))) for name, own in names.items()}
 
     def _pool_rows(self, ids: jax.Array) -> jax.Array:
-        """Return the rows of a device's pool that pages i32[n] take, i32[n, places]; one past its end for none (-1)."""
+        """Return the indices of a device's pool rows that pages i32[n] take: i32[n, rows of a page]. For no page (-1)
+        they are the index after the last row.
+        """
         rows = jnp.arange(self._places)[None] * self._num_pages + ids[:, None]
         return jnp.where(ids[:, None] < 0, self._places * self._num_pages, rows)
 
