@@ -67,7 +67,7 @@ class PlacedPart(dict[str, Any]):
 
 
 def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions) -> tuple[Any, list[MediaPart]]:
-    """Takes media out of chat messages; returns (messages for a chat template, media in order).
+    """Take media out of chat messages; return (messages for a chat template, media in order).
 
     Args:
       messages: of a request, unchecked. What is not a message, and text parts, are left as they are.
@@ -111,7 +111,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """Returns a message's content for a template, and appends its media to `parts`.
+    """Return a message's content for a template, and append its media to `parts`.
 
     where: name of the content in errors. Raises RequestError for media in a role that may have none, and for a part of
     an unknown type or form.
@@ -150,7 +150,7 @@ def _check_types(content: Sequence[Any], where: str) -> None:
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:
-    """Raises RequestError for a part that the model does not take, for embeddings unless options.enable_mm_embeds, and
+    """Raise RequestError for a part that the model does not take, for embeddings unless options.enable_mm_embeds, and
     for more parts of a modality than limit_mm_per_prompt.
 
     model: None for a text-only model, which takes none.

@@ -146,7 +146,7 @@ def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget
 
 
 def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
-    """Makes a video of decoded frames, uint8 [N, H, W, 3].
+    """Make a video of decoded frames, uint8 [N, H, W, 3].
 
     about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); indices
     count from 0, and the last one is the source's last frame. Raises MediaError.

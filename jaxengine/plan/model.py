@@ -46,12 +46,12 @@ class PlannedModel:
         return replace(self.config, **parallel).resolved(self.source.config, self.platform, self.items)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         self.source.close()
 
 
 def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
-    """Opens the model that a config names, as an engine does; a name may also be a shape that `jaxengine check` knows.
+    """Open the model that a config names, as an engine does; a name may also be a shape that `jaxengine check` knows.
 
     Of a hub id only the configuration and the tokenizer are downloaded, a GGUF file of the hub is downloaded whole.
 

@@ -83,7 +83,7 @@ class MediaReceiver:
         return read_media(message, items)
 
     def clear(self) -> None:
-        """Clears the cache and closes the shared memory of this epoch."""
+        """Clear the cache and close the shared memory of this epoch."""
         self._kept.clear()
         if self._memory is not None:
             self._memory.close()
