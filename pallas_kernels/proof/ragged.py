@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Batch in numpy, int32, and the slots that nobody may read.
+    """Batch in numpy, int32, with the fields of RaggedBatch, and the slots that nobody may read.
 
     Attributes:
       unseen: bool[pages, page_size], slots of the pool that no token sees.

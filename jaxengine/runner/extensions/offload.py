@@ -207,7 +207,7 @@ class Coming(NamedTuple):
     """Pages or a state of one replica that have been sent to the devices.
 
     Attributes:
-      keys: of the pages, or of the state.
+      rank: index of the replica. keys: of the pages, or of the state.
       arrays: of each stage, as its PageCopies takes them.
       size: pages of a replica in the arrays; 0 for a state.
     """

@@ -16,9 +16,10 @@ class Place(msgspec.Struct, array_like=True):
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A MediaItem, arrays as raw bytes; num_patches determines their shapes.
+    """A MediaItem, arrays as raw bytes; num_patches determines their shapes. Other fields are MediaItem's.
 
     Attributes:
+      place: where the pixels are in shared memory; None if they are not there.
       pixels: patches, columns and rows; None if the receiver has them or they are in shared memory.
       keep: whether the sender relies on the receiver to cache them.
     """
@@ -34,7 +35,7 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class MediaMessage(msgspec.Struct, array_like=True):
-    """A Media; rope_positions as raw bytes.
+    """A Media; rope_positions as raw bytes. Other fields are those of Media.
 
     Attributes:
       epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
