@@ -376,7 +376,7 @@ def _model_names() -> str:
     rows, count = [], 0
     for names, parameters, config in read_names():
         model = read_hf(config)
-        listed, reads = "<br>".join(f"`{name}`" for name in names), "text" if model.tower is None else "text, pictures"
+        listed, reads = "<br>".join(f"`{name}`" for name in names), "text" if model.tower is None else "text, images"
         size = f"{parameters:.1f} B" if parameters >= 1 else f"{parameters * 1000:.0f} M"
         rows.append(f"| {listed} | `{config['architectures'][0]}` | {size} | {reads} |")
         count += len(names)

@@ -211,7 +211,7 @@ class LLM(WeightMethods, VllmMethods):
         with self._lock:
             first = [inputs.prepare(prompt, one).requests[0] for prompt in _as_batch(prompts)]
         if any(request.media is not None for request in first):
-            raise RequestError("beam search takes prompts of text or tokens, not pictures", param="multi_modal_data")
+            raise RequestError("beam search takes prompts of text or tokens, not images", param="multi_modal_data")
         prompt_ids = [request.prompt_token_ids.tolist() for request in first]
         longest, eos = inputs.config.max_model_len, inputs.eos_token_ids()
         searches = [BeamSearch(token_ids, params, eos, longest) for token_ids in prompt_ids]

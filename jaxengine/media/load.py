@@ -93,13 +93,13 @@ class MediaLoader:
         own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
         if own and own + count > share:
             whose = "" if owner is None else " of this client"
-            raise OverloadedError(f"{own} pictures, videos and sounds{whose} wait to be read; try again later")
+            raise OverloadedError(f"{own} images, videos and sounds{whose} wait to be read; try again later")
         # Nobody takes more than a share from the others, however many parts one prompt has.
         others = sum(
             min(waiting, share_of(each, _MAX_WAITING)) for each, waiting in self._num_waiting.items() if each != owner
         )
         if others and others + own + min(count, share) > _MAX_WAITING:
-            raise OverloadedError(f"{others + own} pictures, videos and sounds wait to be read; try again later")
+            raise OverloadedError(f"{others + own} images, videos and sounds wait to be read; try again later")
 
     def _count_done(self, owner: str | None) -> None:
         self._num_waiting[owner] -= 1

@@ -127,7 +127,7 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
         param = place.partition("[")[0].partition(".")[0]
         if message.get("role") not in ROLES:
             allowed = f"messages of {', '.join(ROLES)}"
-            raise RequestError(f"{place} is a picture, video or sound; allowed are they in {allowed}", param=param)
+            raise RequestError(f"{place} is an image, video or sound; allowed are they in {allowed}", param=param)
         if part.get("uuid") is not None:
             text = f"{place}.uuid is given; media are identified by their content, not by names"
             raise RequestError(text, param=param)
@@ -189,7 +189,7 @@ def _image_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
     if part.get("file_id") is not None:
-        text = f"{where}.file_id is given, but this server keeps no files; give the picture as image_url"
+        text = f"{where}.file_id is given, but this server keeps no files; give the image as image_url"
         raise RequestError(text, param=param)
     return _image_url(part, where, param)
 

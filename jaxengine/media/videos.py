@@ -24,7 +24,7 @@ _ANIMATED = ("GIF", "WebP", "PNG")
 # Duration that browsers assume for a frame without one.
 _DEFAULT_SECONDS = 0.1
 _METADATA = ("fps", "frames_indices", "total_num_frames")
-FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of pictures, or (either, dict of fps, ...)"
+FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of images, or (either, dict of fps, ...)"
 
 
 def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:

@@ -98,7 +98,7 @@ def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedM
     longest = given_length(config.max_model_len) or shape.max_position_embeddings
     source = ModelSource(Path(name), shape.up_to(longest), None, {})
     config = settled_head(replace(config, load_format="dummy"), shape)
-    note = "a published shape; pictures are taken to have 16,384 patches" if shape.tower else "a published shape"
+    note = "a published shape; images are taken to have 16,384 patches" if shape.tower else "a published shape"
     return PlannedModel(source, config, platform, largest_items(shape), 0, note)
 
 

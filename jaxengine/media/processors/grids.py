@@ -42,7 +42,7 @@ class GridProcessor:
         """Raise ModelConfigError if placeholders or the other tokens are not in the vocabulary."""
         for token in (*self.token_ids.values(), *others):
             if token >= model_config.vocab_size:
-                text = f"token ids of pictures must be below vocab_size {model_config.vocab_size}, got {token}"
+                text = f"token ids of images must be below vocab_size {model_config.vocab_size}, got {token}"
                 raise ModelConfigError(text)
 
     def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
@@ -120,7 +120,7 @@ class GridProcessor:
         if time != 1 or not whole or height * width // merge**2 != num_rows:
             allowed = f"[1, height, width] in patches, multiples of {merge}, with height * width = {merge**2} * rows"
             shown = f"{list(grid) if grid else 'none'} for {num_rows} rows"
-            raise RequestError(f"embeddings of a picture need image_grid_thw, {allowed}; got {shown}", param="image")
+            raise RequestError(f"embeddings of an image need image_grid_thw, {allowed}; got {shown}", param="image")
         return time, height, width
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
@@ -152,7 +152,7 @@ def check_ratio(height: int, width: int) -> None:
     """Raise RequestError for an image of which one side is more than MAX_ASPECT_RATIO times the other."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(
-            f"the longer side of a picture must be at most {MAX_ASPECT_RATIO} times the shorter one, got "
+            f"the longer side of an image must be at most {MAX_ASPECT_RATIO} times the shorter one, got "
             f"{width}x{height} pixels",
             param="image",
         )

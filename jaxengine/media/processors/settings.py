@@ -40,7 +40,7 @@ def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigF
             return folder / WHOLE, ConfigFields(whole[key])
         if (found := read_object(folder, name)) is not None:
             return folder / name, ConfigFields(found)
-    raise ModelFileError(folder, f"has no {places[-1][1]}: a model that sees says there what it makes of pictures")
+    raise ModelFileError(folder, f"has no {places[-1][1]}: a model that sees says there what it makes of images")
 
 
 @dataclass(frozen=True)

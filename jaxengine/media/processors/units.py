@@ -73,7 +73,7 @@ class UnitProcessor:
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         if self.needs_tokenizer and tokenizer is None:
-            raise ModelConfigError("this model's pictures need its tokenizer: leave skip_tokenizer_init False")
+            raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         self.tower: Any = model_config.tower
         self.side, self.patch = self.tower.vit.image_size, self.tower.vit.patch_size
         self.tokenizer = tokenizer
@@ -179,7 +179,7 @@ class UnitProcessor:
         if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
             tiles = f"{rows}, those of one tile: positions of more than one are undefined"
             allowed = f"a multiple of {rows}" if self.most_given == np.inf else tiles
-            problem = f"embeddings of a picture of this model must be {allowed}; they have no grid"
+            problem = f"embeddings of an image of this model must be {allowed}; they have no grid"
             raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
         return 1, side, side * (num_rows // rows)
 

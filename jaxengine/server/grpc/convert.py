@@ -187,7 +187,7 @@ class RequestReader:
                 value=count,
             )
         if parts and count < len(token_ids):
-            problem = "messages with pictures or videos are too long, and cannot be cut short"
+            problem = "messages with images or videos are too long, and cannot be cut short"
             raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids[-count:]}
         if kind == "messages":

@@ -79,7 +79,7 @@ class MediaReceiver:
             else:
                 items.append(read_item(item, pixels))
         if is_missing:
-            raise MissingMediaError("pixels of a picture are not here")
+            raise MissingMediaError("pixels of an image are not here")
         return read_media(message, items)
 
     def clear(self) -> None:

@@ -140,7 +140,7 @@ class KeySender(KeepingSender):
 def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
     """Return the pixels of an item for a message, as `pixels_of` does. Raises RuntimeError if they were dropped."""
     if isinstance(item, PreparedItem) and item.make is not None:
-        raise RuntimeError("the pixels of a picture must be sent, but were not recomputed")
+        raise RuntimeError("the pixels of an image must be sent, but were not recomputed")
     return pixels_of(item)
 
 

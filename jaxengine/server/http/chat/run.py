@@ -120,7 +120,7 @@ class ChatRun:
         """Render the conversation. Raises RequestError."""
         self.prompt = await self._server.renderer.prompt(self.body)
         if self._beams is not None and READY in self.prompt:
-            problem = "use_beam_search is only allowed without pictures, videos and sounds"
+            problem = "use_beam_search is only allowed without images, videos and sounds"
             raise RequestError(problem, param="use_beam_search")
         check_captured(self._server.engine.inputs, self._server.config, self.params, [self.most_prompt_tokens])
         self._read_around_reasoning()
