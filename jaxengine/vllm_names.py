@@ -71,7 +71,7 @@ _SEE = "docs/coming_from_vllm.md has what is refused"
 # Module or module.Name of vLLM, or the beginning of one -> what there is instead. The longest one counts.
 NOT_BUILT: dict[str, str] = {
     "ModelRegistry": "jaxengine.register_model adds a model of your own",
-    "assets": "vLLM keeps these pictures, videos and sounds; open a file of yours with PIL",
+    "assets": "vLLM keeps these images, videos and sounds; open a file of yours with PIL",
     "benchmarks": "jaxengine bench measures, docs/serving.md",
     "config": "jaxengine.EngineArgs has all options; dicts of fields do for those with structure",
     "config.KVTransferConfig": "kv_transfer_config takes a dict of its fields",
@@ -86,7 +86,7 @@ NOT_BUILT: dict[str, str] = {
     "inputs": _SEE,
     "lora": "jaxengine.LoRARequest names an adapter",
     "model_executor": "jaxengine.register_model adds a model of your own",
-    "multimodal": "prompts take PIL pictures and numpy arrays, messages take addresses; docs/media.md",
+    "multimodal": "prompts take PIL images and numpy arrays, messages take addresses; docs/media.md",
     "platforms": "jax.devices() has the devices",
     "plugins": "jaxengine.register_model adds a model of your own",
     "pooling_params": "what is built: docs/pooling_models.md",

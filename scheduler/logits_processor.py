@@ -55,7 +55,7 @@ class Column:
         return f"an int from {low} to {high}" if isinstance(self.default, int) else f"a number from {low:g} to {high:g}"
 
     def read(self, name: str, value: Any) -> float | int | bool:
-        """Checks a value and returns it in the parameter's type.
+        """Check a value and return it in the parameter's type.
 
         name: for messages. A bool is no number here. Raises RequestError with the value and what is allowed.
         """
@@ -113,7 +113,7 @@ class LogitsProcessor:
 
     @staticmethod
     def process(logits: Any, columns: Any, vocab: VocabColumns) -> Any:
-        """Returns the logits of rows, f32[S, C], changed. Every subclass defines it. Traced by JAX; pure.
+        """Return the logits of rows, f32[S, C], changed. Every subclass defines it. Traced by JAX; pure.
 
         Runs after masks and logit_bias, before penalties and temperature. Rows whose requests do not use the processor
         keep their logits, and forbidden tokens (-inf) stay forbidden, whatever it returns.

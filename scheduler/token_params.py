@@ -84,7 +84,9 @@ _WORDS = struct.Struct(f"<{len(COLUMNS)}i")
 
 @dataclass(kw_only=True)
 class TokenParams(SamplingFields):
-    """Field names are those of SamplingParams, and those of SamplingFields are not repeated. Never changed once made.
+    """Parameters of one request, as the scheduler and the devices use them. Never changed once made.
+
+    Names are those of SamplingParams; fields of SamplingFields are described there.
 
     Attributes:
       min_tokens: no stop token ends the request before it has so many.
@@ -96,6 +98,7 @@ class TokenParams(SamplingFields):
       trace_decode_token_ids: the tokens that it gets, whatever it would choose; empty: it chooses.
       routed_experts_prompt_start: prompt tokens up to this one, counted from 0, are returned without their experts.
       logit_bias: what is added to the logits of tokens, by id.
+      allowed_token_ids: the only tokens that the request may sample; None for all.
       bad_words: token sequences that the request must not complete.
       grammar: what its output must keep to.
       capture: names of what it is to get of the activations that the engine captures.

@@ -204,10 +204,10 @@ Qwen3-Omni take them in their prompts.
 keys that its indexer selects, and runs as plain XLA on all platforms: there are no TPU or GPU kernels for it yet.
 GGUF files of these models are refused.
 
-**DeepSeek-V4** keeps a key for each block of tokens, beside a state of each sequence for its latest tokens ([How it
-works](architecture.md#the-kv-pool-and-attention)): some 12 MB for each of `max_num_seqs` and `num_state_snapshots` in
-V4-Flash. `block_size=128` keeps its pages smallest. It runs as plain XLA on CPUs and GPUs and is refused on TPUs, as
-are drafts, `kv_cache_dtype` fp8 and int8, and GGUF files.
+**DeepSeek-V4** stores a key for each block of tokens in pages, and a state of each sequence for its latest tokens ([How
+it works](architecture.md#the-kv-pool-and-attention)). In V4-Flash the state takes 12 MB for each of `max_num_seqs`
+and `num_state_snapshots`. Pages are smallest with `block_size=128`. The model runs as plain XLA on CPUs and GPUs. TPUs,
+drafts, `kv_cache_dtype` fp8 and int8, and GGUF files are refused.
 
 **Tokenizers** are read from `tokenizer.json`, from vocabularies of SentencePiece, tiktoken and BERT, and from GGUF
 files; see [Tokenizers](tokenizers.md).
@@ -376,7 +376,7 @@ def _model_names() -> str:
     rows, count = [], 0
     for names, parameters, config in read_names():
         model = read_hf(config)
-        listed, reads = "<br>".join(f"`{name}`" for name in names), "text" if model.tower is None else "text, pictures"
+        listed, reads = "<br>".join(f"`{name}`" for name in names), "text" if model.tower is None else "text, images"
         size = f"{parameters:.1f} B" if parameters >= 1 else f"{parameters * 1000:.0f} M"
         rows.append(f"| {listed} | `{config['architectures'][0]}` | {size} | {reads} |")
         count += len(names)

@@ -135,7 +135,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         session: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields outputs as `sampling_params.output_kind` specifies, until the request is finished.
+        """Yield outputs as `sampling_params.output_kind` specifies, until the request is finished.
 
         The request begins with the iteration, which also raises the errors. Leaving the iteration early, or cancelling
         the task that runs it, aborts the request and frees its pages.

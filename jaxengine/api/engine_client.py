@@ -67,15 +67,15 @@ class EngineClient(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream yields a last output with finish_reason "abort". Ignores an unknown id."""
+        """End a request; its stream yields a last output with finish_reason "abort". Ignores an unknown id."""
         ...
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine cannot answer."""
+        """Raise EngineDeadError when the engine cannot answer."""
         ...
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of `EngineCore.utilities` between two steps; arguments and result are plain JSON values.
+        """Call a function of `EngineCore.utilities` between two steps; arguments and result are plain JSON values.
 
         Raises RequestError for an unknown name, the function's own errors, and EngineDeadError if the engine has
         failed.

@@ -11,7 +11,7 @@ import jax
 
 
 def print_embeddings(embeds: Sequence[Any], prefix: str = "Embeddings") -> None:
-    """Prints the first four numbers of a vector and how many there are."""
+    """Print the first four numbers of a vector and how many there are."""
     first = ", ".join(map(str, embeds[:4])) + (", ..." if len(embeds) > 4 else "")
     print(f"{prefix}: [{first}] (size={len(embeds)})")
 

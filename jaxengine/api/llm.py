@@ -116,7 +116,7 @@ class LLM(WeightMethods, VllmMethods):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stops the engine; running calls of other threads, and all later ones, end with EngineDeadError.
+        """Stop the engine; running calls of other threads, and all later ones, end with EngineDeadError.
 
         Does nothing in a fork of its process.
         """
@@ -125,7 +125,7 @@ class LLM(WeightMethods, VllmMethods):
                 self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
-        """Returns how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32.
+        """Return how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32.
 
         None for a model without experts.
 
@@ -146,7 +146,7 @@ class LLM(WeightMethods, VllmMethods):
         priority: int | Sequence[int] | None = None,
         client: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
-        """Continues each prompt; results come in the order of the prompts.
+        """Continue each prompt; results come in the order of the prompts.
 
         Args:
           prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
@@ -181,7 +181,7 @@ class LLM(WeightMethods, VllmMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | ProgressFactory = False,
     ) -> CompletionLogprobs:
-        """Returns the raw log-probability of each token of a completion of each prompt, by the programs that serve: of
+        """Return the raw log-probability of each token of a completion of each prompt, by the programs that serve: of
         temperature 1, without penalties, truncation or masks.
 
         prompts, lora_request: as for `generate`, without images. completions: token ids of each prompt's; an empty
@@ -199,7 +199,7 @@ class LLM(WeightMethods, VllmMethods):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | ProgressFactory = False
     ) -> list[BeamSearchOutput]:
-        """Continues each prompt with the sequences that a beam search finds, best first; results come in the order of
+        """Continue each prompt with the sequences that a beam search finds, best first; results come in the order of
         the prompts.
 
         Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`;
@@ -211,7 +211,7 @@ class LLM(WeightMethods, VllmMethods):
         with self._lock:
             first = [inputs.prepare(prompt, one).requests[0] for prompt in _as_batch(prompts)]
         if any(request.media is not None for request in first):
-            raise RequestError("beam search takes prompts of text or tokens, not pictures", param="multi_modal_data")
+            raise RequestError("beam search takes prompts of text or tokens, not images", param="multi_modal_data")
         prompt_ids = [request.prompt_token_ids.tolist() for request in first]
         longest, eos = inputs.config.max_model_len, inputs.eos_token_ids()
         searches = [BeamSearch(token_ids, params, eos, longest) for token_ids in prompt_ids]
@@ -231,7 +231,7 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Returns the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts; of a
+        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts; of a
         task about tokens f32[n, N], a vector for each token.
 
         Args:
@@ -307,7 +307,7 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores pairs of texts, `outputs.score`: one with one, one of data_1 with each of data_2, or pairwise.
+        """Score pairs of texts, `outputs.score`: one with one, one of data_1 with each of data_2, or pairwise.
 
         A classifier with one label (cross-encoder, reranker) reads both texts, concatenated or formatted by
         `chat_template` from messages of the roles "query" and "document". An embedding model gives the cosine
@@ -343,7 +343,7 @@ class LLM(WeightMethods, VllmMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, formatted by a chat template; results come in their order.
+        """Answer one conversation or a list of them, formatted by a chat template; results come in their order.
 
         Messages may contain images and videos, see jaxengine.media.parts.collect_media. Other arguments are those of
         `generate` and of transformers' apply_chat_template.
@@ -378,20 +378,20 @@ class LLM(WeightMethods, VllmMethods):
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """Returns the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
+        """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
         return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the defaults of sampling_params: vLLM's, overridden as the option generation_config says."""
+        """Return the defaults of sampling_params: vLLM's, overridden as the option generation_config says."""
         return self._core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
-        """Returns counters, gauges and histograms, each with `name` and `value`."""
+        """Return counters, gauges and histograms, each with `name` and `value`."""
         with self._lock:
             return self.core.metrics.collect()
 
     def reset_prefix_cache(self) -> bool:
-        """Drops all cached prefixes. Returns True."""
+        """Drop all cached prefixes. Returns True."""
         with self._lock:
             return self.core.utility("reset_prefix_cache")
 
@@ -401,14 +401,14 @@ class LLM(WeightMethods, VllmMethods):
             self.core.utility("reset_mm_cache")
 
     def start_profile(self) -> None:
-        """Starts a profile of this process (jax.profiler). Raises RequestError without profiler_config, and while one
+        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, and while one
         is being taken.
         """
         with self._lock:
             self.core.utility("start_profile")
 
     def stop_profile(self) -> None:
-        """Writes the profile into the folder of profiler_config. Raises RequestError if none was started, or it cannot
+        """Write the profile into the folder of profiler_config. Raises RequestError if none was started, or it cannot
         be written.
         """
         with self._lock:
@@ -424,7 +424,7 @@ class LLM(WeightMethods, VllmMethods):
         options: Sequence[RequestOptions],
         use_tqdm: bool | ProgressFactory,
     ) -> list[Any]:
-        """Runs requests and returns their outputs in order. params, options: one for each of the batch.
+        """Run requests and return their outputs in order. params, options: one for each of the batch.
 
         Aborts all of them before raising: RequestError for the first that cannot be served, or EngineDeadError.
         """
@@ -448,7 +448,7 @@ class LLM(WeightMethods, VllmMethods):
         return [call.outputs[request_id] for request_id in started]
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
-        """Runs steps, alternating with other threads, until all `num_requests` outputs of a call have arrived.
+        """Run steps, alternating with other threads, until all `num_requests` outputs of a call have arrived.
 
         Raises the RequestError of one of its requests, or EngineDeadError.
         """

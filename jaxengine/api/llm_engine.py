@@ -72,7 +72,7 @@ class LLMEngine(VllmMethods):
         *,
         priority: int = 0,
     ) -> str:
-        """Queues a request and returns its id. Its outputs come from `step`, as `params.output_kind` specifies.
+        """Queue a request and return its id. Its outputs come from `step`, as `params.output_kind` specifies.
 
         Args:
           arrival_time: seconds of time.time; None for now.
@@ -93,7 +93,7 @@ class LLMEngine(VllmMethods):
         return request_id
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Ends one or several requests, which have no further output; unknown ids are ignored."""
+        """End one or several requests, which have no further output; unknown ids are ignored."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.core.abort(each)
 
@@ -102,7 +102,7 @@ class LLMEngine(VllmMethods):
         return self.core.has_unfinished or bool(self._outputs or self._errors)
 
     def get_num_unfinished_requests(self) -> int:
-        """Returns the number of requests that wait or run, `n` sequences of a prompt counted as `n`."""
+        """Return the number of requests that wait or run, `n` sequences of a prompt counted as `n`."""
         return self.core.engine.scheduler.num_unfinished
 
     def step(self) -> list[AnyOutput]:

@@ -34,7 +34,7 @@ NOT_BUILT: dict[str, str] = {
     "model_config": _INSIDE,
     "pin_lora": "max_loras says how many adapters stay on the devices",
     "renderer": "get_tokenizer().apply_chat_template writes prompts",
-    "reset_encoder_cache": "reset_mm_cache() drops encoded pictures too",
+    "reset_encoder_cache": "reset_mm_cache() drops encoded images too",
     "scale_elastic_ep": _SEE,
     "set_tokenizer": "the option tokenizer names another tokenizer",
     "start_weight_update": _WEIGHTS,

@@ -212,7 +212,7 @@ class WeightMethods(ABC):
             return _weights_of(self.core).version
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Returns `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight as the devices
+        """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight as the devices
         hold it, which raises RequestError while the engine sleeps.
         """
         with self._lock:

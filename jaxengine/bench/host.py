@@ -175,8 +175,8 @@ def measure(
     least 2; 0 for never. width: tokens of a decode, the last one and drafts. windows: window of each cache group, in
     tokens; None for all. sees: a model with an encoder, on text-only requests.
 
-    With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither. Raises
-    ValueError for sizes below their minimum.
+    With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither; rounds are then
+    eight times as many and a quarter as long, and take turns. Raises ValueError for sizes below their minimum.
     """
     if num_seqs < 1 or num_steps < 1 or turnover < 0 or turnover == 1:
         raise ValueError(

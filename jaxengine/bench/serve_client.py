@@ -66,7 +66,9 @@ class Server:
 
 
 class Connection:
-    """A client connection. Call `send`, read `body` to its end, and repeat if `reusable`."""
+    """HTTP/1.1 connection to a server. Call `send` and read `body` to its end; for a further request call `restart`
+    first, which needs a `reusable` connection.
+    """
 
     def __init__(self, server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._server, self._reader, self._writer = server, reader, writer

@@ -184,9 +184,8 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
 
 
 def _combines(module: Module, update: Instruction) -> bool:
-    """Whether an update instruction also reads the values that it replaces.
-
-    A scatter does not if its computation returns its second parameter, the new value.
+    """Whether an update instruction also reads the values that it replaces: a scatter, unless its computation returns
+    its second parameter, the new value. A dynamic-update-slice never does.
     """
     if update.opcode != "scatter":
         return False

@@ -385,7 +385,9 @@ def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
 
 
 def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
-    """Return a text for each exchange for which the model does not account; [] if there are none."""
+    """Return a text for each difference between a program's exchanges and those that the model accounts for: exchanges
+    that no code wrote, that are too large, too many, missing, or of another kind. [] if there are none.
+    """
     places = by_place(found)
     texts = [f"no code wrote {exchange.text}" for exchange in found if not exchange.place]
     texts += [

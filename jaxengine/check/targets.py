@@ -197,7 +197,7 @@ def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Targ
 
 
 def require_compiler(target: Target) -> None:
-    """Raises ConfigError, with the command that installs the target's compiler, if it is not installed."""
+    """Raise ConfigError, with the command that installs the target's compiler, if it is not installed."""
     needed = {"tpu": ("libtpu",), "cuda": ("jax_plugins.xla_cuda13", "jax_cuda13_plugin", "nvidia"), "cpu": ()}
     missing = [name for name in needed[target.backend] if not _installed(name)]
     if missing:

@@ -11,7 +11,7 @@ from jaxengine.models.registry import ENCODERS, MODELS, model_for_hf
 
 
 def register_model(architecture: str, model_class: type[CausalLM]) -> None:
-    """Registers a model class for checkpoints whose config.json names `architecture`, as if it were a built-in family.
+    """Register a model class for checkpoints whose config.json names `architecture`, as if it were a built-in family.
 
     It is registered in this process only. Commands, which start further processes, load it as a plugin
     (EngineConfig.plugins), as does `LLM(plugins=[...])`. Compiled steps of such a model are not cached on disk, because

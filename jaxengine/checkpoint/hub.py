@@ -17,7 +17,7 @@ def download(
     cache_dir: str | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """Downloads the files of a hub id that match `patterns`, unless they are there; returns their folder.
+    """Download the files of a hub id that match `patterns`, unless they are there; return their folder.
 
     Args:
       param: option that names it, for the error.

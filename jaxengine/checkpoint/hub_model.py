@@ -30,7 +30,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def download_model(name: str, config: EngineConfig) -> Path:
-    """Downloads a hub model, or finds it downloaded; returns its folder, or the GGUF file that `name` names.
+    """Download a hub model, or find it downloaded; return its folder, or the GGUF file that `name` names.
 
     name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. With load_format "dummy" a folder has no weights.
 
@@ -64,7 +64,7 @@ def download_model(name: str, config: EngineConfig) -> Path:
 
 
 def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
-    """Downloads matching files of a hub id; returns their folder. param: option that names it. Raises ConfigError."""
+    """Download matching files of a hub id; return their folder. param: option that names it. Raises ConfigError."""
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
         what = "a folder with a tokenizer.json" if param == "tokenizer" else "a GGUF file, a Hugging Face folder"

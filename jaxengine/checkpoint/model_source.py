@@ -73,7 +73,7 @@ class ModelSource:
     control_vectors: Mapping[str, ControlVector] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Closes the weight files."""
+        """Close the weight files."""
         if self.weights is not None and not isinstance(self.weights, Path):
             self.weights.close()
 
@@ -88,7 +88,7 @@ class ModelSource:
         return sorted(found)
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
-        """Loads the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init.
+        """Load the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init.
 
         Raises ModelFileError.
         """
@@ -103,7 +103,7 @@ class ModelSource:
 
 
 def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource:
-    """Opens the model that `config.model` names, the default one for None; loads the plugins first.
+    """Open the model that `config.model` names, the default one for None; load the plugins first.
 
     keep_tables: with `quantization` gguf, keep the token tables as stored in the file, too.
 
@@ -268,7 +268,7 @@ def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
-    """Reads a folder's config.json with hf_overrides; returns its content, the model, and its pooling if it pools.
+    """Read a folder's config.json with hf_overrides; return its content, the model, and its pooling if it pools.
 
     Raises ConfigError or ModelFileError.
     """
@@ -322,7 +322,7 @@ def _what_to_name(path: Path) -> str:
 
 
 def _with_generation_ends(model: ModelConfig, path: Path, config: EngineConfig) -> ModelConfig:
-    """Returns the model with the ids of generation_config.json that end an answer, in addition to those it has.
+    """Return the model with the ids of generation_config.json that end an answer, in addition to those it has.
 
     The file is the one in the folder that the option generation_config names, else the model's, as in vLLM, whatever
     the tokenizer is. Raises ModelFileError.

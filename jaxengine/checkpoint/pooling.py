@@ -55,7 +55,7 @@ TokenId = Callable[[str], int | None]
 
 
 def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, token_id: TokenId) -> PoolingModel | None:
-    """Reads how the model in a Hugging Face folder pools; None for a generating model.
+    """Read how the model in a Hugging Face folder pools; None for a generating model.
 
     Args:
       raw: its config.json, with hf_overrides.
@@ -145,7 +145,7 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
 
 
 def check_width(model: PoolingModel, hidden_size: int) -> None:
-    """Raises ConfigError if the user's dimensions, and ModelConfigError if the checkpoint's, are more than an embedding
+    """Raise ConfigError if the user's dimensions, and ModelConfigError if the checkpoint's, are more than an embedding
     of a model with hidden states of this size has.
     """
     width = model.pooler.width(hidden_size)
@@ -195,7 +195,7 @@ def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: boo
 
 
 def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
-    """Overrides the checkpoint's settings with the user's. Raises ConfigError for dimensions that the model does not
+    """Override the checkpoint's settings with the user's. Raises ConfigError for dimensions that the model does not
     have.
     """
     use_activation = model.use_activation if chosen.use_activation is None else chosen.use_activation

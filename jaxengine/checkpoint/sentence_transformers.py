@@ -33,7 +33,7 @@ _EARLIER_MODES = {
 
 
 def read_sentence_model(folder: Path) -> SentenceModel | None:
-    """Reads the sentence-transformers files of a model folder; None if there are none. Raises ModelFileError."""
+    """Read the sentence-transformers files of a model folder; None if there are none. Raises ModelFileError."""
     modules = _read_modules(folder)
     if modules is None:
         return None
@@ -69,7 +69,7 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Reads modules.json: (class name, path) of each module, in order. None without the file. Raises ModelFileError."""
+    """Read modules.json: (class name, path) of each module, in order. None without the file. Raises ModelFileError."""
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
     if source is None:
         return None
@@ -93,7 +93,7 @@ def _is_of_pylate(folder: Path) -> bool:
 
 
 def _read_splade(folder: Path, path: str) -> Splade:
-    """Reads a SpladePooling module; num_tokens is not known here, and 0. Raises ModelFileError."""
+    """Read a SpladePooling module; num_tokens is not known here, and 0. Raises ModelFileError."""
     name = f"{path}/config.json"
     fields = ConfigFields(read_object(folder, name) or {})
     strategy, kind = fields.text("pooling_strategy", "max"), fields.text("activation_function", "relu")
@@ -105,7 +105,7 @@ def _read_splade(folder: Path, path: str) -> Splade:
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
-    """Reads a Pooling module: (pooling type, whether prompt tokens are pooled).
+    """Read a Pooling module: (pooling type, whether prompt tokens are pooled).
 
     path: of the module's folder within the model's; "" for the model's own. Raises ModelFileError if it has no
     config.json, or does not name one mode that is supported.
@@ -125,7 +125,7 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
 
 
 def _read_dense(folder: Path, path: str) -> Dense:
-    """Reads the config.json of a Dense module. Raises ModelFileError."""
+    """Read the config.json of a Dense module. Raises ModelFileError."""
     name = f"{path}/config.json"
     raw = read_object(folder, name)
     if raw is None or not path:
@@ -163,7 +163,7 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def _read_input(folder: Path) -> tuple[int | None, bool]:
-    """Reads the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises
+    """Read the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises
     ModelFileError."""
     file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
     raw: dict[str, Any] = read_object(folder, file) or {}

@@ -96,7 +96,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Decodes bytes from `encode`. Raises ClusterError, with the reason, for anything else."""
+    """Decode bytes from `encode`. Raises ClusterError, with the reason, for anything else."""
     length = int.from_bytes(payload[:4], "little")
     if len(payload) < 4 or not 2 <= length <= min(len(payload) - 4, _MAX_HEADER_BYTES):
         raise ClusterError(f"a message of {len(payload)} bytes cannot have a header of {length}")
@@ -202,7 +202,7 @@ class Channel:
                     raise ClusterError(f"nothing was heard for {SILENCE_SECONDS:.0f} s")
 
     def close(self) -> None:
-        """Closes the connection; a thread that is receiving is woken."""
+        """Close the connection; a thread that is receiving is woken."""
         close_connection(self.connection)
 
     def _code(self, way: int, length: bytes, payload: bytes) -> bytes:
@@ -214,7 +214,7 @@ class Channel:
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
-    """Connects to host 0 within some seconds. Raises ClusterError if it has another key or is something else, OSError
+    """Connect to host 0 within some seconds. Raises ClusterError if it has another key or is something else, OSError
     if nothing answers.
     """
     connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
@@ -261,14 +261,14 @@ def accept_channel(connection: socket.socket, key: bytes) -> Channel:
 
 
 def close_connection(connection: socket.socket) -> None:
-    """Shuts a connection down for both ends and wakes every thread that waits on it."""
+    """Shut a connection down for both ends and wake every thread that waits on it."""
     with contextlib.suppress(OSError):  # the other end was faster
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def _prepare(connection: socket.socket) -> float:
-    """Sets the connection's timeouts; returns the deadline of the handshake on the clock of time.monotonic."""
+    """Set the connection's timeouts; return the deadline of the handshake on the clock of time.monotonic."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

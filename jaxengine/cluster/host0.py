@@ -258,7 +258,7 @@ class Cluster(Peers):
             threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
-        """Serves a new connection, from its handshake to its end; one that is refused is logged."""
+        """Serve a new connection, from its handshake to its end; one that is refused is logged."""
         try:
             try:
                 channel = accept_channel(connection, self._key)
@@ -328,7 +328,7 @@ class Cluster(Peers):
         return message.op != "bye"
 
     def _lose(self, worker: _Worker, reason: str) -> None:
-        """Records the loss of a worker. Before the start it may join again; afterwards the engine and all
+        """Record the loss of a worker. Before the start it may join again; afterwards the engine and all
         workers end.
         """
         with self._changed:
@@ -347,7 +347,7 @@ class Cluster(Peers):
                     other.channel.send("failed", reason=f"{worker} is lost: {reason}")
 
     def _relay(self, connection: socket.socket) -> None:
-        """Connects a worker's connection with jax's coordination service in this process."""
+        """Connect a worker's connection with jax's coordination service in this process."""
         with socket.create_connection(("127.0.0.1", self._coordinator_port), self._config.cluster_timeout) as service:
             for each in (connection, service):
                 each.settimeout(None)
@@ -357,7 +357,7 @@ class Cluster(Peers):
 
 
 def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
-    """Initialises jax.distributed for this process and discovers all devices; waits for all processes.
+    """Initialise jax.distributed for this process and discover all devices; wait for all processes.
 
     port: on this machine, of the service in process 0 and of a relay to it elsewhere. timeout: seconds after which jax
     aborts this process if others are missing.
@@ -386,7 +386,7 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def free_listener() -> socket.socket:
-    """Opens a listening socket on a free port of the loopback interface."""
+    """Open a listening socket on a free port of the loopback interface."""
     return socket.create_server(("127.0.0.1", 0))
 
 

@@ -83,7 +83,7 @@ class Host0(Peers):
             self._channel.send(op, arrays, **fields)
 
     def next(self) -> Message:
-        """Waits for the next message and returns it."""
+        """Wait for the next message and return it."""
         return self._messages.get()
 
     def expect(self, op: str) -> Message:
@@ -93,14 +93,14 @@ class Host0(Peers):
         return message
 
     def watch(self, output: Any) -> None:
-        """Queues a step's output to be awaited, and returns at once.
+        """Queue a step's output to be awaited, and return at once.
 
         No caller reads it here, but a failure must be noticed.
         """
         self._outputs.put(output)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Reports the error to host 0 and exits the process."""
+        """Report the error to host 0 and exit the process."""
         time.sleep(BLAME_SECONDS)  # if a lost process is the cause, its detection ends this process first
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ class Host0(Peers):
         self.leave(reason)
 
     def leave(self, reason: str | None = None) -> NoReturn:
-        """Exits the process, even if a thread is waiting for other processes.
+        """Exit the process, even if a thread is waiting for other processes.
 
         reason: of a failure, which is logged, with status 1; None for status 0, after a farewell to host 0. Raises
         OSError if that cannot be sent.
@@ -123,7 +123,7 @@ class Host0(Peers):
         os._exit(0 if reason is None else 1)
 
     def open_relay(self) -> int:
-        """Opens a port of this machine that leads to jax's coordination service in host 0's process; returns the port.
+        """Open a port of this machine that leads to jax's coordination service in host 0's process; return the port.
 
         jax's client would exit this process without a reason if its connection ended; therefore this end stays open.
         """
@@ -188,7 +188,7 @@ class Host0(Peers):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; does not return. Exits the process with status 0 if host 0 ended the engine, else with 1.
+    """Run the command; it does not return. Exits the process with status 0 if host 0 ended the engine, else with 1.
 
     Raises ConfigError or ClusterError if it cannot join.
     """
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(host0: Host0, runner: ModelRunner) -> Any:
-    """Executes the steps that host 0 sends, until it ends; returns the last step's output, None without one.
+    """Execute the steps that host 0 sends, until it ends; return the last step's output, None without one.
 
     Raises ClusterError for an operation or a shape that this engine does not have.
     """

@@ -222,7 +222,7 @@ def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             raw = image.read_bytes()
         except OSError as error:
-            raise RequestError(f"the picture {str(image)!r} cannot be read ({error.strerror})", param="image") from None
+            raise RequestError(f"the image {str(image)!r} cannot be read ({error.strerror})", param="image") from None
         kind = mimetypes.guess_type(image.name)[0] or "image/png"
         image = f"data:{kind};base64,{base64.b64encode(raw).decode()}"
     return {"type": "image_url", "image_url": {"url": image}}

@@ -94,7 +94,7 @@ def class_texts(cls: type) -> dict[str, str]:
 
 
 def field_texts(docstring: str) -> dict[str, str]:
-    """Maps each field to its text in the docstring's `Attributes:` section."""
+    """Map each field to its text in the docstring's `Attributes:` section."""
     # From Python 3.13 on the compiler takes the indentation away.
     section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {2}(\w+): ", section, flags=re.MULTILINE)

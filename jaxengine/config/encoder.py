@@ -37,15 +37,15 @@ class EncoderOptions:
 
     Attributes:
       mm_encoder_tp_mode: "weights": tensor-parallel devices split the tower's weights; "data": each device has all
-        weights and encodes different pictures, with one exchange at the end.
-      disable_chunked_mm_input: schedule all tokens of a picture in one step; always the case for models that attend to
-        pictures in both directions.
-      max_num_batched_encoder_tokens: limit of picture embeddings that one step computes, rounded up to the smallest
-        call of the tower; no picture may have more. None for the largest picture that the model accepts and
+        weights and encodes different images, with one exchange at the end.
+      disable_chunked_mm_input: schedule all tokens of an image in one step; always the case for models that attend to
+        images in both directions.
+      max_num_batched_encoder_tokens: limit of image embeddings that one step computes, rounded up to the smallest
+        call of the tower; no image may have more. None for the largest image that the model accepts and
         max_model_len has room for.
-      encoder_cache_size: picture embeddings that are kept on the devices, also for later requests with the same
-        picture. None for twice the largest picture, at least max_num_batched_tokens.
-      mm_processor_cache_gb: GiB of preprocessed pictures and videos to keep; 0 for none. With several API processes
+      encoder_cache_size: image embeddings that are kept on the devices, also for later requests with the same
+        image. None for twice the largest image, at least max_num_batched_tokens.
+      mm_processor_cache_gb: GiB of preprocessed images and videos to keep; 0 for none. With several API processes
         each of them keeps this much.
       mm_processor_cache_type: where a server with one API process keeps them: "lru" in the engine's process, with their
         keys also in the API process; "shm" in memory that both share (Linux). Pixels are sent at most once.
@@ -142,7 +142,7 @@ def settle_encoder(
             problem = f"{name} is {chosen[name]}, which this model does not support with {kind}"
             raise ConfigError.because(name, problem, f"{advice}, or {blind}")
     if tower.attends_both_ways and platform.name == "tpu":
-        problem = f"{model.architecture} attends to pictures in both directions, which the TPU kernels do not"
+        problem = f"{model.architecture} attends to images in both directions, which the TPU kernels do not"
         raise ConfigError.because("limit_mm_per_prompt", problem, blind)
     rows = chosen["encoder_cache_size"] or max(2 * most_rows, chosen["max_num_batched_tokens"])
     most = [-(-patches // each.unit) * each.unit for each, (_, patches) in zip(model.towers, encoded, strict=True)]

@@ -388,7 +388,7 @@ class EngineConfig(
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """A config with all defaults filled in. Its limits are those of one rank.
+    """A config with all defaults filled in. Its limits are those of one replica.
 
     Attributes:
       default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform.

@@ -45,7 +45,7 @@ def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) 
         ("pools and generates nothing", model.pooler is not None),
         ("selects keys by scores, which have no fixed form", any(each.index is not None for each in model.attention)),
         ("attends to compressed keys", any(each.compressed is not None for each in model.attention)),
-        ("sees, and a trainer's forward pass takes no pictures", model.tower is not None),
+        ("sees, and a trainer's forward pass takes no images", model.tower is not None),
         ("stores its weights in fewer bits, which have no gradient", model.quantization is not None),
     ):
         if is_so:

@@ -14,6 +14,6 @@ def given_length(max_model_len: int | None) -> int | None:
 
 
 def check_length(max_model_len: int | None, nnodes: int) -> None:
-    """Raises ConfigError for a length that several processes would have to find out."""
+    """Raise ConfigError for a length that several processes would have to find out."""
     if max_model_len == AUTO_LENGTH and nnodes > 1:
         raise ConfigError("max_model_len", "auto", f"a number with nnodes {nnodes}, of which each must know it")

@@ -39,21 +39,21 @@ class MediaOptions:
       limit_mm_per_prompt: limits of images, videos and sounds ("audio") per prompt, {"image": 2, "video": 0} or
         image=2,video=0; as in vLLM, a dict of count and the sizes to prepare for may replace a number. Default 999.
       language_model_only: take text alone, whatever limit_mm_per_prompt says; no tower is loaded.
-      allowed_media_domains: hosts from which pictures may be fetched over http and https; "*" for all. None by default.
+      allowed_media_domains: hosts from which images may be fetched over http and https; "*" for all. None by default.
         Private addresses are only contacted if listed here as addresses, not through a name that resolves to them.
       allowed_local_media_path: folder from which file:// may be read; "" for none.
       media_loading_thread_count: threads per process that decode, as many that fetch, and as many that preprocess.
-      mm_processor_kwargs: options of the model's processor of pictures and videos, a dict of its arguments.
-      enable_mm_embeds: also accept embeddings instead of pictures. They bypass the tower and only their size and type
+      mm_processor_kwargs: options of the model's processor of images and videos, a dict of its arguments.
+      enable_mm_embeds: also accept embeddings instead of images. They bypass the tower and only their size and type
         are checked, so allow it only to clients that may be trusted with the model's input.
       enable_prompt_embeds: also accept embeddings instead of a prompt's tokens, of a model that reads text. Only their
         size and type are checked, so allow it only to clients that may be trusted with the model's input.
       media_io_kwargs: how files are read: {"video": {"num_frames": 32, "fps": 2}, "image": {"rgba_background_color":
-        [255, 255, 255]}}. num_frames are sampled evenly from a video, -1 for all; transparent pictures are laid on the
+        [255, 255, 255]}}. num_frames are sampled evenly from a video, -1 for all; transparent images are laid on the
         colour.
-      max_media_bytes: limit of a picture or video file, in bytes.
-      max_image_pixels: limit of a picture, or frame of a video, in pixels.
-      max_media_pixels: limit of all pictures and frames of a prompt, in pixels; each takes three bytes.
+      max_media_bytes: limit of an image or video file, in bytes.
+      max_image_pixels: limit of an image, or frame of a video, in pixels.
+      max_media_pixels: limit of all images and frames of a prompt, in pixels; each takes three bytes.
       media_fetch_timeout: seconds within which a file must arrive from another host.
       media_proxy: an HTTP proxy through which hosts are reached, as http://HOST:PORT; "" for none. It is asked to
         CONNECT to an address: names are looked up here, and private addresses refused, as without one.

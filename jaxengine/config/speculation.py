@@ -203,7 +203,7 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     if chosen.method == MTP and not model.num_nextn_predict_layers:
         raise refuse(f"num_nextn_predict_layers of this {model.architecture} is 0")
     if model.tower is not None:
-        raise refuse(f"{model.architecture} takes pictures, and {chosen.method} does not", "limit each modality to 0")
+        raise refuse(f"{model.architecture} takes images, and {chosen.method} does not", "limit each modality to 0")
     hybrid = not options["disable_hybrid_kv_cache_manager"]
     if hybrid and all(each.reach is not None for each in model.attention):
         why = f"every layer of {model.architecture} frees keys that {chosen.method} needs"
@@ -220,7 +220,7 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
     elif draft.pooler is not None:
         what = "pools and generates nothing"
     elif draft.tower is not None:
-        what = "takes pictures, and drafts are made from tokens alone"
+        what = "takes images, and drafts are made from tokens alone"
     elif draft.keeps_states:
         what = "keeps states of sequences, which cannot be rolled back after a wrong draft"
     else:

@@ -28,7 +28,7 @@ class Ngram:
     shortest: int
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Implements Proposer.propose: `count` drafts for each row, or none if its last tokens did not occur before.
+        """Implement Proposer.propose: `count` drafts for each row, or none if its last tokens did not occur before.
 
         history: i32[S, L], padded to the right; num_known: i32[S], at least 1.
         """
@@ -52,7 +52,7 @@ class Ngram:
         return Drafts(jnp.where(found[:, None], token_ids, 0), jnp.where(found, count, 0).astype(jnp.int32))
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Implements Proposer.propose_one: returns i32[count] drafts, or i32[0] if the last tokens did not occur
+        """Implement Proposer.propose_one: returns i32[count] drafts, or i32[0] if the last tokens did not occur
         before.
 
         known: i32[n], tokens of one row, not empty.

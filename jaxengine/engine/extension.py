@@ -145,9 +145,9 @@ class LoopExtension:
         return {}
 
     def metrics(self) -> Iterator[Metric | Histogram]:
-        """Yields the capability's metrics."""
+        """Yield the capability's metrics."""
         yield from ()
 
     def status(self) -> dict[str, Any]:
-        """Returns entries for the status page, plain JSON values."""
+        """Return entries for the status page, plain JSON values."""
         return {}

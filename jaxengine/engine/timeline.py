@@ -31,6 +31,7 @@ class StepRecord:
       idle_since: when the device ran out of work, as far as the host saw; None if it was still at work.
       waiting, arrived, updated: when the host began to wait for the sampled tokens, got them, and had updated the
         scheduler; 0 before.
+      num_running, num_waiting: requests once the step was scheduled. num_new_tokens: tokens that requests got.
       num_padded: tokens of the compiled shape over all replicas; num_tokens of them are real.
       num_bytes: of the step's message to the device.
       pages_used: referenced pages of all replicas.

@@ -27,7 +27,7 @@ class PixelBudget:
         self._lock = threading.Lock()
 
     def take(self, pixels: int) -> None:
-        """Takes `pixels` from the budget. Raises MediaError if it does not suffice."""
+        """Take `pixels` from the budget. Raises MediaError if it does not suffice."""
         with self._lock:
             if self._taken + pixels > self._most:
                 problem = f"has {pixels} pixels, which makes {self._taken + pixels} in one prompt"
@@ -44,7 +44,7 @@ class SecondsBudget:
         self._lock = threading.Lock()
 
     def take(self, seconds: float) -> None:
-        """Takes `seconds` from the budget. Raises MediaError if it does not suffice."""
+        """Take `seconds` from the budget. Raises MediaError if it does not suffice."""
         with self._lock:
             self._taken += seconds
             if self._taken > self._most + _ROUNDING:
@@ -78,6 +78,6 @@ class TimedFile(io.BytesIO):
         return read
 
     def check(self) -> None:
-        """Raises MediaError if this thread has used up the time for the file."""
+        """Raise MediaError if this thread has used up the time for the file."""
         if time.thread_time() > self._until:
             raise MediaError(f"takes more than {MAX_SECONDS:.0f} seconds to decode")

@@ -49,7 +49,7 @@ class Embeds:
 
 
 def given_embeds(value: Any) -> GivenEmbeds | None:
-    """Recognises embeddings in place of an image; None for anything else.
+    """Recognise embeddings in place of an image; None for anything else.
 
     They are a floating-point array [rows, E], a dict with "image_embeds" and perhaps "image_grid_thw", or a result of
     read_embeds. What the dict contains is not checked.
@@ -63,7 +63,7 @@ def given_embeds(value: Any) -> GivenEmbeds | None:
 
 
 def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
-    """Reads and checks embeddings; files and base64 are decoded.
+    """Read and check embeddings; files and base64 are decoded.
 
     Raises MediaError for more than options.max_media_bytes, for anything but one array [rows, E] of float32, float16 or
     bfloat16 with finite numbers, and for a grid that is not three whole numbers of at least 1.
@@ -134,7 +134,7 @@ def _read_npy(data: bytes) -> np.ndarray:
 
 
 def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal["C", "F"] = "C") -> np.ndarray:
-    """Returns `values`, [n], in the shape [rows, E] that the file claims.
+    """Return `values`, [n], in the shape [rows, E] that the file claims.
 
     name: of the file's type, for errors; order: C if they are stored row by row, F by columns. Raises MediaError for
     another number of dimensions, an empty array, and a shape that does not have n elements.

@@ -44,7 +44,7 @@ def scheme_of(url: str) -> str:
 
 
 def fetch(url: str, options: MediaOptions) -> bytes:
-    """Fetches an address and returns its content. Blocks; the network for at most options.media_fetch_timeout seconds.
+    """Fetch an address and return its content. Blocks; the network for at most options.media_fetch_timeout seconds.
 
     Raises MediaError for an address that is not allowed, does not answer, or has too much content.
     """
@@ -60,7 +60,7 @@ def fetch(url: str, options: MediaOptions) -> bytes:
 
 
 def check_source(url: str, options: MediaOptions) -> None:
-    """Raises MediaError for an address that may not be fetched, without any network access.
+    """Raise MediaError for an address that may not be fetched, without any network access.
 
     The content of a data URL, the path of a file and the addresses of a host are only checked by `fetch`.
     """
@@ -74,7 +74,7 @@ def check_source(url: str, options: MediaOptions) -> None:
 
 
 def read_data(url: str, limit: int) -> bytes:
-    """Decodes a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
+    """Decode a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
     head = _DATA.match(url)
     if head is None:
         raise MediaError("is not a data URL; allowed is data:image/png;base64,... or data:image/png,...")
@@ -95,7 +95,7 @@ def read_data(url: str, limit: int) -> bytes:
 
 
 def _from_base64(text: bytes) -> bytes:
-    """Decodes base64 as found in URLs: white space is ignored, padding is optional. Raises binascii.Error."""
+    """Decode base64 as found in URLs: white space is ignored, padding is optional. Raises binascii.Error."""
     size = base64_pieces.PIECE_BYTES
     text = b"".join([text[at : at + size].translate(None, b" \t\r\n\f") for at in range(0, len(text), size)])
     return base64_pieces.decode(text + b"=" * (-len(text) % 4))
@@ -122,7 +122,7 @@ def _local_root(options: MediaOptions) -> Path:
 
 
 def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, int, str]:
-    """Checks that an http(s) address may be fetched, without looking up its host.
+    """Check that an http(s) address may be fetched, without looking up its host.
 
     scheme: "http" or "https". Returns (host in ASCII without a dot at the end, port, percent-encoded path with query).
     Raises MediaError for an invalid address, one with a user's name, and a host that options do not allow.
@@ -201,7 +201,7 @@ def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
 
 
 def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Socket:
-    """Connects to the first of the host's addresses that answers; all must be public, or the host an address that
+    """Connect to the first of the host's addresses that answers; all must be public, or the host an address that
     options.allowed_media_domains lists itself.
 
     until: deadline by time.monotonic, also of later reads. Raises MediaError for a host that is unknown or not allowed,
@@ -299,7 +299,7 @@ class _TlsSocket(_Timed, ssl.SSLSocket):
 
 
 def _secured(sock: _Socket, host: str) -> _TlsSocket:
-    """Wraps the connection in TLS and verifies the certificate for `host`; the deadline stays.
+    """Wrap the connection in TLS and verify the certificate for `host`; the deadline stays.
 
     Raises OSError, of which ssl.SSLError and TimeoutError are some.
     """

@@ -71,7 +71,7 @@ def sound_type(data: bytes) -> str | None:
 
 
 def described(data: bytes) -> str:
-    """Describes a file of the wrong type by its first bytes, for an error message: "is a PNG", "has no bytes"."""
+    """Describe a file of the wrong type by its first bytes, for an error message: "is a PNG", "has no bytes"."""
     if not data:
         return "has no bytes"
     if name := image_type(data):

@@ -36,7 +36,7 @@ class Video:
 
 
 def sample_frames(total: int, seconds: float | None, sampling: tuple[int, float]) -> np.ndarray:
-    """Chooses frame indices, int64 [N], evenly from the first to the last of `total`, as vLLM's VideoBackend does.
+    """Choose frame indices, int64 [N], evenly from the first to the last of `total`, as vLLM's VideoBackend does.
 
     seconds: duration of all frames, None if unknown, in which case fps is ignored. sampling: limits (num_frames, fps),
     -1 for none. N is at least 1 and at most `total`.
@@ -49,6 +49,6 @@ def sample_frames(total: int, seconds: float | None, sampling: tuple[int, float]
 
 
 def check_count(count: int) -> None:
-    """Raises MediaError for no frames or too many."""
+    """Raise MediaError for no frames or too many."""
     if not 1 <= count <= MAX_FRAMES:
         raise MediaError(f"has {count} frames; allowed are 1 to {MAX_FRAMES}")

@@ -88,7 +88,7 @@ def quiet_pillow() -> None:
 
 
 def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Returns the pixels of an image, uint8 [H, W, 3] RGB.
+    """Return the pixels of an image, uint8 [H, W, 3] RGB.
 
     Args:
       value: bytes of a file, pathlib.Path of a file, a PIL.Image.Image, or a numpy array, which must hold uint8 from 0
@@ -111,7 +111,7 @@ def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.nda
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Reads a regular file of at most `limit` bytes. Raises MediaError."""
+    """Read a regular file of at most `limit` bytes. Raises MediaError."""
     try:
         descriptor, size = open_regular(path)
         with open(descriptor, "rb") as file:
@@ -129,7 +129,7 @@ def check_bytes(size: int, limit: int) -> None:
 
 
 def check_size(size: tuple[int, int], options: MediaOptions) -> None:
-    """Raises MediaError for an image with no pixels or too many. size: width and height."""
+    """Raise MediaError for an image with no pixels or too many. size: width and height."""
     width, height = size
     if not 1 <= width * height <= options.max_image_pixels or width < 1:
         allowed = f"1 to {options.max_image_pixels} (max_image_pixels)"
@@ -137,7 +137,7 @@ def check_size(size: tuple[int, int], options: MediaOptions) -> None:
 
 
 def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFile]:
-    """Opens an image by its header, without decoding pixels; returns it with the file it reads from. Raises
+    """Open an image by its header, without decoding pixels; return it with the file it reads from. Raises
     MediaError.
     """
     check_bytes(len(data), options.max_media_bytes)
@@ -167,7 +167,7 @@ def to_rgb(
     background: tuple[int, int, int],
     orientation: Callable[[Image.Image], Any] = lambda image: orientation_in(image.info),
 ) -> np.ndarray:
-    """Decodes an image to uint8 [H, W, 3] and rotates it upright; transparent pixels are laid on `background`.
+    """Decode an image to uint8 [H, W, 3] and rotate it upright; transparent pixels are laid on `background`.
 
     background: RGB. orientation: finds the EXIF orientation of the decoded image, by default in the metadata of its
     file. Raises MediaError.
@@ -192,7 +192,7 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> np.ndarr
 
 
 def _decoding(name: str, step: Any) -> Any:
-    """Calls `step`, without arguments, and returns its result; any error of a decoder becomes MediaError.
+    """Call `step`, without arguments, and return its result; any error of a decoder becomes MediaError.
 
     name: type of the file, for the error.
     """
@@ -219,7 +219,7 @@ def _check_scans(count: int, size: tuple[int, int], options: MediaOptions) -> No
 
 
 def _check_entries(data: bytes) -> None:
-    """Raises MediaError for a TIFF with an entry of too many values, before they are read."""
+    """Raise MediaError for a TIFF with an entry of too many values, before they are read."""
     for entry in first_directory(data):
         if entry.count > _MAX_VALUES and entry.kind not in _BYTES:
             problem = f"is a TIFF whose entry {entry.tag} has {entry.count} values"
@@ -270,7 +270,7 @@ def _noted_orientation(image: Image.Image) -> Any:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Reduces 16-bit grey to its upper 8 bits, as Pillow does with 16-bit colours: mode L, or LA if its metadata name a
+    """Reduce 16-bit grey to its upper 8 bits, as Pillow does with 16-bit colours: mode L, or LA if its metadata name a
     transparent grey.
     """
     deep = np.asarray(image)

@@ -50,7 +50,7 @@ class MediaLoader:
         self._num_waiting: Counter[str | None] = Counter()
 
     async def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """Loads the parts of one prompt; returns a list by modality, in the order of the parts, without empty ones.
+        """Load the parts of one prompt; return a list by modality, in the order of the parts, without empty ones.
 
         Embeddings are read to embeds.Embeds. Raises RequestError for the first part that cannot be used,
         OverloadedError if too many parts are waiting.
@@ -69,7 +69,7 @@ class MediaLoader:
             _cancel(futures)
 
     async def process(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Calls `function`, which preprocesses a prompt's images and videos, on a thread; returns or raises what
+        """Call `function`, which preprocesses a prompt's images and videos, on a thread; return or raise what
         it does.
         """
         return await asyncio.wrap_future(self._processors.submit(function, *args))
@@ -85,7 +85,7 @@ class MediaLoader:
             _cancel(futures)
 
     def _check_room(self, owner: str | None, count: int) -> None:
-        """Raises OverloadedError if `count` more parts of a client cannot wait. A prompt by itself may have any number
+        """Raise OverloadedError if `count` more parts of a client cannot wait. A prompt by itself may have any number
         of them.
 
         owner: the client; None for all without one.
@@ -93,13 +93,13 @@ class MediaLoader:
         own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
         if own and own + count > share:
             whose = "" if owner is None else " of this client"
-            raise OverloadedError(f"{own} pictures, videos and sounds{whose} wait to be read; try again later")
+            raise OverloadedError(f"{own} images, videos and sounds{whose} wait to be read; try again later")
         # Nobody takes more than a share from the others, however many parts one prompt has.
         others = sum(
             min(waiting, share_of(each, _MAX_WAITING)) for each, waiting in self._num_waiting.items() if each != owner
         )
         if others and others + own + min(count, share) > _MAX_WAITING:
-            raise OverloadedError(f"{others + own} pictures, videos and sounds wait to be read; try again later")
+            raise OverloadedError(f"{others + own} images, videos and sounds wait to be read; try again later")
 
     def _count_done(self, owner: str | None) -> None:
         self._num_waiting[owner] -= 1
@@ -138,7 +138,7 @@ class MediaLoader:
 
 
 def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list[MediaPart]:
-    """Reads the media in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list, "audio":
+    """Read the media in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list, "audio":
     likewise}.
 
     Each is an address, or a value for read_image, read_video or read_sound; a list of images under "video" is one

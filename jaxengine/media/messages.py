@@ -37,7 +37,7 @@ class MediaReader:
         return collect_media(messages, self._model, self._options)
 
     def read(self, messages: Any) -> tuple[Any, MultiModalData]:
-        """Returns messages for a chat template, and the loaded images and videos that they contained.
+        """Return messages for a chat template, and the loaded images and videos that they contained.
 
         Blocks until they are loaded, which may take seconds. Raises RequestError.
         """

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 def first_directory(data: bytes | memoryview) -> Iterator[Entry]:
-    """Yields the entries of the first directory of a TIFF or of EXIF, as far as they are there; none for other data.
+    """Yield the entries of the first directory of a TIFF or of EXIF, as far as they are there; none for other data.
 
     data: from the file's byte order mark on.
     """

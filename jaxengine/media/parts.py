@@ -67,7 +67,7 @@ class PlacedPart(dict[str, Any]):
 
 
 def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions) -> tuple[Any, list[MediaPart]]:
-    """Takes media out of chat messages; returns (messages for a chat template, media in order).
+    """Take media out of chat messages; return (messages for a chat template, media in order).
 
     Args:
       messages: of a request, unchecked. What is not a message, and text parts, are left as they are.
@@ -111,7 +111,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """Returns a message's content for a template, and appends its media to `parts`.
+    """Return a message's content for a template, and append its media to `parts`.
 
     where: name of the content in errors. Raises RequestError for media in a role that may have none, and for a part of
     an unknown type or form.
@@ -127,7 +127,7 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
         param = place.partition("[")[0].partition(".")[0]
         if message.get("role") not in ROLES:
             allowed = f"messages of {', '.join(ROLES)}"
-            raise RequestError(f"{place} is a picture, video or sound; allowed are they in {allowed}", param=param)
+            raise RequestError(f"{place} is an image, video or sound; allowed are they in {allowed}", param=param)
         if part.get("uuid") is not None:
             text = f"{place}.uuid is given; media are identified by their content, not by names"
             raise RequestError(text, param=param)
@@ -150,7 +150,7 @@ def _check_types(content: Sequence[Any], where: str) -> None:
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:
-    """Raises RequestError for a part that the model does not take, for embeddings unless options.enable_mm_embeds, and
+    """Raise RequestError for a part that the model does not take, for embeddings unless options.enable_mm_embeds, and
     for more parts of a modality than limit_mm_per_prompt.
 
     model: None for a text-only model, which takes none.
@@ -189,7 +189,7 @@ def _image_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
     if part.get("file_id") is not None:
-        text = f"{where}.file_id is given, but this server keeps no files; give the picture as image_url"
+        text = f"{where}.file_id is given, but this server keeps no files; give the image as image_url"
         raise RequestError(text, param=param)
     return _image_url(part, where, param)
 

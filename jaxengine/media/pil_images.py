@@ -18,7 +18,7 @@ from jaxengine.media.images import read_image, to_rgb
 
 
 def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None) -> Image.Image:
-    """Fetches an image, RGB and upright, from a data:, http(s): or file: address, or a file's name.
+    """Fetch an image, RGB and upright, from a data:, http(s): or file: address, or a file's name.
 
     image_io_kwargs: options of media_io_kwargs for images; None for the defaults. Any public host and any file is
     read, so the program itself must have chosen the address. Blocks. Raises MediaError, ConfigError.
@@ -32,7 +32,7 @@ def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None
 def convert_image_mode(
     image: Image.Image, to_mode: str, background_color: Sequence[int] = (255, 255, 255)
 ) -> Image.Image:
-    """Converts an image to a mode of PIL. For "RGB" it is turned upright, and what is transparent gets the background.
+    """Convert an image to a mode of PIL. For "RGB" it is turned upright, and what is transparent gets the background.
 
     background_color: red, green and blue, 0 to 255. Other modes are left to PIL, which raises ValueError for those it
     cannot make. Raises MediaError for "RGB" of pixels that are no colours or grey.

@@ -46,7 +46,7 @@ class Expanded(NamedTuple):
 
 
 def check_room(modality: str, num_patches: int, most: int | None) -> None:
-    """Raises RequestError for an item with more patches than `most`, the tower's largest call; None for no limit.
+    """Raise RequestError for an item with more patches than `most`, the tower's largest call; None for no limit.
 
     A processor calls this before it computes patches, as a small image may be resized to a large one.
     """
@@ -74,7 +74,7 @@ class MediaProcessor(Protocol):
         ...
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocesses an item for the tower.
+        """Preprocess an item for the tower.
 
         value: uint8 [H, W, 3] for an image, jaxengine.media.videos.Video for a video, jaxengine.media.samples.Sound
           for a sound. options: mm_processor_kwargs of
@@ -108,7 +108,7 @@ class MediaProcessor(Protocol):
         ...
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expands the prompt's placeholders for its items, given by modality in the order of the prompt.
+        """Expand the prompt's placeholders for its items, given by modality in the order of the prompt.
 
         Raises RequestError if the number of placeholders differs from the number of items.
         """

@@ -26,7 +26,7 @@ _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 
 
 def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decodes frames of an MP4 or WebM file, upright, sampled by options.video_sampling.
+    """Decode frames of an MP4 or WebM file, upright, sampled by options.video_sampling.
 
     data: must be of a type in file_types.VIDEOS. budget: from which the pixels of these frames are taken. Raises
     MediaError, also without PyAV, for frames that are too large or too many, and after MAX_SECONDS.
@@ -91,7 +91,7 @@ def _times(container: Any, stream: Any, until: float) -> np.ndarray:
 
 
 def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int], until: float) -> list[np.ndarray]:
-    """Decodes the wanted frames, uint8 [H, W, 3] each, upright and in order; fewer if the file ends before.
+    """Decode the wanted frames, uint8 [H, W, 3] each, upright and in order; fewer if the file ends before.
 
     wanted: numbers of frames from 0, at least one. size: (width, height) of each before it is turned. until: deadline
     of the file, by time.monotonic. Raises MediaError after it, and for a frame of another size.

@@ -25,7 +25,7 @@ _DEFAULT_SECONDS = 0.1
 # Limits of what is said of decoded frames, with which times are numbers.
 _MOST_FPS, _MOST_TOTAL = 1e6, 2**31 - 1
 _METADATA = ("fps", "frames_indices", "total_num_frames")
-FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of pictures, or (either, dict of fps, ...)"
+FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of images, or (either, dict of fps, ...)"
 
 
 def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
@@ -147,7 +147,7 @@ def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget
 
 
 def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
-    """Makes a video of decoded frames, uint8 [N, H, W, 3].
+    """Make a video of decoded frames, uint8 [N, H, W, 3].
 
     about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); indices
     count from 0, and the last one is the source's last frame. Raises MediaError.

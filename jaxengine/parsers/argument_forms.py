@@ -56,7 +56,7 @@ class ArgumentForm:
 
 
 def argument_forms(function: Schema) -> list[ArgumentForm]:
-    """Returns the forms that a function's arguments may have, one for each combination of alternatives.
+    """Return the forms that a function's arguments may have, one for each combination of alternatives.
 
     function: JSON schema of the arguments, an object. Properties by reference, of allOf and of alternatives are
     included; conditions (if) and patterns are not. Raises ValueError for too many alternatives or levels,

@@ -41,7 +41,7 @@ class CallGrammar:
         return f"{rule} ({literal(separator)} {rule})*" if self.many else rule
 
     def arguments(self) -> Iterator[str]:
-        """Yields rules arguments_0, arguments_1, ... for the arguments as JSON, in the order of `functions`."""
+        """Yield rules arguments_0, arguments_1, ... for the arguments as JSON, in the order of `functions`."""
         for number, schema in enumerate(self.functions.values()):
             yield f"arguments_{number}: {self.json(schema)}"
 
@@ -62,7 +62,7 @@ def call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
 
 
 def text_calls(forms: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yields rules text_0, text_1, ... for a call of each text tool: the line {"name": ...} and a text of its form.
+    """Yield rules text_0, text_1, ... for a call of each text tool: the line {"name": ...} and a text of its form.
 
     forms: by name of the tool, its form under "grammar" (Lark's notation) or "regex".
     """
@@ -76,12 +76,12 @@ def text_calls(forms: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def _pattern(regex: str) -> str:
-    """Quotes a regular expression as a Lark pattern."""
+    """Quote a regular expression as a Lark pattern."""
     plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
     escaped = re.sub(r"(?s:\\.)|/|\n", lambda found: plain.get(found.group(), found.group()), regex)
     return f"/{escaped}/"
 
 
 def literal(text: str) -> str:
-    """Quotes text as a Lark literal."""
+    """Quote text as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)

@@ -21,11 +21,11 @@ class CallStarts:
 
 
 def object_start(name: str) -> tuple[str, ...]:
-    """Returns the words with which {"name": name, ...} begins."""
+    """Return the words with which {"name": name, ...} begins."""
     return ("{", '"name"', ":", json.dumps(name, ensure_ascii=False))
 
 
 def listed_starts(begins: Collection[str], name: str) -> Iterator[tuple[str, ...]]:
-    """Yields the beginnings of a JSON list, after each of some words, whose first call is of this function."""
+    """Yield the beginnings of a JSON list, after each of some words, whose first call is of this function."""
     for begin in begins:
         yield (begin, "[", *object_start(name))

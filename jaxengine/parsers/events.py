@@ -49,11 +49,11 @@ class OutputParser(Protocol):
     """
 
     def feed(self, text: str) -> list[Event]:
-        """Reads a piece; returns the events that are certain, with adjacent ones of one kind merged."""
+        """Read a piece; return the events that are certain, with adjacent ones of one kind merged."""
         ...
 
     def finish(self) -> list[Event]:
-        """Ends the output; returns events of text that was held back."""
+        """End the output; return events of text that was held back."""
         ...
 
 
@@ -87,7 +87,7 @@ class Collector:
         self._add(ContentDelta, 0, text)
 
     def start(self, name: str, own_id: str | None = None) -> None:
-        """Starts a call. own_id: the model's id of the call, if its chat template refers results to it; None for a new
+        """Start a call. own_id: the model's id of the call, if its chat template refers results to it; None for a new
         id.
         """
         self._pieces.append((ToolCallStart, self._num_calls, [own_id or next(self._ids), name]))
@@ -98,12 +98,12 @@ class Collector:
         self._add(ArgumentsDelta, self._num_calls - 1, text)
 
     def take(self) -> list[Event]:
-        """Returns the events since the last call."""
+        """Return the events since the last call."""
         pieces, self._pieces = self._pieces, []
         return [_event(kind, index, texts) for kind, index, texts in pieces]
 
     def finish(self) -> list[Event]:
-        """Returns the last events. An output of white space alone is content."""
+        """Return the last events. An output of white space alone is content."""
         if self._gap and not self._num_calls:
             self._add(ContentDelta, 0, "".join(self._gap))
         return self.take()
@@ -141,7 +141,7 @@ class ParsedMessage:
 
 
 def message_of(events: Iterable[Event]) -> ParsedMessage:
-    """Combines all events of one output, in order, into a message; content and reasoning are None without any.
+    """Combine all events of one output, in order, into a message; content and reasoning are None without any.
 
     A call's start must precede its arguments.
     """

@@ -148,7 +148,7 @@ class HarmonyReader:
         return at
 
     def _open(self, word: str) -> None:
-        """Enters a header that begins with this word."""
+        """Enter a header that begins with this word."""
         self._header, self._room, self._state = [word], _MAX_HEADER, self._in_header
         if word.endswith(MESSAGE):
             self._close_header()

@@ -52,7 +52,7 @@ class JsonCall:
         return "" if self._started else "".join(self._text)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:
-        """Reads `text` from the position `at`; returns the position where it stopped, and the progress.
+        """Read `text` from the position `at`; return the position where it stopped, and the progress.
 
         Sends the call, once it is one, and its arguments to `out`. A character with which it becomes CUT, BROKEN or
         REJECTED is not read, and the position is before it.
@@ -110,7 +110,7 @@ class JsonCall:
         return Progress.BROKEN if self._in_arguments else Progress.CUT
 
     def _end_string(self, is_key: bool) -> bool:
-        """Handles a key (`is_key`) or string value of the object itself, which has just ended.
+        """Handle a key (`is_key`) or string value of the object itself, which has just ended.
 
         Returns False if the object cannot be a call.
         """
@@ -130,7 +130,7 @@ class JsonCall:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        """Handles `char`, with which a value of the object itself begins that is no string.
+        """Handle `char`, with which a value of the object itself begins that is no string.
 
         Returns False if the object cannot be a call.
         """

@@ -28,7 +28,7 @@ class JsonCallList:
         return "".join(self._before) + (self._opening.held if self._call is None else self._call.held)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:
-        """Reads `text` from the position `at`; returns the position where it stopped, and the progress.
+        """Read `text` from the position `at`; return the position where it stopped, and the progress.
 
         Sends calls to `out`. DONE: the list is closed. A character with which it becomes BROKEN or REJECTED is not
         read, and the position is before it. REJECTED may come after calls; the text to keep as content is `held`.

@@ -69,14 +69,14 @@ class JsonScanner:
         return self._state is _State.END
 
     def skip(self, text: str, at: int) -> int:
-        """Skips characters inside a string that cannot end it; returns the new position."""
+        """Skip characters inside a string that cannot end it; return the new position."""
         if self._state is not _State.STRING:
             return at
         plain = _PLAIN.match(text, at)
         return at if plain is None else plain.end()
 
     def take(self, text: str, at: int) -> tuple[int, bool]:
-        """Reads `text` from the position `at` until the value is complete or the text ends.
+        """Read `text` from the position `at` until the value is complete or the text ends.
 
         Returns (position after what was read, whether that may begin a JSON value). False: the character at the
         position is wrong; the scanner is of no use after it.
@@ -91,7 +91,7 @@ class JsonScanner:
         return at, True
 
     def read(self, char: str) -> bool:
-        """Reads the next character; returns False if no JSON value continues like this."""
+        """Read the next character; return False if no JSON value continues like this."""
         state = self._state
         if state is _State.STRING:
             if char == '"':

@@ -17,7 +17,7 @@ class Marker:
         self._held = ""
 
     def read(self, text: str, at: int) -> tuple[str, int, str]:
-        """Reads `text` from the position `at`, to the end of the first word or of the text.
+        """Read `text` from the position `at`, to the end of the first word or of the text.
 
         Returns (text before the word, new position, the word or ""). An end of the text that may begin a word is held,
         and comes with the next call's text or from `take`.
@@ -45,7 +45,7 @@ class Marker:
         return plain + text[at:start], len(text), ""
 
     def take(self) -> str:
-        """Returns and clears the held text, which may be the beginning of a word."""
+        """Return and clear the held text, which may be the beginning of a word."""
         held, self._held = self._held, ""
         return held
 
@@ -71,7 +71,7 @@ class Opening:
         self._read: list[str] = []
 
     def read(self, text: str, at: int) -> tuple[int, bool | None]:
-        """Reads `text` from the position `at`; returns (new position, whether all text read begins with a choice).
+        """Read `text` from the position `at`; return (new position, whether all text read begins with a choice).
 
         None: `text` has ended and does not decide yet. False: the character at the position fits no choice; it is not
         read.
@@ -94,7 +94,7 @@ class Opening:
 
 
 def _step(words: tuple[str, ...], index: int, offset: int, char: str) -> tuple[tuple[str, ...], int, int] | None:
-    """Returns the state after a character: words, index of the next one, position in it; None if it does not fit."""
+    """Return the state after a character: words, index of the next one, position in it; None if it does not fit."""
     word = words[index]
     if word[offset : offset + 1] == char:
         return (words, index, offset + 1) if offset + 1 < len(word) else (words, index + 1, 0)

@@ -67,7 +67,7 @@ class LateEnd:
         self._space: list[str] | None = []
 
     def read(self, text: str) -> str:
-        """Reads a piece of content; returns the content that is certain by now, without the word.
+        """Read a piece of content; return the content that is certain by now, without the word.
 
         Text that may begin the word, and white space that may go with it, are held.
         """

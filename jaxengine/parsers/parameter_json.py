@@ -43,7 +43,7 @@ class ParameterJson:
         return self._properties - self._names if self._properties else None
 
     def begin(self, name: str, types: frozenset[str] | None) -> None:
-        """Begins the parameter `name`. types: JSON types that its value may have; None for those of the schema."""
+        """Begin the parameter `name`. types: JSON types that its value may have; None for those of the schema."""
         self._spell_wrapped()
         self._types = types_of(self._schema, name) if types is None else types
         is_only = bool(self._properties) and name not in self._properties and not self._names
@@ -54,7 +54,7 @@ class ParameterJson:
         self._value, self._begins, self._own_line = [], True, False
 
     def add(self, text: str) -> None:
-        """Adds text to the value. Line breaks at its end that may belong to the format are held."""
+        """Add text to the value. Line breaks at its end that may belong to the format are held."""
         if not text:
             return
         if self._begins:
@@ -68,7 +68,7 @@ class ParameterJson:
             self._value = [said[len(now) :]]
 
     def end_value(self, closed: bool) -> None:
-        """Ends the value.
+        """End the value.
 
         closed: its own closing word came. If that word is missing, one more line break at the end of the text, which
         the format has after the word, is not part of the value.
@@ -80,7 +80,7 @@ class ParameterJson:
             self._out.arguments(_escaped(held) + '"' if self._is_streamed else as_json(held, self._types))
 
     def end(self) -> None:
-        """Ends the arguments.
+        """End the arguments.
 
         If the only parameter is a wrapper ("arguments" or "input", which the function lacks) and its value is an object
         of parameters of the function, that object is emitted in its place.
@@ -113,19 +113,19 @@ class ParameterJson:
         return f"{', ' if self._names else ''}{json.dumps(name, ensure_ascii=False)}"
 
     def _spell_wrapped(self) -> None:
-        """Emits the value of a parameter that turned out to be no wrapper."""
+        """Emit the value of a parameter that turned out to be no wrapper."""
         if self._wrapped is not None:
             self._out.arguments(f"{json.dumps(*self._names)}: {as_json(self._wrapped, self._types)}")
             self._wrapped = None
 
 
 def _without_breaks(text: str, most: int) -> str:
-    """Removes up to `most` line breaks from the end of a text."""
+    """Remove up to `most` line breaks from the end of a text."""
     for _ in range(most):
         text = text.removesuffix("\n")
     return text
 
 
 def _escaped(text: str) -> str:
-    """Escapes text for use within a JSON string."""
+    """Escape text for use within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

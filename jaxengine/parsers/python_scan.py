@@ -69,7 +69,7 @@ class PythonScanner:
         self._scalar: list[str] = []
 
     def read(self, char: str) -> Reading:
-        """Reads the next character; returns whether the value goes on, is complete, or is no such literal.
+        """Read the next character; return whether the value goes on, is complete, or is no such literal.
 
         A name or number is complete only with the character after it (BEFORE), a string as well.
         """
@@ -205,7 +205,7 @@ def _character(code: int) -> str:
 
 
 def _scalar_json(text: str) -> str | None:
-    """Converts True, False, None (or true, false, null) or a number in Python's notation to JSON.
+    """Convert True, False, None (or true, false, null) or a number in Python's notation to JSON.
 
     None for other texts, infinities and NaN.
     """

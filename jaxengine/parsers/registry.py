@@ -32,13 +32,13 @@ AUTO = "auto"
 
 
 def call_ids() -> Iterator[str]:
-    """Yields new ids of tool calls endlessly."""
+    """Yield new ids of tool calls endlessly."""
     while True:
         yield f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
 def short_call_ids() -> Iterator[str]:
-    """Yields new ids in the form that Mistral's chat templates require: nine letters and digits."""
+    """Yield new ids in the form that Mistral's chat templates require: nine letters and digits."""
     while True:
         yield "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
@@ -74,7 +74,7 @@ class ToolFormat:
     template: tuple[str, ...] = ()
 
     def open(self, functions: Mapping[str, Schema]) -> OutputParser:
-        """Creates a parser for one output. functions: schemas of arguments, by function name."""
+        """Create a parser for one output. functions: schemas of arguments, by function name."""
         return self.parser(self.ids(), functions) if self.typed else self.parser(self.ids())
 
     def call_starts(self, functions: Collection[str]) -> CallStarts:
@@ -99,7 +99,7 @@ class ReasoningFormat(Protocol):
     def holds_calls(self) -> bool: ...
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Creates a parser for one output that follows `prompt`.
+        """Create a parser for one output that follows `prompt`.
 
         continued: the beginning of the answer, which the output continues; "" for a new answer.
         calls: what a following parser of the model's own tool calls will find; None: no parser follows, and no call
@@ -326,7 +326,7 @@ def _check(option: str, name: str | None, known: Mapping[str, object]) -> None:
 
 
 def by_template(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow], template: str) -> str | None:
-    """Resolves "auto": returns the name of the row all of whose words are in the chat template, or None.
+    """Resolve "auto": returns the name of the row all of whose words are in the chat template, or None.
 
     Of several it is the one with most words.
     """

@@ -24,7 +24,7 @@ class StateParser:
         return self._out.take()
 
     def _read(self, text: str) -> None:
-        """Reads a text, which may have been held, from the current state on."""
+        """Read a text, which may have been held, from the current state on."""
         at = 0
         while at < len(text):
             at = self._state(text, at)

@@ -28,7 +28,7 @@ from jaxengine.parsers.harmony import (
 
 
 def forced_grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yields Lark rules of outputs that call one function, with the top rule `start`; reasoning may precede the call.
+    """Yield Lark rules of outputs that call one function, with the top rule `start`; reasoning may precede the call.
 
     Raises ValueError for a vocabulary without harmony's tokens.
     """

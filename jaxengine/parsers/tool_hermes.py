@@ -29,7 +29,7 @@ def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str =
 
 
 def starts(name: str, begin: str = BEGIN) -> Iterator[tuple[str, ...]]:
-    """Yields the beginning of a call of a function, see CallStarts.words."""
+    """Yield the beginning of a call of a function, see CallStarts.words."""
     yield (begin, *object_start(name))
 
 

@@ -24,7 +24,7 @@ _START = re.compile(r"[<{\[]")
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yields Lark rules for one or several calls, with the top rule `calls`, without text around them.
+    """Yield Lark rules for one or several calls, with the top rule `calls`, without text around them.
 
     Raises UnresolvedError for a reference of a schema to nowhere.
     """

@@ -24,7 +24,7 @@ _MAX_NAME = 256
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yields Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS]."""
+    """Yield Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS]."""
     begin = calls.word(_BEGIN)
     yield from calls.arguments()
     if calls.token_id(_ARGS) is None:
@@ -38,7 +38,7 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 def starts(name: str) -> Iterator[tuple[str, ...]]:
-    """Yields the beginnings of calls of a function, see CallStarts.words."""
+    """Yield the beginnings of calls of a function, see CallStarts.words."""
     yield from ((_BEGIN, name, after) for after in ("{", _ARGS, _CALL_ID))
     yield from listed_starts((_BEGIN,), name)
 

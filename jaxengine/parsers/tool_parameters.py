@@ -66,7 +66,7 @@ class ParameterWords:
         return (self.parameter[2], self.call[2], self.parameter[0], *(self.section or ())[1:])
 
     def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:
-        """Returns the words, or sequences of words, one of which must follow `end` for it to end a value.
+        """Return the words, or sequences of words, one of which must follow `end` for it to end a value.
 
         end: one of `value_ends`. names: parameters that may be next.
         """
@@ -105,7 +105,7 @@ GLM45 = ParameterWords(
 
 
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
-    """Yields Lark rules for calls, with the top rule `calls`. Arguments have the order of their schema.
+    """Yield Lark rules for calls, with the top rule `calls`. Arguments have the order of their schema.
 
     A string is only constrained if its schema lists values. Raises ValueError as `argument_forms`.
     """
@@ -148,7 +148,7 @@ def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, na
 
 
 def starts(name: str, words: ParameterWords) -> Iterator[tuple[str, ...]]:
-    """Yields the beginnings of calls of a function, see CallStarts.words."""
+    """Yield the beginnings of calls of a function, see CallStarts.words."""
     begin, middle, end = words.call
     for after in (middle,) if middle else (words.parameter[0], end):
         yield (begin, name, after)
@@ -372,7 +372,7 @@ class ParameterToolParser(StateParser):
         return at
 
     def _turn_from_value(self) -> None:
-        """Ends the value, by the word kept in `_end_word`, and reads the text that was held after that word."""
+        """End the value, by the word kept in `_end_word`, and read the text that was held after that word."""
         assert self._arguments is not None
         is_closed = self._end_word == self._words.parameter[2]
         self._arguments.end_value(is_closed)

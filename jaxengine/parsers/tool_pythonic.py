@@ -38,7 +38,7 @@ OLMO3 = "<function_calls>", "</function_calls>"
 
 
 def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: bool = True) -> Iterator[str]:
-    """Yields Lark rules for calls, with the top rule `calls`. Arguments have their schema's order; values are JSON.
+    """Yield Lark rules for calls, with the top rule `calls`. Arguments have their schema's order; values are JSON.
 
     words: before and after the calls, "" for none; brackets: the calls are a list, otherwise one a line. Raises
     ValueError for a name that is not a Python identifier, and as `argument_forms`.
@@ -57,12 +57,12 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
 
 
 def starts(name: str, words: tuple[str, str], brackets: bool = True) -> Iterator[tuple[str, ...]]:
-    """Yields the beginning of a call of a function between words, see CallStarts.words."""
+    """Yield the beginning of a call of a function between words, see CallStarts.words."""
     yield (words[0], *(["["] if brackets else []), name, "(")
 
 
 def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
-    """Yields Lark rules for the keyword arguments of a call by the form number `at`.
+    """Yield Lark rules for the keyword arguments of a call by the form number `at`.
 
     first_<at>_<n>: the arguments from the n-th on, if none was written before; rest_<at>_<n>: the same with a comma
     before them. Raises ValueError for a name that is not a Python identifier, UnresolvedError.
@@ -183,7 +183,7 @@ class PythonicToolParser:
         return self._num_of_end < len(self._end) or self._close()
 
     def _close(self) -> bool:
-        """Ends the list of calls and drops the held text, all of which belongs to it. Always True."""
+        """End the list of calls and drop the held text, all of which belongs to it. Always True."""
         self._held, self._state = [], self._elsewhere
         return True
 

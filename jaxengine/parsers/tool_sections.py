@@ -51,7 +51,7 @@ class SectionWords:
     rest: str = ""
 
     def call(self, head: str, functions: Collection[str]) -> tuple[str, str | None] | None:
-        """Returns (function, the model's id of the call or None) by the text `head`; None if it is no head of a call.
+        """Return (function, the model's id of the call or None) by the text `head`; None if it is no head of a call.
 
         functions: names of the request's functions; another name in the usual form is returned too. The name in the
         head's usual form counts first, then any other part of it that is one of the functions.
@@ -98,7 +98,7 @@ KIMI_K2 = SectionWords(
 
 
 def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
-    """Yields Lark rules for one section of calls, with the top rule `calls`."""
+    """Yield Lark rules for one section of calls, with the top rule `calls`."""
     opening, closing = map(calls.word, words.section)
     yield f"calls: {opening} {'call+' if calls.many else 'call'} {closing}"
     kind = [calls.word(word) for word in words.kind]
@@ -112,7 +112,7 @@ def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
 
 
 def starts(name: str, words: SectionWords) -> Iterator[tuple[str, ...]]:
-    """Yields the beginnings of calls of the function `name`, with and without a section's word before them.
+    """Yield the beginnings of calls of the function `name`, with and without a section's word before them.
 
     Each is a sequence of words between which white space may stand, see CallStarts.words.
     """

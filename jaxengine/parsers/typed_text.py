@@ -55,7 +55,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Converts text to JSON: the text itself, stripped, if it is JSON of one of `types`, otherwise a JSON string.
+    """Convert text to JSON: the text itself, stripped, if it is JSON of one of `types`, otherwise a JSON string.
 
     types: JSON types. A value of one of them in Python's notation is converted too. If they are only "string", or the
     text is none of them, the result is a string; `types` need not contain "string" for that.
@@ -78,7 +78,7 @@ def _is_of(text: str, types: frozenset[str]) -> bool:
 
 
 def _number(text: str) -> int | float:
-    """Parses a number; 1.0 is an integer in JSON Schema."""
+    """Parse a number; 1.0 is an integer in JSON Schema."""
     return 0 if float(text).is_integer() else 0.5
 
 

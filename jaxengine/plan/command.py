@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans for each set of chips and prints the result. Returns 1 if the model does not fit on one of them, else 0.
+    """Plan for each set of chips and print the result. Returns 1 if the model does not fit on one of them, else 0.
 
     Raises ConfigError for wrong arguments and options, and as an engine for a model that cannot be read.
     """

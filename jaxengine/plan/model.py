@@ -46,12 +46,12 @@ class PlannedModel:
         return replace(self.config, **parallel).resolved(self.source.config, self.platform, self.items)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         self.source.close()
 
 
 def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
-    """Opens the model that a config names, as an engine does; a name may also be a shape that `jaxengine check` knows.
+    """Open the model that a config names, as an engine does; a name may also be a shape that `jaxengine check` knows.
 
     Of a hub id only the configuration and the tokenizer are downloaded, a GGUF file of the hub is downloaded whole.
 
@@ -98,7 +98,7 @@ def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedM
     longest = given_length(config.max_model_len) or shape.max_position_embeddings
     source = ModelSource(Path(name), shape.up_to(longest), None, {})
     config = settled_head(replace(config, load_format="dummy"), shape)
-    note = "a published shape; pictures are taken to have 16,384 patches" if shape.tower else "a published shape"
+    note = "a published shape; images are taken to have 16,384 patches" if shape.tower else "a published shape"
     return PlannedModel(source, config, platform, largest_items(shape), 0, note)
 
 

@@ -18,11 +18,11 @@ class Difference(NamedTuple):
     """Result of comparing a recorded array with the one that the replay computed.
 
     Attributes:
-      name: name of the array and of what computes it.
+      name: name of the array and of what computes it; `shape`, `dtype`: of the recorded array.
       is_same: all bits are equal.
       is_within: no number differs by more than the tolerance.
       largest: the largest difference; `where`: its index; `recorded`, `found`: the two values there.
-      count: how many numbers differ.
+      count: how many numbers differ. place: what `where` is in, such as a page and its replica; empty if not known.
     """
 
     name: str

@@ -42,7 +42,7 @@ class Steer(NamedTuple):
 
     Attributes:
       at: name of the taps, None for those of a named vector.
-      vector: f32[D] as bytes, or a name among the engine's steering_vectors.
+      vector: f32[D] as bytes, or a name among the engine's steering_vectors; `scale` multiplies it.
     """
 
     at: str | None

@@ -92,7 +92,7 @@ class KnownCompletions:
 
     def _add(self, index: int, prompt: Prompt, inputs: InputProcessor) -> None:
         if has_media(prompt):
-            raise RequestError("get_logprobs takes prompts of text or tokens, not pictures", param="multi_modal_data")
+            raise RequestError("get_logprobs takes prompts of text or tokens, not images", param="multi_modal_data")
         _, prompt_ids, salt = inputs.read_prompt(prompt)
         own, longest = self._own[index], inputs.config.max_model_len
         if len(prompt_ids) + len(own) > longest:

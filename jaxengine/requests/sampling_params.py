@@ -346,7 +346,7 @@ class SamplingParams(SamplingFields):
             raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a field to the checked and normalised value.
+        """Set a field to the checked and normalised value.
 
         Raises RequestError for an invalid value or an unsupported field, AttributeError for an unknown field.
         """
@@ -429,7 +429,7 @@ class SamplingParams(SamplingFields):
         )
 
     def clone(self) -> SamplingParams:
-        """Returns a copy that later changes do not affect."""
+        """Return a copy that later changes do not affect."""
         mine = copy.copy(self)
         for name in ("logit_bias", "extra_args"):  # all other fields are immutable
             if (own := getattr(self, name)) is not None:
@@ -437,7 +437,7 @@ class SamplingParams(SamplingFields):
         return mine
 
     def clone_with(self, **changes: Any) -> SamplingParams:
-        """Returns a copy with `changes`, with all rules checked. Raises RequestError."""
+        """Return a copy with `changes`, with all rules checked. Raises RequestError."""
         return replace(self, **changes)
 
     def checked(self) -> SamplingParams:

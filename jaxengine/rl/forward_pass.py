@@ -168,7 +168,8 @@ def _exact_logits(
 def _token_log_probs(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """Compute log-probabilities f32[B, T] from logits f32[B, T, V], by the same arithmetic as an engine's logprobs.
 
-    0 for the first token of each segment and for padding; segment_ids: None if each row is one segment.
+    0 for the first token of each segment and for padding. tokens: int32[B, T]. segment_ids: int32[B, T], negative for
+    padding; None if each row is one segment.
     """
     before = logits[:, :-1]
     chosen = jnp.take_along_axis(before, tokens[:, 1:, None], axis=2).reshape(-1, 1)

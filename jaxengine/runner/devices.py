@@ -261,7 +261,7 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
     parts = max([1, *(tower.num_parts for tower in model_config.towers)])
     if not stage.is_first and stage.layers[0] < parts - 1:
         # Embeddings are where they are encoded; hidden states alone go on to the next stage.
-        problem = f"the first {parts - 1} layers add parts of pictures, but the first stage has {stage.layers[0]}"
+        problem = f"the first {parts - 1} layers add parts of images, but the first stage has {stage.layers[0]}"
         raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
     if config.kv_offloading_bytes and not any(model_config.attention[layer].has_pages for layer in stage.layers):
         problem = f"none of the layers {stage.layers[0]} to {stage.layers[-1]} of a stage has pages to keep elsewhere"

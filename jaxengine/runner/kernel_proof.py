@@ -46,6 +46,7 @@ class _Proof(NamedTuple):
     Attributes:
       timed: whether kernels are measured: not on a CPU, whose other load decides, and not by several processes, which
         must come to the same verdicts.
+      device: the device that runs the kernels. progress: as of `prove_kernels`.
     """
 
     verdicts: Verdicts

@@ -55,7 +55,8 @@ class MemoryPlan:
 
     Attributes:
       total: the device's memory.
-      budget: the share of it that the engine may use.
+      budget: the share of it that the engine may use. weights: the model's on this device.
+      page_bytes: of one page; page_size: its tokens; num_pages: in the pool.
       programs: held by all compiled programs.
       workspace: the largest compiled step's temporary memory, slot state included.
       extensions: held by optional capabilities, by purpose.

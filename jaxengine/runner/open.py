@@ -80,7 +80,7 @@ def open_resolved(
 
 
 def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, ResolvedConfig]:
-    """Opens the model of a config and fills in what the config leaves open. Raises as `open_resolved`."""
+    """Open the model of a config and fill in what the config leaves open. Raises as `open_resolved`."""
     source, config = settle_model(config, platform)
     return source, config.resolved(source.config, platform, item_sizes(source, config))
 
@@ -106,7 +106,7 @@ def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSourc
 
 
 def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, EngineConfig]:
-    """Opens the model of a config for the kernels of a platform, and settles what depends on the model's files.
+    """Open the model of a config for the kernels of a platform, and settle what depends on the model's files.
 
     No devices are needed. The source stays open. Raises as `open_resolved`.
     """

@@ -21,7 +21,7 @@ async def beam_search(
     options: RequestOptions,
     n: int | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yields one output, when the search has ended, with a completion for each sequence, best first.
+    """Yield one output, when the search has ended, with a completion for each sequence, best first.
 
     Texts and token ids are those after the prompt; texts are empty without a tokenizer.
 

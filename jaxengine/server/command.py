@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the server until it ends; returns the exit status, which is 2 if a package is missing.
+    """Run the server until it ends; return the exit status, which is 2 if a package is missing.
 
     args: options of `add_arguments`. Raises ConfigError for invalid ones and for files of keys or TLS that cannot be
     used, before any process is started.
@@ -78,7 +78,7 @@ def check_together(server: ServerConfig, engine: EngineConfig) -> None:
 
 
 def check_certificates(server: ServerConfig) -> None:
-    """Raises ConfigError if a file of the ssl_ options is missing or not PEM, if the key has a password, or if it is
+    """Raise ConfigError if a file of the ssl_ options is missing or not PEM, if the key has a password, or if it is
     not the certificate's. Options that are None are not looked at.
     """
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):

@@ -29,7 +29,7 @@ class Keys:
         return _among(digest, self._clients)
 
     def name_of(self, digest: bytes) -> str | None:
-        """Returns "key-N" for a client's key and "admin-key-N" for an operator's, where N is its index among those
+        """Return "key-N" for a client's key and "admin-key-N" for an operator's, where N is its index among those
         given; None for an unknown key.
 
         The name reveals nothing about the key, and is the same in every process of a server.
@@ -57,7 +57,7 @@ class Keys:
 
 
 def digest_of(key: bytes) -> bytes:
-    """Returns the SHA-256 of a key, b"" for none: a name of its holder that does not reveal it."""
+    """Return the SHA-256 of a key, b"" for none: a name of its holder that does not reveal it."""
     # Digests have equal lengths, so that the comparison time does not depend on the key's.
     return hashlib.sha256(key).digest()
 
@@ -66,7 +66,7 @@ NO_KEY = digest_of(b"")
 
 
 def bearer_key(values: Sequence[bytes]) -> bytes:
-    """Returns the KEY of headers "authorization: Bearer KEY", however they are spelled; b"" for anything else, and for
+    """Return the KEY of headers "authorization: Bearer KEY", however they are spelled; b"" for anything else, and for
     headers with different keys. values: of all headers of that name.
     """
     keys = {_bearer(value) for value in values}
@@ -74,7 +74,7 @@ def bearer_key(values: Sequence[bytes]) -> bytes:
 
 
 def owner_tag(digest: bytes) -> str:
-    """Returns a short name of a key's holder, for ids in the engine; empty for NO_KEY."""
+    """Return a short name of a key's holder, for ids in the engine; empty for NO_KEY."""
     return "" if digest == NO_KEY else digest.hex()[:12]
 
 
@@ -88,6 +88,6 @@ def _among(digest: bytes, digests: Iterable[bytes]) -> bool:
 
 
 def _index(digest: bytes, digests: Iterable[bytes]) -> int | None:
-    """Returns the index of the first digest that matches. Compares all of them."""
+    """Return the index of the first digest that matches. Compares all of them."""
     found = [hmac.compare_digest(digest, each) for each in digests]
     return found.index(True) if True in found else None

@@ -19,7 +19,7 @@ from jaxengine.server.options import ServerConfig
 
 
 def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Parses lora_modules, each "name=path" or JSON with name and path, to (name, path) pairs in their order.
+    """Parse lora_modules, each "name=path" or JSON with name and path, to (name, path) pairs in their order.
 
     base_model_name in the JSON has no effect. Raises ConfigError for other texts, and for two names that look alike
     (adapter_names.alike), such as by case. Paths are not looked at.
@@ -59,7 +59,7 @@ def load_adapters(core: EngineCore, config: ServerConfig) -> None:
 
 
 def refuse_models_name(name: str, names: Iterable[str]) -> None:
-    """Raises RequestError for an adapter's name that is, or looks like, one of `names`, the model's."""
+    """Raise RequestError for an adapter's name that is, or looks like, one of `names`, the model's."""
     if (own := alike(name, names)) is not None:
         how = "is" if own == name else f"looks like {show_value(own)}, which is"
         raise RequestError(f"lora_name {show_value(name)} {how} the model's own", param="lora_name", value=name)
@@ -68,7 +68,7 @@ def refuse_models_name(name: str, names: Iterable[str]) -> None:
 async def load_from_root(
     engine: EngineClient, config: ServerConfig, names: tuple[str, ...], name: str, path: str
 ) -> None:
-    """Loads an adapter from a folder in lora_root, and returns when it is loaded. Cancelling the call does not stop it.
+    """Load an adapter from a folder in lora_root, and return when it is loaded. Cancelling the call does not stop it.
 
     names: the model's, which the adapter may not have. path: relative to lora_root, or absolute. Raises RequestError
     for a name that is taken, a path out of lora_root and an unusable adapter, and EngineDeadError; then nothing has
@@ -90,7 +90,7 @@ async def load_from_root(
 
 
 async def loaded_adapters(engine: EngineClient) -> list[dict[str, Any]]:
-    """Returns name, path, number and rank of each adapter that requests may name; none if LoRA is disabled."""
+    """Return name, path, number and rank of each adapter that requests may name; none if LoRA is disabled."""
     return await engine.utility("adapters") if engine.inputs.config.enable_lora else []
 
 
@@ -105,5 +105,5 @@ async def has_adapter(engine: EngineClient, name: str) -> bool:
 
 
 async def unload(engine: EngineClient, name: str) -> None:
-    """Unloads an adapter; further requests cannot name it. Raises RequestError for an unknown name."""
+    """Unload an adapter; further requests cannot name it. Raises RequestError for an unknown name."""
     await engine.utility("unload_adapter", name)

@@ -12,10 +12,10 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
-    """Returns the names by which requests may call the model; answers carry the first."""
+    """Return the names by which requests may call the model; answers carry the first."""
     return names_of(engine.inputs.config.model, config)
 
 
 def names_of(model: str | None, config: ServerConfig) -> tuple[str, ...]:
-    """Returns the names by which requests may call the model that the option `model` names; None: the default model."""
+    """Return the names by which requests may call the model that the option `model` names; None: the default model."""
     return config.served_model_name or (model or "SmolLM2-135M-Instruct",)

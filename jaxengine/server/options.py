@@ -268,7 +268,7 @@ class ServerConfig:
         reasoning_format(self.reasoning_parser)
 
     def store_bounds(self) -> dict[str, int]:
-        """Returns the bounds of the store of responses as arguments of StoreBounds, sizes in bytes. An option that is
+        """Return the bounds of the store of responses as arguments of StoreBounds, sizes in bytes. An option that is
         None counts as its default, which follows from the others.
         """
         most = self.api_memory_limit_bytes // 4 if self.api_memory_limit_bytes else _STORED_BYTES
@@ -282,7 +282,7 @@ class ServerConfig:
         }
 
     def _check_store(self) -> None:
-        """Raises ConfigError if one client may have more than all together, or one conversation more bytes than a
+        """Raise ConfigError if one client may have more than all together, or one conversation more bytes than a
         client; defaults of `store_bounds` count too.
         """
         bounds = self.store_bounds()
@@ -296,11 +296,11 @@ class ServerConfig:
                 raise ConfigError.because(name, problem, f"allowed are at most {outer_name}")
 
     def api_keys(self) -> tuple[str, ...]:
-        """Returns every key that a client may present. Raises ConfigError for an unusable file."""
+        """Return every key that a client may present. Raises ConfigError for an unusable file."""
         return (*self.api_key, *_read_keys("api_key_file", self.api_key_file))
 
     def admin_keys(self) -> tuple[str, ...]:
-        """Returns every key that an operator may present. Raises ConfigError for an unusable file."""
+        """Return every key that an operator may present. Raises ConfigError for an unusable file."""
         return _read_keys("admin_key_file", self.admin_key_file)
 
 

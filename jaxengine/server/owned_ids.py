@@ -23,7 +23,7 @@ _STEP_IDS = ("admitted", "preempted", "first_tokens", "finished")
 
 
 def shown_id(engine_id: str) -> str:
-    """Returns the part of an id that its client knows."""
+    """Return the part of an id that its client knows."""
     return engine_id.partition(_AT)[0]
 
 
@@ -70,7 +70,7 @@ class OwnedEngine(EngineWrapper):
         return await super().utility(name, *arguments)
 
     async def abort(self, request_id: str) -> None:
-        """Aborts every owner's request of an id, as clients know it or as it is in the engine."""
+        """Abort every owner's request of an id, as clients know it or as it is in the engine."""
         for engine_id in self._running.get(request_id, (request_id,)):
             await self._engine.abort(engine_id)
 
@@ -105,7 +105,7 @@ class OwnedEngine(EngineWrapper):
 
 
 def owned(engine: EngineClient, config: ServerConfig | None = None) -> OwnedEngine:
-    """Returns `engine` in an OwnedEngine, or itself if it is one.
+    """Return `engine` in an OwnedEngine, or itself if it is one.
 
     config: says where adapters are found, and which names stand for them; None: nowhere, and none.
 
@@ -137,7 +137,7 @@ class Viewer:
         return name if owner == self._owner else self._others.setdefault(engine_id, f"other-{len(self._others) + 1}")
 
     def status(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Returns an engine's status as this client sees it."""
+        """Return an engine's status as this client sees it."""
         return {**status, "requests": [self._named(request) for request in status["requests"]]}
 
     def timeline(self, timeline: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ FORMS = "a string, a list of strings, a list of token ids or a list of lists of 
 def read_prompts(
     prompt: Any, max_prompts: int, vocab_size: int, longest: int | None, *, param: str = "prompt"
 ) -> list[str | list[int]]:
-    """Returns the prompts that a request has in its field `param`: all texts, or all lists of token ids, in order.
+    """Return the prompts that a request has in its field `param`: all texts, or all lists of token ids, in order.
 
     prompt: the field's value, of any type. longest: limit of a prompt's token ids; None if prompts are truncated. Texts
     may have any length here. vocab_size: ids must be below it. Raises RequestError for another form than FORMS, for no
@@ -51,7 +51,7 @@ def read_prompts(
 
 
 def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
-    """Raises RequestError for an id below 0 or from `vocab_size` on. param: the ids' field, for the error."""
+    """Raise RequestError for an id below 0 or from `vocab_size` on. param: the ids' field, for the error."""
     least, most = min(token_ids, default=0), max(token_ids, default=0)
     if not 0 <= least <= most < vocab_size:
         wrong = least if least < 0 else most
@@ -86,7 +86,7 @@ class PromptEncoder:
         param: str = "prompt",
         cut_side: str | None = None,
     ) -> list[list[int]]:
-        """Returns the token ids of each text; a thread computes them if the texts are long. param: their field, for
+        """Return the token ids of each text; a thread computes them if the texts are long. param: their field, for
         errors.
 
         texts: at least one. cut_side: "left" or "right" where the caller cuts token ids on that side, down to at most
@@ -107,7 +107,7 @@ class PromptEncoder:
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
 
     def verify_length(self, num_chars: int, param: str) -> None:
-        """Raises RequestError if a prompt of `num_chars` characters cannot fit, whatever they are."""
+        """Raise RequestError if a prompt of `num_chars` characters cannot fit, whatever they are."""
         most = self._most_chars()
         if num_chars > most:
             problem = f"{param} has {num_chars} characters; no more than {most} can fit into max_model_len"
@@ -127,7 +127,7 @@ class PromptEncoder:
         return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
     async def run(self, function: Callable[[], _T]) -> _T:
-        """Runs `function` on one of the threads that encode. Raises OverloadedError if too many requests wait."""
+        """Run `function` on one of the threads that encode. Raises OverloadedError if too many requests wait."""
         return await self._workers.run(function)
 
     def _most_chars(self) -> int:

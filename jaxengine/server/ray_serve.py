@@ -35,7 +35,7 @@ _TARGET_PER_IMBALANCE = 4
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """Creates a Ray Serve application from options of EngineConfig, ServerConfig and RayConfig, by name.
+    """Create a Ray Serve application from options of EngineConfig, ServerConfig and RayConfig, by name.
 
     Values may be texts, as from `serve run`: one that is JSON is read as JSON. Nothing is started yet. Raises
     ConfigError for an invalid option, for profiler_config, for server options that have no meaning here
@@ -107,7 +107,7 @@ def _placement(config: RayConfig, num_nodes: int) -> dict[str, Any]:
 
 
 def _read(value: Any) -> Any:
-    """Parses a text as JSON; returns anything else as it is."""
+    """Parse a text as JSON; return anything else as it is."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return json.loads(value)

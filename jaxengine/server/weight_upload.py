@@ -63,7 +63,7 @@ def _created(folder: str) -> tuple[int, str]:
 
 
 async def _receive(descriptor: int, folder: str, pieces: AsyncIterator[bytes]) -> None:
-    """Writes the pieces of a safetensors file to `descriptor`, until there are no more.
+    """Write the pieces of a safetensors file to `descriptor`, until there are no more.
 
     Raises RequestError for an unusable header (`_size_of`), for fewer or more bytes than the header describes, and if
     they cannot be written. folder: where the file is.

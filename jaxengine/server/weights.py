@@ -36,7 +36,7 @@ async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -
 
 
 async def resume(engine: EngineClient) -> None:
-    """Ends a pause. Raises RequestError while the engine sleeps."""
+    """End a pause. Raises RequestError while the engine sleeps."""
     await engine.utility("resume_engine")
 
 
@@ -66,7 +66,7 @@ async def state(engine: EngineClient) -> dict[str, Any]:
 
 
 async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
-    """Returns `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight."""
+    """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight."""
     found: dict[str, Any] = {"weight_version": (await state(engine))["weight_version"]}
     return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
 

@@ -28,7 +28,7 @@ class Workers:
         self._count = 0
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs `function` on a thread; returns its result or raises its exception. A cancelled call runs on there.
+        """Run `function` on a thread; return its result or raise its exception. A cancelled call runs on there.
 
         Raises OverloadedError if the queue is full, and then does not run it.
         """

@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Checks messages and returns copies without empty keys. Raises RequestError(param="messages").
+    """Check messages and return copies without empty keys. Raises RequestError(param="messages").
 
     Contents become texts, except that those with parts of MEDIA_TYPES stay lists of parts.
     """
@@ -42,7 +42,7 @@ def checked_messages(messages: Any) -> list[Message]:
 
 
 def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
-    """Yields distinct variants of checked messages that `template` may expect, the likeliest first.
+    """Yield distinct variants of checked messages that `template` may expect, the likeliest first.
 
     A missing content is None for a template that tests for it, a missing key for others (which would print "None"), or
     "". Arguments of earlier calls are objects, or the text that the model wrote. For instructions see `_instructed`.
@@ -65,7 +65,7 @@ def has_unusual_instructions(messages: Sequence[Message]) -> bool:
 
 
 def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence[Message]]:
-    """Yields the messages and, if any but the first is an instruction, the messages with all instructions joined into
+    """Yield the messages and, if any but the first is an instruction, the messages with all instructions joined into
     one at the beginning.
 
     Instructions are system and developer messages that are texts. A developer's message becomes a system message for a
@@ -104,7 +104,7 @@ def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[
 
 
 def plain(value: Any, param: str, depth: int = 0) -> Any:
-    """Copies a value to plain JSON types; the methods of other types would be reachable by a template.
+    """Copy a value to plain JSON types; the methods of other types would be reachable by a template.
 
     param: name of the argument in errors. depth: levels of it that are around the value already. Raises RequestError
     for other types, and for more than MAX_DEPTH levels.
@@ -125,7 +125,7 @@ def plain(value: Any, param: str, depth: int = 0) -> Any:
 
 
 def kind(value: Any) -> str:
-    """Describes the type of a value for an error message."""
+    """Describe the type of a value for an error message."""
     empty = isinstance(value, (str, list, tuple, dict)) and not value
     return f"an empty {type(value).__name__}" if empty else type(value).__name__
 
@@ -157,7 +157,7 @@ def _checked_message(message: Any, where: str) -> Message:
 
 
 def _checked_calls(calls: Any, where: str) -> list[Any] | None:
-    """Checks tool_calls of an earlier answer and returns them; None if there are none.
+    """Check tool_calls of an earlier answer and return them; None if there are none.
 
     where: name of the message in errors. Each call must be a mapping with function.name; arguments are a text, a
     mapping or missing. Raises RequestError.
@@ -178,13 +178,13 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
 
 
 def _with_objects(call: Message) -> Message:
-    """Converts the arguments of a call to an object. Clients send them as text, most templates expect objects."""
+    """Convert the arguments of a call to an object. Clients send them as text, most templates expect objects."""
     function = call["function"]
     return {**call, "function": {**function, "arguments": _object(function.get("arguments") or {})}}
 
 
 def _object(arguments: Any) -> Any:
-    """Parses the arguments of a call, if they are text, to an object; truncated JSON gives as much as is there.
+    """Parse the arguments of a call, if they are text, to an object; truncated JSON gives as much as is there.
 
     Text that is no JSON object becomes {"arguments": text}, and JSON's null an empty object.
     """
@@ -199,7 +199,7 @@ def _object(arguments: Any) -> Any:
 
 
 def _checked_part(part: Any, where: str) -> dict[str, str]:
-    """Checks a content part and returns it as {"type": "text", "text": ...}, or as {"type": ...} of MEDIA_TYPES.
+    """Check a content part and return it as {"type": "text", "text": ...}, or as {"type": ...} of MEDIA_TYPES.
 
     A plain text and a refusal become text parts. where: name of the part in errors. Raises RequestError.
     """

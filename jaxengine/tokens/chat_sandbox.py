@@ -30,7 +30,7 @@ class TemplateRefusal(ValueError):
 
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
-    """Compiles a template. Raises jinja2.TemplateSyntaxError."""
+    """Compile a template. Raises jinja2.TemplateSyntaxError."""
     environment = _environment()
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -41,12 +41,12 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def parse(source: str) -> nodes.Template:
-    """Parses a template to its syntax tree, without running it. Raises jinja2.TemplateSyntaxError."""
+    """Parse a template to its syntax tree, without running it. Raises jinja2.TemplateSyntaxError."""
     return _environment().parse(source)
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """Renders a template. `variables` are plain JSON values.
+    """Render a template. `variables` are plain JSON values.
 
     Raises TemplateRefusal, jinja2.TemplateError (syntax, security, undefined), OverflowError for more than
     MAX_OUTPUT_CHARS characters, and any other error of the program (TypeError, ZeroDivisionError, ...).

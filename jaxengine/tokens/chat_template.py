@@ -49,7 +49,7 @@ def render_chat(
     variables: Mapping[str, Any],
     placeholder: Callable[[str], str] | None = None,
 ) -> str:
-    """Returns the prompt text of a conversation.
+    """Return the prompt text of a conversation.
 
     Args:
       renderer: runs the template.
@@ -95,7 +95,7 @@ def render_chat(
 
 
 def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
-    """Renders the first variant of the messages that the template accepts, if possible one whose instructions it
+    """Render the first variant of the messages that the template accepts, if possible one whose instructions it
     writes.
 
     source: of the template. context: its variables other than messages. checked: from checked_messages. Raises

@@ -28,7 +28,7 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 def with_contents(
     messages: Sequence[Message], template: str, placeholder: Callable[[str], str] | None
 ) -> list[Message]:
-    """Converts the contents of checked messages to the template's form.
+    """Convert the contents of checked messages to the template's form.
 
     Args:
       messages: from chat_messages.checked_messages.
@@ -102,7 +102,7 @@ def _as_parts(message: Message) -> Message:
 
 
 def _with_texts(message: Message, unknown: set[str], placeholder: Callable[[str], str]) -> Message:
-    """Replaces media of types that a template does not know by text: videos for one that only handles images, such as
+    """Replace media of types that a template does not know by text: videos for one that only handles images, such as
     SmolVLM's, and sounds.
     """
     content = message.get("content")

@@ -50,7 +50,7 @@ ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
 def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dict[str, str] | None]:
-    """Reads the tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError.
+    """Read the tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError.
 
     The template is chat_template.jinja if present, else the configuration's; None without either. Further ids that end
     an answer are those of generation_config.json.
@@ -68,7 +68,7 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
 
 
 def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
-    """Reads tiktoken's ranks: the tokenizer, and `config` with the tokens that its code names; None without such a
+    """Read tiktoken's ranks: the tokenizer, and `config` with the tokens that its code names; None without such a
     file.
 
     config: content of tokenizer_config.json. Raises ModelFileError.
@@ -90,7 +90,7 @@ def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str
 
 
 def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
-    """Reads SentencePiece's tokenizer.model: the tokenizer, and `config` with the file's tokens where it names none;
+    """Read SentencePiece's tokenizer.model: the tokenizer, and `config` with the file's tokens where it names none;
     None for a folder without it, or whose class uses it in another way.
 
     config: content of tokenizer_config.json. Raises ModelFileError.
@@ -150,7 +150,7 @@ def _added(entry: Any, content: str) -> AddedToken:
 
 
 def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Reads BERT's vocab.txt: the tokenizer, and `config` with the special tokens of BERT where it names none.
+    """Read BERT's vocab.txt: the tokenizer, and `config` with the special tokens of BERT where it names none.
 
     config: content of tokenizer_config.json. Raises ModelFileError, also for a folder without that file and for one
     that says that the file is another class's.
@@ -186,7 +186,7 @@ def _without_tokenizer(folder: Path) -> str:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Adds tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id -> description).
+    """Add tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id -> description).
 
     config: content of that file. path: of that file, for errors. Raises ModelFileError for an invalid entry and for an
     id that contradicts tokenizer.json, or is not the next free one.

@@ -44,7 +44,7 @@ class _Renderer:
         self._process: WorkerProcess | None = None
 
     def render(self, message: Render) -> Rendered | Refused:
-        """Renders a template and waits for the answer; in a new process if the old one has ended, or ends meanwhile.
+        """Render a template and wait for the answer; in a new process if the old one has ended, or ends meanwhile.
 
         Raises TemplateFailure if the new one ends too, or after RENDER_SECONDS, which also ends the process.
         """
@@ -64,7 +64,7 @@ class _Renderer:
         return self._await(process, RENDER_SECONDS)
 
     def _await(self, process: WorkerProcess, seconds: float) -> Any:
-        """Waits for the worker's answer; None if it has ended. Kills it and raises TemplateFailure after `seconds`."""
+        """Wait for the worker's answer; None if it has ended. Kills it and raises TemplateFailure after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             process.wait(left)
@@ -87,7 +87,7 @@ class TemplateRenderer:
             self._idle.put(_Renderer())
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Renders a template, Jinja source, and waits for its text; `variables` are plain JSON values.
+        """Render a template, Jinja source, and wait for its text; `variables` are plain JSON values.
 
         Raises BadTemplate, ConversationRefused, or TemplateFailure if it takes too long or ends its process;
         OverloadedError if all workers are busy for WAIT_SECONDS.

@@ -58,7 +58,7 @@ def unpacked(raw: bytes) -> str:
 
 
 def render(message: Render) -> Answer:
-    """Renders a template and returns the answer. Raises MemoryError, after which the worker must end."""
+    """Render a template and return the answer. Raises MemoryError, after which the worker must end."""
     try:
         return Rendered(packed(chat_sandbox.render(unpacked(message.source), json.loads(unpacked(message.variables)))))
     except (jinja2.TemplateSyntaxError, SecurityError) as error:
@@ -74,7 +74,7 @@ def _brief(error: Exception) -> str:
 
 
 def main() -> None:
-    """Serves the parent process until the connection ends, or a template has needed too much memory.
+    """Serve the parent process until the connection ends, or a template has needed too much memory.
 
     Sends Ready first, then one answer for each Render.
     """

@@ -90,7 +90,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
-        """Builds a tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is for errors. Raises ModelFileError.
+        """Build a tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is for errors. Raises ModelFileError.
 
         Such files seldom name every token that ends an answer, so the chat template's is among them.
         """
@@ -116,7 +116,7 @@ class Tokenizer:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encodes text to token ids. Special tokens written in `text` become their ids. `add_special_tokens`: add
+        """Encode text to token ids. Special tokens written in `text` become their ids. `add_special_tokens`: add
         BOS/EOS.
 
         Raises RequestError(param="prompt") for what is not a text, invalid Unicode, and text at which the tokenizer
@@ -125,11 +125,11 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encodes several texts in parallel, each as by `encode`. Raises the same errors."""
+        """Encode several texts in parallel, each as by `encode`. Raises the same errors."""
         return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
 
     def encode_pair(self, text: str, other: str, type_step: int) -> list[int]:
-        """Encodes two texts as one prompt, joined by the special tokens that the tokenizer has for a pair.
+        """Encode two texts as one prompt, joined by the special tokens that the tokenizer has for a pair.
 
         A token of type n, as the tokenizer numbers both texts, has n * type_step more than its id. Raises the errors of
         `encode`.
@@ -160,7 +160,7 @@ class Tokenizer:
             raise RequestError(text, param="prompt") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decodes ids to text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+        """Decode ids to text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
 
         If the decoder fails, the entire text is U+FFFD, because an answer must not fail on what the model has written.
         """
@@ -187,7 +187,7 @@ class Tokenizer:
         placeholder: Callable[[str], str] | None = None,
         **variables: Any,
     ) -> str:
-        """Returns the prompt text of a conversation, to be encoded with add_special_tokens=False; see
+        """Return the prompt text of a conversation, to be encoded with add_special_tokens=False; see
         chat_template.render_chat.
 
         chat_template: Jinja source or a name of the model's templates; None for the model's default. placeholder:

@@ -1,5 +1,5 @@
 """Granite 3 with experts (IBM 2024, "Granite 3.0 Language Models"), and PowerMoE: Granite with experts in every layer,
-in some checkpoints beside a shared MLP.
+in some checkpoints with a shared MLP.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Qwen3-Next (Qwen Team 2025): gated delta nets in three of four layers, gated attention in the others, and experts
-beside a gated shared MLP everywhere. Layers that predict further tokens are not read."""
+with a gated shared MLP everywhere. Layers that predict further tokens are not read."""
 
 from __future__ import annotations
 

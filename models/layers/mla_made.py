@@ -36,13 +36,14 @@ HEADS = 8  # most heads whose keys and values are expanded at a time
 
 
 class MadeRows(NamedTuple):
-    """Rows of a step whose keys and values are expanded, the last ones; computed once for all layers. L rows at most.
+    """Rows of a step whose keys and values are expanded; computed once for all layers. In a step of S rows and T tokens
+    they are the last rows, L at most.
 
     Attributes:
-      num_short: i32[], the rows before them. schedule: of attention over the latents of these, which are in the step's
-        first `most_short` tokens; decode_schedule: of the first S tokens, which contain them all if they are decodes.
-      short_form: i32[], 0 where there are no short rows, 1 where they are decodes, else 2.
-      rows: the new tokens of expanded rows alone, in pages of PAGE; own_schedule is theirs.
+      num_short: i32[], number of the rows before them, which attend to latents. schedule: of that attention, over the
+        step's first `most_short` tokens; decode_schedule: over its first S tokens, for rows that are all decodes.
+      short_form: i32[], 0 if there are no rows before them, 1 if these are all decodes, else 2.
+      rows: the new tokens of expanded rows alone, in pages of PAGE tokens; own_schedule: of attention among these.
       token_row: i32[T], index of a token's row among the L, -1 for other tokens.
       slot_tokens: i32[n], the token in each slot of these pages, -1 in empty ones.
       num_before: i32[L], keys before the new tokens.
@@ -132,8 +133,8 @@ def made_rows(
     """Compute MadeRows of a step of T = num_tokens tokens; None if the step can have no expanded row, or if expanding
     would not pay.
 
-    spec: that of attention over latents. batch: with `num_decode`; of its rows the long ones after the last short one
-    are expanded. kv: the pool.
+    spec: that of attention over latents. batch: with `num_decode`; expanded are its rows after the last one that has
+    fewer new tokens than `least_tokens`. kv: the pool.
     """
     if not makes_rows(attention, kv, num_tokens):
         return None

@@ -57,7 +57,7 @@ class MoonVitTowerConfig(TowerConfig):
       hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
       patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
       sides: rows and columns of the learned positions.
-      projector: names of its norm and its two products.
+      projector: names of its norm and its two products; projector_eps: the norm's epsilon.
       most_frames: frames that patches attend to at most and that become one; 1 for images alone.
     """
 

@@ -55,8 +55,9 @@ def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Arr
 
 
 def _within(index: tuple[slice, ...], band: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the slices of an array that select a band of one part, the band counted from the part's first row. index:
-    slices of the part.
+    """Return the slices of an array of this shape that select a band of one device's part.
+
+    index: slices of the part. band: of `_bands`, counted from the part's first row.
     """
     if band is ...:
         return index

@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Batch in numpy, int32, and the slots that nobody may read.
+    """Batch in numpy, int32, with the fields of RaggedBatch, and the slots that nobody may read.
 
     Attributes:
       unseen: bool[pages, page_size], slots of the pool that no token sees.
@@ -41,8 +41,8 @@ class Batch(NamedTuple):
 
 
 def least_pages(num_seqs: int) -> int:
-    """Return the fewest pages of a pool in which a batch of `num_seqs` sequences has room: a page that nobody reads,
-    a last page of each sequence, and some that they share.
+    """Return the fewest pages of a pool for batches of `num_seqs` sequences: one that nobody reads, the last page of
+    each sequence, and eight that they share.
     """
     return num_seqs + 1 + 8
 

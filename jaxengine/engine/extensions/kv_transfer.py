@@ -97,7 +97,9 @@ class KVTransfer(LoopExtension):
         self._orders = loop.scheduler.extension(OFFLOAD)
 
     def prepare(self, request: Request) -> None:
-        """Raise RequestError for a request that asks for what the engine's kv_role is not for."""
+        """Raise RequestError if a request's kv_transfer_params do not suit the engine: a direction that kv_role
+        excludes, or a remote_host that its transport lacks or does not use.
+        """
         asked = request.params.kv_transfer
         if asked is None:
             return

@@ -40,6 +40,7 @@ class _Rows:
     """Tokens of one request in a step.
 
     Attributes:
+      progress: how far the request's experts were returned. rank: index of its replica.
       row: of the replica's batch; token: index of the first token there; count: number of tokens.
       position: position of the first token in the request; None for a decode, which follows the request's newest step.
       first_column, pages: first page-table column of these tokens, and the page ids of their columns.

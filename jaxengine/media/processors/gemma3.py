@@ -86,7 +86,7 @@ class Gemma3Processor(UnitProcessor):
         return pieces
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Merges newlines around images with those next to them in the prompt, as the tokenizer would.
+        """Merge newlines around images with those next to them in the prompt, as the tokenizer would.
 
         Arguments and results as of UnitProcessor.joined; a merged token belongs to the image.
         """
@@ -110,7 +110,7 @@ class Gemma3Processor(UnitProcessor):
         return len(text) if text and not text.strip("\n") else 0
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
-        """Cuts an elongated image, uint8 [H, W, 3], into a row or column of crops: at least two unless options allow
+        """Cut an elongated image, uint8 [H, W, 3], into a row or column of crops: at least two unless options allow
         one.
 
         [] for an image whose sides' ratio is below the limit, or whose crops would be too small. options:
@@ -134,5 +134,5 @@ class Gemma3Processor(UnitProcessor):
         return [picture[:, span] if wide else picture[span] for span in spans]
 
     def _ids(self, text: str) -> list[int]:
-        """Tokenizes a piece of text."""
+        """Tokenize a piece of text."""
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -107,7 +107,7 @@ class Gemma4Processor(GridProcessor):
         return self.cut(settings.pixels.normalized(resized), seconds)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
-        """Cuts frames f32[N, H, W, 3] as GridProcessor.cut does, but a patch has the colours of a pixel together."""
+        """Cut frames f32[N, H, W, 3] as GridProcessor.cut does, but a patch has the colours of a pixel together."""
         patch, merge = self.tower.patch_size, self.tower.spatial_merge_size
         count, height, width, _ = frames.shape
         grid = count, height // patch, width // patch

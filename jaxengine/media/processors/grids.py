@@ -45,14 +45,14 @@ class GridProcessor:
         return self
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
-        """Raises ModelConfigError if placeholders or the other tokens are not in the vocabulary."""
+        """Raise ModelConfigError if placeholders or the other tokens are not in the vocabulary."""
         for token in (*self.token_ids.values(), *others):
             if token >= model_config.vocab_size:
-                text = f"token ids of pictures must be below vocab_size {model_config.vocab_size}, got {token}"
+                text = f"token ids of images must be below vocab_size {model_config.vocab_size}, got {token}"
                 raise ModelConfigError(text)
 
     def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
-        """Raises RequestError if resized frames have more than `most` patches; None for no limit.
+        """Raise RequestError if resized frames have more than `most` patches; None for no limit.
 
         height, width: in pixels.
         """
@@ -60,7 +60,7 @@ class GridProcessor:
         check_room(modality, steps * (height // self.tower.patch_size) * (width // self.tower.patch_size), most)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
-        """Cuts frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
+        """Cut frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
         patch colour by colour and frame by frame.
 
         H and W must be multiples of `factor`. seconds: as in Processed. The last frame is repeated to fill a temporal
@@ -77,7 +77,7 @@ class GridProcessor:
         return self.processed(patches, grid, seconds)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
-        """Reorders patches of a grid, given row by row of merged patches, for the tower.
+        """Reorder patches of a grid, given row by row of merged patches, for the tower.
 
         patches: f32 [number of patches, features]. grid: (time, height, width) in patches. seconds: as in Processed.
         """
@@ -126,7 +126,7 @@ class GridProcessor:
         if time != 1 or not whole or height * width // merge**2 != num_rows:
             allowed = f"[1, height, width] in patches, multiples of {merge}, with height * width = {merge**2} * rows"
             shown = f"{list(grid) if grid else 'none'} for {num_rows} rows"
-            raise RequestError(f"embeddings of a picture need image_grid_thw, {allowed}; got {shown}", param="image")
+            raise RequestError(f"embeddings of an image need image_grid_thw, {allowed}; got {shown}", param="image")
         return time, height, width
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
@@ -158,7 +158,7 @@ def check_ratio(height: int, width: int) -> None:
     """Raise RequestError for an image of which one side is more than MAX_ASPECT_RATIO times the other."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(
-            f"the longer side of a picture must be at most {MAX_ASPECT_RATIO} times the shorter one, got "
+            f"the longer side of an image must be at most {MAX_ASPECT_RATIO} times the shorter one, got "
             f"{width}x{height} pixels",
             param="image",
         )

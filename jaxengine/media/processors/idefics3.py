@@ -100,12 +100,12 @@ class Idefics3Processor(UnitProcessor):
         return edge
 
     def _ids(self, text: str) -> list[int]:
-        """Tokenizes a piece of text between special tokens."""
+        """Tokenize a piece of text between special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Returns (height, width) in pixels, scaled so that the longer side is `edge` and the other is even."""
+    """Return (height, width) in pixels, scaled so that the longer side is `edge` and the other is even."""
     ratio = width / height
     if width >= height:
         height = int(edge / ratio)
@@ -115,7 +115,7 @@ def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:
-    """Scales (height, width) in pixels down to a longer side of _MAX_EDGE if that exceeds it; no side gets below 1."""
+    """Scale (height, width) in pixels down to a longer side of _MAX_EDGE if that exceeds it; no side gets below 1."""
     ratio = width / height
     if width >= height and width > _MAX_EDGE:
         height, width = int(_MAX_EDGE / ratio), _MAX_EDGE

@@ -144,7 +144,7 @@ class KimiVLProcessor(GridProcessor):
             height, width = max(1, int(height * scale)), max(1, int(width * scale))
         high, wide = (-(-side // self.factor) * self.factor for side in (height, width))
         if max(high, wide) >= _SIDE * patch:
-            problem = f"a picture must have less than {_SIDE} patches of {patch} pixels along a side"
+            problem = f"an image must have less than {_SIDE} patches of {patch} pixels along a side"
             raise RequestError(f"{problem}, got {wide // patch}x{high // patch}", param="image")
         return (height, width), (high, wide)
 

@@ -69,7 +69,7 @@ class LlavaProcessor(UnitProcessor):
 
 
 def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
-    """Centres an image, uint8 [H, W, 3], in a square of this colour (RGB) whose side is the image's longer one."""
+    """Centre an image, uint8 [H, W, 3], in a square of this colour (RGB) whose side is the image's longer one."""
     height, width = picture.shape[:2]
     side = max(height, width)
     square = np.empty((side, side, 3), np.uint8)
@@ -80,7 +80,7 @@ def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
 
 
 def middle(picture: np.ndarray, side: int) -> np.ndarray:
-    """Crops the central square of `side` pixels of an image, uint8 [H, W, 3]; a smaller one is padded with black."""
+    """Crop the central square of `side` pixels of an image, uint8 [H, W, 3]; a smaller one is padded with black."""
     height, width = picture.shape[:2]
     if min(height, width) < side:
         larger = np.zeros((max(height, side), max(width, side), 3), np.uint8)

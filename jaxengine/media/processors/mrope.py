@@ -38,7 +38,7 @@ def whole_times(times: np.ndarray) -> np.ndarray:
 
 
 def repeated(token_ids: np.ndarray, at: np.ndarray, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Repeats the ids at positions `at`, each as often as `counts` says; the others stay.
+    """Repeat the ids at positions `at`, each as often as `counts` says; the others stay.
 
     Returns the new ids, and the new position of the first of each that was repeated.
     """
@@ -49,7 +49,7 @@ def repeated(token_ids: np.ndarray, at: np.ndarray, counts: Sequence[int]) -> tu
 
 
 def mrope_positions(num_tokens: int, runs: Sequence[EmbeddingRun]) -> tuple[np.ndarray, int]:
-    """Computes M-RoPE positions in time, height and width, i32[3, num_tokens], and the delta of tokens after the
+    """Compute M-RoPE positions in time, height and width, i32[3, num_tokens], and the delta of tokens after the
     prompt.
 
     runs: of the prompt's embeddings, in order; all other tokens are text. Text advances all three. Embeddings count

@@ -125,12 +125,12 @@ class PixtralProcessor(GridProcessor):
         """
         if self.tokenizer is None:
             raise RequestError(
-                f"a picture needs the model's tokenizer, for lines of it end with {' and '.join(self.marks)}",
+                f"an image needs the model's tokenizer, for lines of it end with {' and '.join(self.marks)}",
                 param="image",
             )
         between, last = (self.tokenizer.encode(mark, False) for mark in self.marks)
         if len(between) != 1 or len(last) != 1:
-            raise RequestError(f"the tokenizer has no {' or no '.join(self.marks)}, with which lines of pictures end")
+            raise RequestError(f"the tokenizer has no {' or no '.join(self.marks)}, with which lines of images end")
         return between[0], last[0]
 
 

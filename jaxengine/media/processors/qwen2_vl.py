@@ -239,7 +239,7 @@ def grown(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]
 
 
 def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
-    """Reads pixel bounds: `size` with shortest_edge and longest_edge, which are numbers of pixels here, or min_pixels
+    """Read pixel bounds: `size` with shortest_edge and longest_edge, which are numbers of pixels here, or min_pixels
     and max_pixels; the latter have precedence.
 
     default: of bounds that are not there. Raises ModelConfigError.

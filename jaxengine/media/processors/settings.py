@@ -30,7 +30,7 @@ _MOST = 1e6
 
 
 def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigFields]:
-    """Reads a processor's settings from the first of `places` that the checkpoint has; returns the file and the
+    """Read a processor's settings from the first of `places` that the checkpoint has; return the file and the
     settings.
 
     places: pairs of a key in the file of all processors (WHOLE) and the name of a file of this one alone. Raises
@@ -42,7 +42,7 @@ def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigF
             return folder / WHOLE, ConfigFields(whole[key])
         if (found := read_object(folder, name)) is not None:
             return folder / name, ConfigFields(found)
-    raise ModelFileError(folder, f"has no {places[-1][1]}: a model that sees says there what it makes of pictures")
+    raise ModelFileError(folder, f"has no {places[-1][1]}: a model that sees says there what it makes of images")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Pixels:
 
     @classmethod
     def read(cls, fields: ConfigFields) -> Pixels:
-        """Reads the transform from a processor's settings.
+        """Read the transform from a processor's settings.
 
         Missing: bicubic resizing, scale 1/255; the colours' mean and deviation are needed unless do_normalize is false.
         Raises ModelConfigError for an invalid field, and for do_resize false.
@@ -76,13 +76,13 @@ class Pixels:
         return cls(resample, scale, _colours(fields, "image_mean"), _colours(fields, "image_std", least=1 / _MOST))
 
     def resized(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
-        """Resizes uint8[H, W, 3] to uint8[height, width, 3]."""
+        """Resize uint8[H, W, 3] to uint8[height, width, 3]."""
         if picture.shape[:2] == (height, width):
             return picture
         return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling(self.resample)))
 
     def normalized(self, pictures: np.ndarray) -> np.ndarray:
-        """Normalises uint8[..., 3] to f32[..., 3]."""
+        """Normalise uint8[..., 3] to f32[..., 3]."""
         scaled = pictures.astype(np.float32) * np.float32(self.scale)
         return (scaled - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
 
@@ -96,7 +96,7 @@ def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[fl
 
 
 def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raises RequestError for mm_processor_kwargs that the model does not have. known: names of those that it has."""
+    """Raise RequestError for mm_processor_kwargs that the model does not have. known: names of those that it has."""
     for name in options:
         if name not in known:
             text = f"{OPTIONS} has {str(name)[:100]!r}; this model has {', '.join(known) or 'none'}"
@@ -104,12 +104,12 @@ def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 
 def bad_option(name: str, value: Any, allowed: str) -> RequestError:
-    """Makes the error of an invalid value in mm_processor_kwargs."""
+    """Make the error of an invalid value in mm_processor_kwargs."""
     return RequestError(f"{OPTIONS}.{name} must be {allowed}, got {str(value)[:100]!r}", param=OPTIONS, value=value)
 
 
 def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim: int) -> None:
-    """Raises RequestError for a value that is not an image (ndim 3) or not frames (ndim 4), or a modality that is not
+    """Raise RequestError for a value that is not an image (ndim 3) or not frames (ndim 4), or a modality that is not
     in `modalities`, those of the model.
 
     The value must be an array uint8 with 3 colours last, and not empty.

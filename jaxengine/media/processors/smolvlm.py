@@ -49,7 +49,7 @@ class SmolVLMProcessor(Idefics3Processor):
         self.settings = f"{self.settings} {edge}"
 
     def _read_videos(self, folder: Path) -> int | None:
-        """Reads video_edge from the checkpoint's settings of videos.
+        """Read video_edge from the checkpoint's settings of videos.
 
         None if they are invalid, or frames are preprocessed differently from pictures: such videos are not supported.
         """
@@ -89,7 +89,7 @@ class SmolVLMProcessor(Idefics3Processor):
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expands the prompt's placeholders for its items, given by modality in order; with videos the prompt's text is
+        """Expand the prompt's placeholders for its items, given by modality in order; with videos the prompt's text is
         tokenized again.
 
         Raises RequestError if the number of placeholders differs from the number of items. A video is represented by

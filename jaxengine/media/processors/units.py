@@ -27,7 +27,7 @@ from jaxengine.scheduler.errors import RequestError
 
 
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
-    """Reads the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
+    """Read the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
 
     A plain number stands for a mapping with a single key. Raises ModelConfigError.
     """
@@ -73,7 +73,7 @@ class UnitProcessor:
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         if self.needs_tokenizer and tokenizer is None:
-            raise ModelConfigError("this model's pictures need its tokenizer: leave skip_tokenizer_init False")
+            raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         self.tower: Any = model_config.tower
         self.side, self.patch = self.tower.vit.image_size, self.tower.vit.patch_size
         self.tokenizer = tokenizer
@@ -89,7 +89,7 @@ class UnitProcessor:
         self.settings = f"{type(self).__name__} {sorted(settings.raw.items(), key=str)} {self.tower!r}"
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Reads the family's settings, in addition to those of Pixels. Raises ModelConfigError."""
+        """Read the family's settings, in addition to those of Pixels. Raises ModelConfigError."""
 
     @abstractmethod
     def placeholder_id(self) -> int:
@@ -97,7 +97,7 @@ class UnitProcessor:
 
     @abstractmethod
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Cuts uint8[H, W, 3] into squares of `side` pixels; returns them and their (rows, columns).
+        """Cut uint8[H, W, 3] into squares of `side` pixels; return them and their (rows, columns).
 
         options: mm_processor_kwargs, of which it uses `option_names`. Raises RequestError.
         """
@@ -160,7 +160,7 @@ class UnitProcessor:
         return self._processed(self._cut(units), rows, columns)
 
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
-        """Checks a video and returns its frames, uint8 [N, H, W, 3], of each of which a unit is to be made.
+        """Check a video and return its frames, uint8 [N, H, W, 3], of each of which a unit is to be made.
 
         Arguments as of MediaProcessor.process; `value` may also be the frames alone. Raises RequestError for unknown
         options, a value without frames, strips, and more than `most` patches.
@@ -180,7 +180,7 @@ class UnitProcessor:
         if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
             tiles = f"{rows}, those of one tile: positions of more than one are undefined"
             allowed = f"a multiple of {rows}" if self.most_given == np.inf else tiles
-            problem = f"embeddings of a picture of this model must be {allowed}; they have no grid"
+            problem = f"embeddings of an image of this model must be {allowed}; they have no grid"
             raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
         return 1, side, side * (num_rows // rows)
 
@@ -207,14 +207,14 @@ class UnitProcessor:
         return Expanded(out, positions, order)
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Adjusts an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text.
+        """Adjust an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text.
 
         owners: for each token the number of its image or video in the prompt; -1 for the prompt's own tokens.
         """
         return token_ids, owners
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
-        """Normalises uint8[..., 3] to f32[..., 3]."""
+        """Normalise uint8[..., 3] to f32[..., 3]."""
         return self.pixels.normalized(units)
 
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
@@ -228,7 +228,7 @@ class UnitProcessor:
         return Processed(patches, no_columns, np.arange(count, dtype=np.int32), count, (1, rows * side, columns * side))
 
     def _cut(self, units: Sequence[np.ndarray]) -> np.ndarray:
-        """Cuts units uint8[side, side, 3] into f32[all patches, 3 * patch * patch], colour by colour, row by row."""
+        """Cut units uint8[side, side, 3] into f32[all patches, 3 * patch * patch], colour by colour, row by row."""
         values, patch = self.normalized(np.stack(units)), self.patch
         count, side = len(values), values.shape[1] // patch
         cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)

@@ -39,12 +39,12 @@ class LeastRecent(Generic[T]):
         return len(self._values)
 
     def peek(self, digest: bytes) -> T | None:
-        """Returns the value or None, without affecting the order of eviction."""
+        """Return the value or None, without affecting the order of eviction."""
         found = self._values.get(digest)
         return None if found is None else found[0]
 
     def get(self, digest: bytes) -> T | None:
-        """Returns the value or None, and makes it the most recently used."""
+        """Return the value or None, and make it the most recently used."""
         found = self._values.get(digest)
         if found is None:
             return None
@@ -52,7 +52,7 @@ class LeastRecent(Generic[T]):
         return found[0]
 
     def put(self, digest: bytes, value: T, size: int) -> None:
-        """Stores a value of `size` bytes as the most recently used, in place of an earlier one of the digest; then
+        """Store a value of `size` bytes as the most recently used, in place of an earlier one of the digest; then
         drops the least recently used until max_bytes are kept. A value above max_bytes by itself is not stored.
         """
         if digest in self._values:
@@ -65,7 +65,7 @@ class LeastRecent(Generic[T]):
             self.num_bytes -= self._values.popitem(last=False)[1][1]
 
     def clear(self) -> None:
-        """Removes all values."""
+        """Remove all values."""
         self._values.clear()
         self.num_bytes = 0
 
@@ -94,7 +94,7 @@ class MediaCache(Protocol):
         ...
 
     def clear(self) -> None:
-        """Removes all items."""
+        """Remove all items."""
         ...
 
 

@@ -59,7 +59,7 @@ def lists_all(schema: dict[str, Any]) -> bool:
 
 
 def _closable(root: Any) -> Iterator[dict[str, Any]]:
-    """Yields the objects that can be closed. Raises _UnclearError for parts with an $id, and references that lead
+    """Yield the objects that can be closed. Raises _UnclearError for parts with an $id, and references that lead
     nowhere.
     """
     waiting: list[tuple[Any, bool]] = [(root, True)]

@@ -140,7 +140,7 @@ class StructuredOutputsParams:
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
     def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
-        """Returns the parameters with these fields set to True, unless the request contradicts them or is not for JSON.
+        """Return the parameters with these fields set to True, unless the request contradicts them or is not for JSON.
 
         names: switches of the engine's structured_outputs_config.
         """
@@ -154,7 +154,7 @@ class StructuredOutputsParams:
         return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
 
     def compiled_from(self, encode: Callable[[str], Sequence[int]]) -> Grammar:
-        """Returns the grammar from which jaxengine.grammars computes masks.
+        """Return the grammar from which jaxengine.grammars computes masks.
 
         encode: turns reasoning_begin into token ids, none if the model cannot write that text.
         """
@@ -169,7 +169,7 @@ class StructuredOutputsParams:
         return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
-        """Returns the body of a Lark rule equivalent to `json` or `json_object`."""
+        """Return the body of a Lark rule equivalent to `json` or `json_object`."""
         schema = json.loads(self._fitted_json())
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
@@ -188,7 +188,7 @@ class StructuredOutputsParams:
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
-    """Checks a value of SamplingParams.structured_outputs: a StructuredOutputsParams, or a dict of its fields.
+    """Check a value of SamplingParams.structured_outputs: a StructuredOutputsParams, or a dict of its fields.
 
     Raises RequestError for `name`.
     """
@@ -279,7 +279,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:
-    """Yields (depth, key, value) of the schema and all nested values, without recursion. key is None in lists, and of
+    """Yield (depth, key, value) of the schema and all nested values, without recursion. key is None in lists, and of
     data (the values of const, enum, default and examples, and all within).
     """
     waiting: list[tuple[int, str | None, Any]] = [(0, None, schema)]

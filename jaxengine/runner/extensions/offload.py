@@ -147,7 +147,9 @@ class PageCopies(StageExtension):
         self._compiled = {own.name: (own, self._stage.compiled(own._replace(name=name))) for name, own in names.items()}
 
     def _pool_rows(self, ids: jax.Array) -> jax.Array:
-        """Return the rows of a device's pool that pages i32[n] take, i32[n, places]; one past its end for none (-1)."""
+        """Return the indices of a device's pool rows that pages i32[n] take: i32[n, rows of a page]. For no page (-1)
+        they are the index after the last row.
+        """
         rows = jnp.arange(self._places)[None] * self._num_pages + ids[:, None]
         return jnp.where(ids[:, None] < 0, self._places * self._num_pages, rows)
 
@@ -205,7 +207,7 @@ class Coming(NamedTuple):
     """Pages or a state of one replica that have been sent to the devices.
 
     Attributes:
-      keys: of the pages, or of the state.
+      rank: index of the replica. keys: of the pages, or of the state.
       arrays: of each stage, as its PageCopies takes them.
       size: pages of a replica in the arrays; 0 for a state.
     """

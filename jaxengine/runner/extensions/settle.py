@@ -21,8 +21,11 @@ def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
 
 
 def item_sizes(source: ModelSource, config: EngineConfig) -> dict[str, tuple[int, int]]:
-    """Return, by modality, (embeddings, patches) of the largest item that requests may bring; none for a text model.
-    Reads the model's processor and tokenizer: ModelFileError or ModelConfigError for invalid ones.
+    """Return (embeddings, patches) of the largest item that requests may have, by modality; {} for a text model.
+    Modalities that `limit_mm_per_prompt` excludes are left out.
+
+    Reads the model's processor and tokenizer. Raises ModelFileError or ModelConfigError for invalid ones, and
+    ConfigError for `mm_processor_kwargs` that the processor refuses.
     """
     if source.config.tower is None:
         return {}

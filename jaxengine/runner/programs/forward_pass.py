@@ -19,7 +19,9 @@ class Rows(NamedTuple):
 
     Attributes:
       index: the slot, for reading its state; in padding any slot.
-      start: number of tokens computed before.
+      num_scheduled: number of tokens in the step. sample: above 0 where the row samples.
+      start: number of tokens computed before. next_token: of rows after the decodes, the
+        known token after the chunk, -1 if there is none.
       told_start: `start` as the message has it, -1 where only the device knows it.
     """
 

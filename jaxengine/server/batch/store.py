@@ -53,7 +53,7 @@ class BatchStore:
     """
 
     def __init__(self, folder: str, bounds: Bounds):
-        """Creates the folder if it is missing. Raises ConfigError if it cannot be used."""
+        """Create the folder if it is missing. Raises ConfigError if it cannot be used."""
         self.bounds = bounds
         self._records = RecordFolder(Path(folder))
         self._live = Path(folder) / "live"

@@ -38,7 +38,7 @@ class AnswerWriter:
         )
 
     def chunks(self, output: RequestOutput) -> Iterator[pb.GenerateChunk]:
-        """Yields a chunk per sequence with the new part of an output of kind DELTA; outputs must come in order.
+        """Yield a chunk per sequence with the new part of an output of kind DELTA; outputs must come in order.
 
         The first chunk of sequence 0 also has the prompt's part, the request's last one the usage.
         """

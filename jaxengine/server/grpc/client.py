@@ -62,11 +62,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection and ends open calls."""
+        """Close the connection and end open calls."""
         self._channel.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.GenerateResponse:
-        """Generates the complete answer, and returns when it is there. Raises grpc.RpcError.
+        """Generate the complete answer, and return when it is there. Raises grpc.RpcError.
 
         Args:
           timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None: only the server's limit applies.
@@ -80,7 +80,7 @@ class Client:
     def generate_stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Any
     ) -> Iterator[pb.GenerateChunk]:
-        """Starts to generate, and returns an iterator over the answer's chunks. Arguments are those of `generate`.
+        """Start to generate, and return an iterator over the answer's chunks. Arguments are those of `generate`.
 
         Raises TypeError and ValueError at once; the iteration raises grpc.RpcError. The iterator's method cancel() ends
         the call.
@@ -89,7 +89,7 @@ class Client:
         return self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Tokenizes a text or conversation (messages with the fields of ChatMessage) to its token ids.
+        """Tokenize a text or conversation (messages with the fields of ChatMessage) to its token ids.
 
         options: other fields of TokenizeRequest.
         Raises ValueError for other options, TypeError for another kind of prompt, grpc.RpcError.
@@ -99,7 +99,7 @@ class Client:
         return list(self._stub.Tokenize(request, metadata=self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:
-        """Converts token ids to text; options: other fields of DetokenizeRequest.
+        """Convert token ids to text; options: other fields of DetokenizeRequest.
 
         Raises ValueError for other options, grpc.RpcError.
         """
@@ -107,7 +107,7 @@ class Client:
         return self._stub.Detokenize(request, metadata=self._metadata).text
 
     def score(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.ScoreResponse:
-        """Computes the log-probabilities of the prompt's tokens; options: other fields of ScoreRequest.
+        """Compute the log-probabilities of the prompt's tokens; options: other fields of ScoreRequest.
 
         timeout: as for `generate`. Raises ValueError for other options, grpc.RpcError.
         """
@@ -156,7 +156,7 @@ def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeReque
 
 
 def _group_of() -> dict[str, str]:
-    """Maps each option of GenerateRequest to the field of the group that contains it, "" for the request itself; the
+    """Map each option of GenerateRequest to the field of the group that contains it, "" for the request itself; the
     prompt's fields are left out."""
     groups: dict[str, str] = {}
     for field in pb.GenerateRequest.DESCRIPTOR.fields:

@@ -103,14 +103,14 @@ class RequestReader:
         self._encoder = PromptEncoder(inputs)
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
-        """Reads a request to generate, with its media. stream: answer in chunks, not once. Raises RequestError."""
+        """Read a request to generate, with its media. stream: answer in chunks, not once. Raises RequestError."""
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
         params = self._sampling_params(request, wanted, stream)
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def score(self, request: pb.ScoreRequest) -> Generation:
-        """Reads a request to score as a generation of one token, of which only the prompt's
+        """Read a request to score as a generation of one token, of which only the prompt's
         log-probabilities are used. Raises RequestError.
         """
         request_id = read_request_id(request)
@@ -126,19 +126,19 @@ class RequestReader:
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenizes a text. Raises RequestError for one that is empty or too long, OverloadedError."""
+        """Tokenize a text. Raises RequestError for one that is empty or too long, OverloadedError."""
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)
         return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
-        """Tokenizes a conversation, including placeholders of its images and videos. Raises RequestError."""
+        """Tokenize a conversation, including placeholders of its images and videos. Raises RequestError."""
         token_ids, parts = await self._read_chat(chat)
         prompt = await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts, _processor_kwargs(chat))
         return prompt["prompt_token_ids"]
 
     async def _read_chat(self, chat: pb.ChatMessages) -> tuple[list[int], list[MediaPart]]:
-        """Tokenizes a conversation; returns ids and media parts. Its template runs in a thread. Raises RequestError."""
+        """Tokenize a conversation; return ids and media parts. Its template runs in a thread. Raises RequestError."""
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)
@@ -162,7 +162,7 @@ class RequestReader:
         return prompt["prompt_token_ids"], parts
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
-        """Reads the prompt as the engine's mapping: token ids, cut to the last `truncate_prompt_tokens` if that is not
+        """Read the prompt as the engine's mapping: token ids, cut to the last `truncate_prompt_tokens` if that is not
         0, media, and the cache salt: a new random one where the prefix cache is to be bypassed.
 
         Raises RequestError for a prompt that is empty or, cut, has more than max_model_len - 1 tokens, for one with
@@ -187,7 +187,7 @@ class RequestReader:
                 value=count,
             )
         if parts and count < len(token_ids):
-            problem = "messages with pictures or videos are too long, and cannot be cut short"
+            problem = "messages with images or videos are too long, and cannot be cut short"
             raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids[-count:]}
         if kind == "messages":
@@ -239,7 +239,7 @@ class RequestReader:
 
 
 def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
-    """Converts a message to the form that chat templates and media.parts read. Raises RequestError.
+    """Convert a message to the form that chat templates and media.parts read. Raises RequestError.
 
     where: path of the message, for errors.
     """
@@ -254,7 +254,7 @@ def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
-    """Converts a Struct to a dict. Raises RequestError for one that is too large or has a number that is not finite.
+    """Convert a Struct to a dict. Raises RequestError for one that is too large or has a number that is not finite.
 
     param, what: the field and what it contains, for errors.
     """
@@ -267,7 +267,7 @@ def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
 
 
 def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
-    """Reads mm_processor_kwargs, None if not given. Raises RequestError."""
+    """Read mm_processor_kwargs, None if not given. Raises RequestError."""
     if not chat.HasField("mm_processor_kwargs"):
         return None
     found = _read_struct(chat.mm_processor_kwargs, "mm_processor_kwargs", "arguments of the processor")
@@ -275,7 +275,7 @@ def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
 
 
 def _with_integers(value: Any) -> Any:
-    """Converts whole floats to integers, as a Struct has only floats."""
+    """Convert whole floats to integers, as a Struct has only floats."""
     if isinstance(value, dict):
         return {name: _with_integers(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -371,7 +371,7 @@ def _name_unknown_field(message: Message, path: str) -> None:
 
 
 def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) of the fields that are set; names in groups are "group.field"."""
+    """Yield (name, value) of the fields that are set; names in groups are "group.field"."""
     for field, value in request.ListFields():
         if field.name in GROUPS:
             yield from ((f"{field.name}.{inner.name}", part) for inner, part in value.ListFields())

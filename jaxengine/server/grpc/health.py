@@ -32,7 +32,7 @@ class Health(HealthServicer):
         self._watches: collections.Counter[str] = collections.Counter()
 
     async def follow(self, engine: EngineClient) -> None:
-        """Publishes the engine's health until cancelled: of the server and each service SERVING, or NOT_SERVING while
+        """Publish the engine's health until cancelled: of the server and each service SERVING, or NOT_SERVING while
         the engine is dead or drained; LIVE is always SERVING. An error other than EngineDeadError is raised."""
         known = None
         await self.set(LIVE, health_pb2.HealthCheckResponse.SERVING)

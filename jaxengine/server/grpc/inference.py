@@ -110,7 +110,7 @@ class InferenceService:
         return pb.DetokenizeResponse(text=text)
 
     async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:
-        """Runs a request of kind FINAL_ONLY; returns its only output. lora: name of its adapter, or None.
+        """Run a request of kind FINAL_ONLY; return its only output. lora: name of its adapter, or None.
 
         Raises CallError if its deadline passes or its id is in use, the errors of EngineClient.stream, and RuntimeError
         if the engine gives no last output. If it is cancelled, the request is aborted.
@@ -164,7 +164,7 @@ class InferenceService:
         return timeout
 
     async def _write(self, context: Context, chunk: pb.GenerateChunk) -> None:
-        """Writes a chunk, waiting until the reader has room; meanwhile further outputs are merged.
+        """Write a chunk, waiting until the reader has room; meanwhile further outputs are merged.
 
         Raises CallError (ABORTED) after stream_write_timeout seconds without room.
         """

@@ -53,7 +53,7 @@ class GrpcServer:
         self._watch = asyncio.create_task(health.follow(engine))
 
     async def stop(self, grace: float) -> None:
-        """Reports NOT_SERVING, refuses new calls as UNAVAILABLE, and ends open ones after `grace` seconds.
+        """Report NOT_SERVING, refuse new calls as UNAVAILABLE, and end open ones after `grace` seconds.
 
         Returns when all have ended and the port is closed.
         """
@@ -67,7 +67,7 @@ class GrpcServer:
 
 
 async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
-    """Begins to serve `engine` on config.grpc_port, on the running event loop; returns once it is listening.
+    """Begin to serve `engine` on config.grpc_port, on the running event loop; return once it is listening.
 
     Raises ConfigError, naming the option, for a port in use and for unusable keys or certificates.
     """

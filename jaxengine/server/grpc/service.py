@@ -56,7 +56,7 @@ class OpenCalls:
         return self._count
 
     def enter(self, name: str, context: Any) -> None:
-        """Counts a call, even if it is refused here, until its status is sent. name: its method, for the log.
+        """Count a call, even if it is refused here, until its status is sent. name: its method, for the log.
 
         Raises EngineDrainingError while draining, OverloadedError beyond `most`.
         """
@@ -133,7 +133,7 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
 
 
 async def first_message(requests: Requests, context: grpc.aio.ServicerContext, timeout: float) -> Any:
-    """Returns the call's first message.
+    """Return the call's first message.
 
     Ends the call if none arrives within `timeout` seconds (DEADLINE_EXCEEDED) or if it has none (INVALID_ARGUMENT), and
     raises grpc.aio.AbortError then.
@@ -149,7 +149,7 @@ async def first_message(requests: Requests, context: grpc.aio.ServicerContext, t
 
 
 async def _rest(requests: Requests, request_type: type[Message], timeout: float) -> AsyncIterator[Any]:
-    """Yields the messages of a call that follow its first one. Raises CallError if one takes longer than `timeout`."""
+    """Yield the messages of a call that follow its first one. Raises CallError if one takes longer than `timeout`."""
     while True:
         try:
             async with asyncio.timeout(timeout):

@@ -35,13 +35,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/v1/load_lora_adapter", response_class=Response)
     async def load_lora_adapter(body: LoadRequest) -> Response:
-        """Loads an adapter, which requests may then name as their model."""
+        """Load an adapter, which requests may then name as their model."""
         await load_from_root(engine, config, names, body.lora_name, body.lora_path)
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", response_class=Response)
     async def unload_lora_adapter(body: UnloadRequest) -> Response:
-        """Closes an adapter to further requests; running ones continue."""
+        """Close an adapter to further requests; running ones continue."""
         await unload(engine, body.lora_name)
         return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -96,7 +96,7 @@ class TokenLogprob(TopLogprob):
 
 
 def answers(whole: Any, event: Any = None) -> Callable[[F], F]:
-    """Makes a decorator that declares, for /openapi.json alone, the type of a route's complete response and of the JSON
+    """Make a decorator that declares, for /openapi.json alone, the type of a route's complete response and of the JSON
     of each of its events; None: it does not stream. The endpoint runs as before.
     """
 

@@ -94,7 +94,7 @@ ROUTERS = (
 def create_app(
     engine: EngineClient, config: ServerConfig, store: Responses | None = None, process: str = "api"
 ) -> FastAPI:
-    """Creates the application over `engine`. `app.state.traffic` is its TrafficState.
+    """Create the application over `engine`. `app.state.traffic` is its TrafficState.
 
     config: parsers may be "auto". store: store of responses; None for a new one in this process, with the bounds of
     `config`. process: name of this process among the server's, for metrics. Raises ConfigError for unusable key files
@@ -139,7 +139,7 @@ def create_app(
 
 
 def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: TrafficState) -> FastAPI:
-    """Creates the application of metrics_port: /metrics and probes, for everybody. traffic: of the whole server."""
+    """Create the application of metrics_port: /metrics and probes, for everybody. traffic: of the whole server."""
     limits = Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes, config.read_timeout)
     app = FastAPI(middleware=[limits], docs_url=None, redoc_url=None, openapi_url=None)
     app.state.traffic = traffic

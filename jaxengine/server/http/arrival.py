@@ -130,7 +130,7 @@ class LimitsMiddleware:
             self._num_drains -= 1
 
     def _check_headers(self, scope: Scope) -> None:
-        """Checks the size of the headers, path and query included, and Content-Length, both in bytes.
+        """Check the size of the headers, path and query included, and Content-Length, both in bytes.
 
         Raises ApiError: 431 for headers that are too large, 413 for a body that is, unless it is of STREAMED, and 400
         for a Content-Length that is no number or that comes with Transfer-Encoding.

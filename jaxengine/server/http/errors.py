@@ -148,7 +148,7 @@ class _ErrorResponse(Response):
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Installs handlers for the expected exceptions of `app`; the outermost middleware answers others.
+    """Install handlers for the expected exceptions of `app`; the outermost middleware answers others.
 
     routes: all routes, which may be added later; a response 405 lists the methods of all routes with its path.
     """

@@ -13,7 +13,7 @@ T = TypeVar("T")
 async def interleave(
     start: Callable[[int], AsyncIterator[T]], number: int, at_once: int
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Yields (index, item) of the streams `start(0)` to `start(number - 1)`, at most `at_once` of them concurrently.
+    """Yield (index, item) of the streams `start(0)` to `start(number - 1)`, at most `at_once` of them concurrently.
 
     start: makes an async generator, when its turn comes; items of one stream stay in order. at_once: 1 or more. Each
     stream is at most one item ahead, so that a slow reader holds the streams back. Raises the first error of any

@@ -82,7 +82,7 @@ class _JsonRequest(Request):
         self._raw = bytearray()
 
     async def body(self) -> bytes:
-        """Reads the body; returns a placeholder if there is one, because FastAPI would keep a copy in addition to the
+        """Read the body; return a placeholder if there is one, because FastAPI would keep a copy in addition to the
         parsed value.
         """
         async for part in self.stream():

@@ -70,7 +70,7 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
-        """Drops all cached prefixes, those in host memory too.
+        """Drop all cached prefixes, those in host memory too.
 
         reset_running_requests, reset_external: False; running requests keep their pages, and files stay.
         """
@@ -81,12 +81,12 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
-        """Drops cached pictures and videos, both preprocessed and encoded."""
+        """Drop cached pictures and videos, both preprocessed and encoded."""
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, int]:
-        """Aborts requests; their answers have finish_reason "abort"."""
+        """Abort requests; their answers have finish_reason "abort"."""
         for request_id in body.request_ids:
             await engine.abort(request_id)
         return {"num_requests": len(body.request_ids)}
@@ -95,12 +95,12 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.post("/start_profile")
         async def start_profile() -> dict[str, bool]:
-            """Starts a profile of the engine's process (jax.profiler)."""
+            """Start a profile of the engine's process (jax.profiler)."""
             return {"success": bool(await engine.utility("start_profile"))}
 
         @routes.post("/stop_profile")
         async def stop_profile() -> dict[str, bool]:
-            """Writes the profile into the folder of profiler_config, on the server's machine."""
+            """Write the profile into the folder of profiler_config, on the server's machine."""
             return {"success": bool(await engine.utility("stop_profile"))}
 
     @routes.get("/server_info")

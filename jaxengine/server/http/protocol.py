@@ -354,7 +354,7 @@ class TextRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _read_once(cls, data: Any) -> Any:
-        """Drops fields under earlier names that repeat structured_outputs, as sent by clients that support
+        """Drop fields under earlier names that repeat structured_outputs, as sent by clients that support
         old servers.
         """
         if not isinstance(data, dict) or not isinstance(asked := data.get("structured_outputs"), dict):
@@ -448,7 +448,7 @@ class TextRequest(GenerationRequest):
 
 
 def check_n(n: int | None, config: ServerConfig) -> None:
-    """Raises RequestError for a number of outputs that the server does not allow."""
+    """Raise RequestError for a number of outputs that the server does not allow."""
     if n is not None and not 1 <= n <= config.max_n:
         raise RequestError(f"n is {show_value(n)}; allowed are 1 to {config.max_n}", param="n", value=n)
 

@@ -26,7 +26,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/sessions/{session_id}")
     @answers(DroppedSession)
     async def drop_session(session_id: str, request: Request) -> dict[str, Any]:
-        """Drops the keys and values that the conversation alone keeps, on the devices and in the tiers."""
+        """Drop the keys and values that the conversation alone keeps, on the devices and in the tiers."""
         owner = request.scope["state"]["owner_tag"]
         if not await engine.utility("drop_session", session_key(owner, session_id)):
             raise ApiError(404, f"there is no session {session_id[:128]!r}")

@@ -31,17 +31,17 @@ class ClientLeft(Exception):
 
 
 def event(value: Any) -> bytes:
-    """Encodes a JSON value as one event."""
+    """Encode a JSON value as one event."""
     return b"data: %b\n\n" % encode_json(value)
 
 
 def failed_event(error: ApiError) -> bytes:
-    """Encodes the error that ends a stream as an event."""
+    """Encode the error that ends a stream as an event."""
     return event(error_body(error))
 
 
 def json_response(value: Any) -> Response:
-    """Encodes a complete answer. Numbers must be finite."""
+    """Encode a complete answer. Numbers must be finite."""
     return Response(encode_json(value), media_type="application/json")
 
 
@@ -82,7 +82,7 @@ async def stream_events(
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = failed_event,
 ) -> Response:
-    """Streams `events`, each one or more server-sent events, then `done`.
+    """Stream `events`, each one or more server-sent events, then `done`.
 
     Nothing is sent before the first event, so that an exception until then is answered with an HTTP status of its own:
     a generator should submit to the engine before it yields. A later exception ends the stream with the event

@@ -117,7 +117,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.get("/tokenizer_info")
         async def tokenizer_info() -> dict[str, Any]:
-            """Returns special tokens and chat template, for clients that render prompts themselves."""
+            """Return special tokens and chat template, for clients that render prompts themselves."""
             about = inputs.require_tokenizer().describe()
             return {**about, "chat_template": inputs.config.chat_template or about["chat_template"]}
 

@@ -24,7 +24,7 @@ class SpanWriter:
         self._num_tokens: Counter[int] = Counter()
 
     def of(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        """Returns the field weight_versions of the choice that ends output `index`; {} before its end. Call it for each
+        """Return the field weight_versions of the choice that ends output `index`; {} before its end. Call it for each
         piece, as it counts the tokens.
 
         An output without versions was made by the weights that the engine started with, version 0.

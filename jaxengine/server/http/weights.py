@@ -53,7 +53,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/pause")
     async def pause(mode: Mode = "abort", clear_cache: bool = True) -> dict[str, Any]:
-        """Lets no request run until /resume. Those that come meanwhile wait.
+        """Let no request run until /resume. Those that come meanwhile wait.
 
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
         clear_cache: drop cached prefixes.
@@ -63,7 +63,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/resume")
     async def resume() -> dict[str, Any]:
-        """Ends a pause."""
+        """End a pause."""
         await weights.resume(engine)
         return {"status": "resumed"}
 
@@ -77,7 +77,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         mode: Mode = "abort",
         tags: Annotated[list[str] | None, Query()] = None,
     ) -> dict[str, Any]:
-        """Gives up device memory until /wake_up: level 1 keeps weights in host memory, level 2 keeps none.
+        """Give up device memory until /wake_up: level 1 keeps weights in host memory, level 2 keeps none.
 
         Level 0 gives up nothing and only pauses. tags: give up "weights" or "kv_cache" alone; by default, both.
         """
@@ -86,13 +86,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/release_kv_cache_memory")
     async def release_kv_cache_memory() -> dict[str, Any]:
-        """Gives up the pages of a paused engine until /wake_up. Requests that /pause has kept are computed again."""
+        """Give up the pages of a paused engine until /wake_up. Requests that /pause has kept are computed again."""
         await weights.release_kv_cache_memory(engine)
         return {"status": "released"}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
-        """Puts back "weights", "kv_cache" or, by default, both; requests run once both are there."""
+        """Put back "weights", "kv_cache" or, by default, both; requests run once both are there."""
         return {"asleep": await weights.wake_up(engine, tags)}
 
     @routes.get("/is_sleeping")
@@ -104,13 +104,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -> None:
-    """Adds the routes that concern weights: /update_weights, by a path or by the file itself as the body, and
+    """Add the routes that concern weights: /update_weights, by a path or by the file itself as the body, and
     /weight_info.
     """
 
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
-        """Replaces the engine's weights between two steps: all of them or, with an error that lists what does not fit,
+        """Replace the engine's weights between two steps: all of them or, with an error that lists what does not fit,
         none. Requests go on while the folder is read."""
         options = weights.UpdateOptions(body.weight_version, body.mode, body.kv, body.strict, body.chunk_bytes)
         return await weights.update_from_path(engine, body.path, options)

@@ -28,7 +28,7 @@ class EngineLink:
     """Connection that sends and receives an engine's messages, on the event loop on which it is created."""
 
     def __init__(self, address: str, index: int, received: Callable[[FromEngine], None], lost: Callable[[], None]):
-        """Begins to connect and returns at once; messages sent meanwhile are queued. Needs a running event loop.
+        """Begin to connect and return at once; messages sent meanwhile are queued. Needs a running event loop.
 
         Args:
           address: ZeroMQ address of the engine's socket.
@@ -45,17 +45,17 @@ class EngineLink:
         self._open()
 
     def send(self, message: ToEngine) -> None:
-        """Sends a message, or queues it until there is a connection."""
+        """Send a message, or queue it until there is a connection."""
         self.send_encoded(messages.encode(message))
 
     def send_encoded(self, message: bytes) -> None:
-        """Sends a message encoded by `messages.encode`."""
+        """Send a message encoded by `messages.encode`."""
         self._socket.send(message, zmq.NOBLOCK)
         # ZeroMQ's file descriptor is edge-triggered, and sending may have consumed the edge ...
         self._loop.call_soon(self._read, self._socket)
 
     def reopen(self) -> None:
-        """Drops this connection with its queued messages, opens another, and calls `lost`, as if the engine had closed
+        """Drop this connection with its queued messages, open another, and call `lost`, as if the engine had closed
         it.
         """
         self._close()

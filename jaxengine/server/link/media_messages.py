@@ -16,9 +16,10 @@ class Place(msgspec.Struct, array_like=True):
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A MediaItem, arrays as raw bytes; num_patches determines their shapes.
+    """A MediaItem, arrays as raw bytes; num_patches determines their shapes. Other fields are MediaItem's.
 
     Attributes:
+      place: where the pixels are in shared memory; None if they are not there.
       pixels: patches, columns and rows; None if the receiver has them or they are in shared memory.
       keep: whether the sender relies on the receiver to cache them.
     """
@@ -34,7 +35,7 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class MediaMessage(msgspec.Struct, array_like=True):
-    """A Media; rope_positions as raw bytes.
+    """A Media; rope_positions as raw bytes. Other fields are those of Media.
 
     Attributes:
       epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
@@ -53,14 +54,14 @@ class MissingMediaError(Exception):
 
 
 def pixels_of(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """Returns f32 patches, i32 columns and i32 rows as raw bytes."""
+    """Return f32 patches, i32 columns and i32 rows as raw bytes."""
     return _bytes(item.patches, np.float32), _bytes(item.columns, np.int32), _bytes(item.rows, np.int32)
 
 
 def message_item(
     item: MediaItem, pixels: tuple[bytes, bytes, bytes] | None, place: Place | None = None, *, keep: bool = False
 ) -> Item:
-    """Converts an item to its form in a message.
+    """Convert an item to its form in a message.
 
     pixels: as `pixels_of` returns them; None if the receiver has them or they are at `place`. place: in shared memory,
     None for pixels that are not there. keep: as in Item.
@@ -70,13 +71,13 @@ def message_item(
 
 
 def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str = "") -> MediaMessage:
-    """Converts a prompt's Media to its form in a message, with these items in place of its own."""
+    """Convert a prompt's Media to its form in a message, with these items in place of its own."""
     places = None if media.rope_positions is None else _bytes(media.rope_positions, np.int32)
     return MediaMessage(items, places, media.rope_delta, epoch, memory)
 
 
 def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
-    """Returns a MediaItem of this item and its pixels, whose arrays are read-only views of the bytes.
+    """Return a MediaItem of this item and its pixels, whose arrays are read-only views of the bytes.
 
     pixels: f32 patches, i32 columns and i32 rows as raw bytes, as `pixels_of` returns them. Raises ValueError for bytes
     that cannot be divided into `item.num_patches` patches.
@@ -94,7 +95,7 @@ def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
 
 
 def read_media(message: MediaMessage, items: list[MediaItem]) -> Media:
-    """Returns the Media of a message, with these items."""
+    """Return the Media of a message, with these items."""
     places = message.rope_positions
     places = None if places is None else np.frombuffer(places, np.int32).reshape(3, -1)
     return Media(tuple(items), places, message.rope_delta)

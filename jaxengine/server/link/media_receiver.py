@@ -79,11 +79,11 @@ class MediaReceiver:
             else:
                 items.append(read_item(item, pixels))
         if is_missing:
-            raise MissingMediaError("pixels of a picture are not here")
+            raise MissingMediaError("pixels of an image are not here")
         return read_media(message, items)
 
     def clear(self) -> None:
-        """Clears the cache and closes the shared memory of this epoch."""
+        """Clear the cache and close the shared memory of this epoch."""
         self._kept.clear()
         if self._memory is not None:
             self._memory.close()

@@ -36,7 +36,7 @@ class MediaSender:
         return False
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """Makes the media part of Submit `number`. Messages must be sent in the order in which they are made.
+        """Make the media part of Submit `number`. Messages must be sent in the order in which they are made.
 
         whole: include all pixels. An item whose pixels were dropped must be known to the engine: see `complete`.
         """
@@ -46,18 +46,18 @@ class MediaSender:
         """Record that the engine has read all Submits up to this number."""
 
     def refused(self) -> None:
-        """Handles a refusal: pixels that a message relied on were missing in the engine."""
+        """Handle a refusal: pixels that a message relied on were missing in the engine."""
         self.reset()
 
     def reset(self) -> None:
         """Count nothing sent so far as cached, since the engine is another one or has cleared its cache."""
 
     def lost(self) -> None:
-        """Handles the end of a connection, after which another one follows."""
+        """Handle the end of a connection, after which another one follows."""
         self.reset()
 
     def close(self) -> None:
-        """Handles the end of the last connection."""
+        """Handle the end of the last connection."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
         """Recompute, on a thread, the pixels that `message` needs and the request no longer has; its requests then have
@@ -83,7 +83,7 @@ class KeepingSender(MediaSender):
     """Sender that records what it has sent, and is the MediaCache of exactly these items."""
 
     def put(self, digest: bytes, item: Processed) -> None:
-        """Does nothing: an item is cached when it is sent."""
+        """Do nothing: an item is cached when it is sent."""
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
         return prepared_item(item, made, make)
@@ -138,9 +138,9 @@ class KeySender(KeepingSender):
 
 
 def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """Returns the pixels of an item for a message, as `pixels_of` does. Raises RuntimeError if they were dropped."""
+    """Return the pixels of an item for a message, as `pixels_of` does. Raises RuntimeError if they were dropped."""
     if isinstance(item, PreparedItem) and item.make is not None:
-        raise RuntimeError("the pixels of a picture must be sent, but were not recomputed")
+        raise RuntimeError("the pixels of an image must be sent, but were not recomputed")
     return pixels_of(item)
 
 

@@ -206,12 +206,12 @@ decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEn
 
 
 def owner_of(request: Request) -> tuple[int, int]:
-    """Returns (number of the API process's connection, its handle for the request), which a request's tag encodes."""
+    """Return (number of the API process's connection, its handle for the request), which a request's tag encodes."""
     return divmod(request.tag, 1 << 32)
 
 
 def error_of(failure: Failure) -> Exception:
-    """Returns the exception for the caller of a Submit or a Call: a RequestError, RuntimeError for "internal"."""
+    """Return the exception for the caller of a Submit or a Call: a RequestError, RuntimeError for "internal"."""
     if failure.kind == "overloaded":
         return OverloadedError(failure.message, retry_after=failure.retry_after)
     if kind := {"request": RequestError, "unknown adapter": UnknownAdapterError}.get(failure.kind):
@@ -220,7 +220,7 @@ def error_of(failure: Failure) -> Exception:
 
 
 def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
-    """Returns the Update of each API process for a step, by the number of its connection.
+    """Return the Update of each API process for a step, by the number of its connection.
 
     The sender fills in number, received and load. Processes without results have no Update. clients: numbers of the
     connections of all that have requests; with a single one, all tokens are taken to be its.

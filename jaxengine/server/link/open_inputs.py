@@ -13,7 +13,7 @@ from jaxengine.server.link.shared_media import media_sender
 
 
 def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSender]:
-    """Returns the input processor and the media sender of the API process `index`.
+    """Return the input processor and the media sender of the API process `index`.
 
     welcome: of the engine, whose model must be readable here under the same path. Reads tokenizer and template from
     disk, which takes long, but no weights. Raises ConfigError, ModelFileError.

@@ -32,11 +32,11 @@ class QueueLimits:
 
     @classmethod
     def of(cls, num_slots: int, max_requests: int | None, max_tokens: int | None) -> QueueLimits:
-        """Creates the limits from the options of ServerConfig; max_requests None: four times num_slots."""
+        """Create the limits from the options of ServerConfig; max_requests None: four times num_slots."""
         return cls(num_slots, 4 * num_slots if max_requests is None else max_requests, max_tokens)
 
     def check(self, load: Load, num_requests: int, num_tokens: int) -> None:
-        """Raises OverloadedError if `num_requests` more with `num_tokens` prompt tokens in all exceed the limits at
+        """Raise OverloadedError if `num_requests` more with `num_tokens` prompt tokens in all exceed the limits at
         this load, RequestError for more requests than may ever run and wait. The token limit does not apply while no
         request is waiting.
         """
@@ -79,11 +79,11 @@ class RetryEstimate:
         self._ends: collections.deque[float] = collections.deque(maxlen=64)
 
     def ended(self, count: int) -> None:
-        """Records that `count` requests have ended."""
+        """Record that `count` requests have ended."""
         self._ends.extend([time.monotonic()] * min(count, 64))
 
     def seconds(self, num_waiting: int) -> float:
-        """Returns seconds until a quarter of the waiting requests will have run, at least 1 and at most 60."""
+        """Return seconds until a quarter of the waiting requests will have run, at least 1 and at most 60."""
         if len(self._ends) < 2:
             return _LEAST_RETRY_SECONDS
         each = (time.monotonic() - self._ends[0]) / len(self._ends)

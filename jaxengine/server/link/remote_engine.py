@@ -58,7 +58,7 @@ class RemoteEngine:
     inputs: InputProcessor
 
     def __init__(self, address: str, config: ServerConfig, index: int):
-        """Begins to connect and returns at once; `inputs` is missing until `connect` sets it.
+        """Begin to connect and return at once; `inputs` is missing until `connect` sets it.
 
         address: ZeroMQ address of the engine's socket. index: number of this API process.
         """
@@ -91,7 +91,7 @@ class RemoteEngine:
 
     @classmethod
     async def connect(cls, address: str, config: ServerConfig, index: int = 0) -> RemoteEngine:
-        """Returns a client once the engine has answered, however long that takes, and its tokenizer has been opened.
+        """Return a client once the engine has answered, however long that takes, and its tokenizer has been opened.
 
         Arguments are those of the constructor. Raises ConfigError, ModelFileError.
         """
@@ -187,7 +187,7 @@ class RemoteEngine:
         self._finish(self._processor.running(request_id))
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError for an engine that cannot answer or has been silent for long, EngineDrainingError for
+        """Raise EngineDeadError for an engine that cannot answer or has been silent for long, EngineDrainingError for
         a server that is shutting down. With enforce_eager, where steps may compile, no silence is too long."""
         self._check()
         if self._silent_too_long():
@@ -198,7 +198,7 @@ class RemoteEngine:
                 raise EngineDeadError(f"the engine has not finished a step for {time.monotonic() - self._heard:.0f} s")
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of `EngineCore.utilities` in the engine's process, and returns its result.
+        """Call a function of `EngineCore.utilities` in the engine's process, and return its result.
 
         Raises RequestError as the function does, EngineDeadError, and RuntimeError if it fails otherwise.
         """
@@ -213,7 +213,7 @@ class RemoteEngine:
         return list(self._processor.spans)
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests, lets the running ones finish, and aborts those that run longer than `timeout` seconds.
+        """Refuse new requests, let the running ones finish, and abort those that run longer than `timeout` seconds.
 
         Returns when all streams have been read to the end, or without that a second after those aborts. Errors of the
         engine are not raised; the connection stays open.
@@ -227,7 +227,7 @@ class RemoteEngine:
             await asyncio.wait_for(self._nobody_reads.wait(), 1.0)
 
     def close(self) -> None:
-        """Closes the connection; open streams end with EngineDeadError. Does nothing in a fork."""
+        """Close the connection; open streams end with EngineDeadError. Does nothing in a fork."""
         if not self._owner.is_here:
             return
         self._end(EngineDeadError("the connection to the engine was closed"))
@@ -269,7 +269,7 @@ class RemoteEngine:
         return stream
 
     async def _send_again(self, prepared: PreparedRequest) -> None:
-        """Resends a request with all pixels after the engine missed some; its stream continues.
+        """Resend a request with all pixels after the engine missed some; its stream continues.
 
         An error goes to the stream's reader. Nothing is sent if the stream or the engine has ended meanwhile.
         """
@@ -386,7 +386,7 @@ class RemoteEngine:
             stream.put(error)
 
     def _end_unservable(self, request: Request, error: Exception) -> None:
-        """Ends a request after `request`, one of its n sequences, was refused: its reader gets the error, and the
+        """End a request after `request`, one of its n sequences, was refused: its reader gets the error, and the
         engine is asked to abort the others."""
         self._drop(request)
         request_id, members = self._processor.forget(request)

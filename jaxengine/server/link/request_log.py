@@ -14,7 +14,7 @@ _MAX_PARAMS = 1000
 
 
 def log_request(prepared: PreparedRequest, options: RequestOptions, max_log_len: int | None) -> None:
-    """Logs a request that is about to be submitted.
+    """Log a request that is about to be submitted.
 
     max_log_len: characters of the prompt, and as many of its token ids, to log; None or 0 for neither.
     """

@@ -63,12 +63,12 @@ class SendQueue:
             yield self._pending.popleft()
 
     def lost(self) -> None:
-        """Drops all Submits, after the connection was lost."""
+        """Drop all Submits, after the connection was lost."""
         self._pending.clear()
         self.media.lost()
 
     def load_with(self, load: Load, num_slots: int) -> Load:
-        """Returns `load`, which the engine last sent, plus that of the queued Submits, as if they had been read.
+        """Return `load`, which the engine last sent, plus that of the queued Submits, as if they had been read.
 
         num_slots: requests that the engine runs at once; those beyond count as waiting.
         """

@@ -51,7 +51,7 @@ class Arena:
         self._free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """Allocates at least `size` bytes, first fit; returns their offset, a multiple of 64, or None if no free part
+        """Allocate at least `size` bytes, first fit; return their offset, a multiple of 64, or None if no free part
         is large enough."""
         size = _rounded(size)
         for index, (offset, free) in enumerate(self._free):
@@ -62,7 +62,7 @@ class Arena:
         return None
 
     def give(self, offset: int, size: int) -> None:
-        """Frees a part that `take` returned for this size."""
+        """Free a part that `take` returned for this size."""
         size = _rounded(size)
         self.num_bytes -= size
         index = bisect.bisect_left(self._free, (offset, 0))
@@ -74,13 +74,13 @@ class Arena:
         self._free[first:last] = [(offset, end - offset)]
 
     def write(self, offset: int, parts: tuple[bytes, ...]) -> None:
-        """Writes `parts` contiguously from `offset`."""
+        """Write `parts` contiguously from `offset`."""
         for part in parts:
             self._memory[offset : offset + len(part)] = part
             offset += len(part)
 
     def close(self) -> None:
-        """Closes the memory. A process that has it open keeps it; no other can open it."""
+        """Close the memory. A process that has it open keeps it; no other can open it."""
         self._memory.close()
         os.close(self._descriptor)
 
@@ -106,7 +106,7 @@ class SharedSender(KeepingSender):
     """
 
     def __init__(self, max_bytes: int, max_item_bytes: int):
-        """Creates the shared memory of the first epoch.
+        """Create the shared memory of the first epoch.
 
         max_bytes: its size, more than 0. max_item_bytes: largest item that is put into it; a larger one is sent in the
         message, and not cached.
@@ -159,7 +159,7 @@ class SharedSender(KeepingSender):
                 self._old.pop(0)[1].close()
 
     def refused(self) -> None:
-        """Handles an engine that cannot open the memory: pixels are sent in messages from now on."""
+        """Handle an engine that cannot open the memory: pixels are sent in messages from now on."""
         if self._arena is not None:
             logger.error("the engine cannot read shared memory; mm_processor_cache_type shm keeps nothing from now on")
         with self._lock:
@@ -237,7 +237,7 @@ class SharedSender(KeepingSender):
 
 
 def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
-    """Creates the sender for a kind of cache of jaxengine.config.encoder, as Welcome names it."""
+    """Create the sender for a kind of cache of jaxengine.config.encoder, as Welcome names it."""
     size = config.mm_processor_cache_bytes
     if kind == SHARED_MEMORY:
         return SharedSender(size, config.mm_shm_cache_max_object_size_mb << 20)

@@ -50,7 +50,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
-    """Converts a prepared request, with its encoded images, to a message; handles are its requests' tags.
+    """Convert a prepared request, with its encoded images, to a message; handles are its requests' tags.
 
     number: as in Submit. media: None for a request without images.
     """
@@ -77,7 +77,7 @@ def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -
 
 
 def requests_of(message: Submit, client: int, media: Media | None) -> list[Request]:
-    """Converts a Submit to the scheduler's requests, one for each member.
+    """Convert a Submit to the scheduler's requests, one for each member.
 
     client: number of the API process's connection, which is in their tags. media: the decoded images, or None.
     """

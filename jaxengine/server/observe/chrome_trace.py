@@ -61,7 +61,7 @@ def _processes(model: str) -> Iterable[tuple[int, str]]:
 
 
 def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Returns (start, end) of the device's work on each step, in seconds. No end is later than the time at which the
+    """Return (start, end) of the device's work on each step, in seconds. No end is later than the time at which the
     host knew the device to be idle.
     """
     spans, before = [], 0.0
@@ -102,7 +102,7 @@ def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable
 def _by_request(
     steps: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]
 ) -> dict[str, list[tuple[str, float, float, int]]]:
-    """Returns (name, start, end, step) of each event of a request in the steps, in order, by request id."""
+    """Return (name, start, end, step) of each event of a request in the steps, in order, by request id."""
     taken: dict[str, list[tuple[str, float, float, int]]] = {}
     for step, (start, end) in zip(steps, spans, strict=True):
         number = step["number"]
@@ -120,7 +120,7 @@ def _by_request(
 def _request_events(
     track: int, life: Mapping[str, Any], taken: Sequence[tuple[str, float, float, int]], now: float
 ) -> Iterable[Event]:
-    """Yields the events of a request's track: preprocessing, queued, prefill, decode; in them chunks and preemptions.
+    """Yield the events of a request's track: preprocessing, queued, prefill, decode; in them chunks and preemptions.
 
     Args:
       track: number of the track.
@@ -177,5 +177,5 @@ def _named(what: str, process: int, track: int, name: str) -> Event:
 
 
 def _us(seconds: float) -> float:
-    """Converts seconds to microseconds, rounded to nanoseconds."""
+    """Convert seconds to microseconds, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)

@@ -40,7 +40,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
-    """Wraps `engine` to send a span for each request, if an endpoint is configured.
+    """Wrap `engine` to send a span for each request, if an endpoint is configured.
 
     Raises ConfigError for an unusable endpoint, with the package to install if one is missing.
     """
@@ -50,7 +50,7 @@ def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raises ConfigError for an unusable endpoint, as `traced` does."""
+    """Raise ConfigError for an unusable endpoint, as `traced` does."""
     if endpoint is not None:
         _exporter(endpoint)
 
@@ -169,7 +169,7 @@ class _RequestSpan:
         self._error = error
 
     def end(self) -> None:
-        """Sends the span, from the request's arrival to now; to be called once. A request that its caller left before
+        """Send the span, from the request's arrival to now; to be called once. A request that its caller left before
         the end counts as aborted."""
         attributes = {**self._attributes, "gen_ai.usage.completion_tokens": sum(self._num_tokens.values())}
         output = self._last
@@ -188,7 +188,7 @@ class _RequestSpan:
 
 
 def _latencies(output: RequestOutput) -> dict[str, float]:
-    """Returns latency attributes in seconds, without those of events that did not happen; {} for an output without
+    """Return latency attributes in seconds, without those of events that did not happen; {} for an output without
     metrics."""
     metrics = output.metrics
     if metrics is None:
@@ -211,7 +211,7 @@ def _latencies(output: RequestOutput) -> dict[str, float]:
 
 
 def _tracer(endpoint: str) -> Tracer:
-    """Creates a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError as `_exporter`; does
+    """Create a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError as `_exporter`; does
     not look whether anything answers there."""
     exporter = _exporter(endpoint)
     from opentelemetry.sdk.resources import Resource
@@ -228,7 +228,7 @@ def _tracer(endpoint: str) -> Tracer:
 
 
 def _exporter(endpoint: str) -> Any:
-    """Imports the class that exports spans to the endpoint; its package includes the SDK.
+    """Import the class that exports spans to the endpoint; its package includes the SDK.
 
     Raises ConfigError for an address that is not of http, https, grpc or grpcs, or if the package is missing.
     """

@@ -39,7 +39,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/status.json")
     async def status(request: Request) -> dict[str, Any]:
-        """Returns the state of the engine, for the page at /. Requests of other keys have numbers for ids."""
+        """Return the state of the engine, for the page at /. Requests of other keys have numbers for ids."""
         shown = Viewer(request.state.sees).status(await engine.utility("status"))
         return {"model": model, "version": __version__, **shown}
 
@@ -48,7 +48,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         request: Request,
         seconds: Annotated[float, Query(gt=0, le=MAX_TRACE_SECONDS, allow_inf_nan=False)] = 10.0,
     ) -> Response:
-        """Returns the last `seconds` of the engine's steps and requests, for ui.perfetto.dev.
+        """Return the last `seconds` of the engine's steps and requests, for ui.perfetto.dev.
 
         Requests of other keys have numbers in place of their ids.
         """
@@ -65,7 +65,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Returns headers that permit a page its own script and style and requests to its own server, and nothing else.
+    """Return headers that permit a page its own script and style and requests to its own server, and nothing else.
 
     page: HTML with one <script> and one <style>, both without attributes.
     """

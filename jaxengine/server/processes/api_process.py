@@ -60,7 +60,7 @@ class _HttpServer(uvicorn.Server):
 
 
 async def serve(child: Child) -> None:
-    """Serves until the supervisor's order to drain, or until HTTP ends, and then lets requests finish for at most
+    """Serve until the supervisor's order to drain, or until HTTP ends, and then lets requests finish for at most
     shutdown_timeout seconds.
 
     Raises ConfigError for an unusable option, RuntimeError if HTTP does not start.
@@ -141,7 +141,7 @@ async def _report(engine: EngineClient, traffic: TrafficState) -> None:
 
 
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:
-    """Returns uvicorn's configuration for the ASGI application `app`: without WebSockets and proxies' headers, with the
+    """Return uvicorn's configuration for the ASGI application `app`: without WebSockets and proxies' headers, with the
     limits, access log and TLS files of `config`."""
     return uvicorn.Config(
         app,

@@ -29,7 +29,7 @@ _ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 
 
 def alive_seconds(hang_timeout: float) -> float:
-    """Returns the interval of a loop's "alive" events in seconds; hang_timeout: in seconds, 0 if nobody checks."""
+    """Return the interval of a loop's "alive" events in seconds; hang_timeout: in seconds, 0 if nobody checks."""
     return min(_ALIVE_SECONDS, (hang_timeout or math.inf) / _ALIVE_TIMES)
 
 
@@ -64,19 +64,19 @@ class Child:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def end_with_parent(self) -> None:
-        """Makes the kernel kill this process when the supervisor ends, however busy it is; on Linux only."""
+        """Make the kernel kill this process when the supervisor ends, however busy it is; on Linux only."""
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def follow(self, handle: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `handle` with each order, a JSON object, on a thread; with earlier ones before it returns."""
+        """Call `handle` with each order, a JSON object, on a thread; with earlier ones before it returns."""
         with self._lock:
             self._handle = handle
             for order in self._early:
                 handle(order)
 
     def stopping(self) -> asyncio.Event:
-        """Returns an event of the running loop that is set on the supervisor's order to stop or drain.
+        """Return an event of the running loop that is set on the supervisor's order to stop or drain.
 
         Also handles the only other order, "explain": it writes the stacks of all threads to stderr. Takes all orders,
         so it replaces what `follow` was given.
@@ -93,7 +93,7 @@ class Child:
         return stop
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Sends an event to the supervisor, without waiting: it is dropped if the pipe is full because nobody reads.
+        """Send an event to the supervisor, without waiting: it is dropped if the pipe is full because nobody reads.
 
         fields: further values of the event, as JSON. Ends this process at once, with status 1, if the supervisor has
         ended.
@@ -105,7 +105,7 @@ class Child:
                 self._orphaned()
 
     def leave(self, status: int) -> NoReturn:
-        """Flushes output and ends the process at once."""
+        """Flush output and end the process at once."""
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -123,4 +123,4 @@ class Child:
 
 
 def _ignore(number: int, frame: Any) -> None:
-    """Ignores a signal, which the supervisor handles."""
+    """Ignore a signal, which the supervisor handles."""

@@ -45,7 +45,7 @@ class Connections:
         return _Protocol(self, *args, **kwargs)
 
     def made(self, protocol: _Protocol) -> None:
-        """Adds a connection; closes another one if there are too many."""
+        """Add a connection; close another one if there are too many."""
         self._count += 1
         if self._count > self._most:
             victim = next(iter(self._waiting), protocol)
@@ -110,7 +110,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Starts the idle timer, or stops it when a request begins. Data that arrives meanwhile does not extend it."""
+        """Start the idle timer, or stop it when a request begins. Data that arrives meanwhile does not extend it."""
         waits = self.cycle is None or self.cycle.response_complete
         if not waits:
             self._cancel()
@@ -128,5 +128,5 @@ class _Protocol(H11Protocol):
 
 
 def http_protocol(config: ServerConfig) -> Callable[..., asyncio.Protocol]:
-    """Creates uvicorn's `http` option."""
+    """Create uvicorn's `http` option."""
     return Connections(max_connections(config), config.read_timeout)

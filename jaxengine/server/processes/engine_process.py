@@ -75,7 +75,7 @@ class EngineServer:
     """Server of the engine to the API processes, until the supervisor's order to stop."""
 
     def __init__(self, core: EngineCore, address: str, config: ServerConfig, tell: Callable[[str], None]):
-        """Listens at `address`, one of ZeroMQ; raises zmq.ZMQError if it cannot.
+        """Listen at `address`, one of ZeroMQ; raise zmq.ZMQError if it cannot.
 
         tell: called with "served" once, when the first request has ended, and repeatedly with "alive" from the stepping
           thread.
@@ -112,7 +112,7 @@ class EngineServer:
         self._poller.register(self._awake, zmq.POLLIN)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Queues an order of the supervisor for the loop: a JSON object whose "order" is "stop", or "gone" with the
+        """Queue an order of the supervisor for the loop: a JSON object whose "order" is "stop", or "gone" with the
         "index" of an API process. Handles "explain" and "drain" at once; the latter only makes lost API processes no
         errors in the log. Thread-safe.
         """
@@ -135,7 +135,7 @@ class EngineServer:
             self._send(output)
 
     def _receive(self) -> bool:
-        """Handles all orders and messages that have arrived, waiting a while for one if nothing is running; False to
+        """Handle all orders and messages that have arrived, waiting a while for one if nothing is running; False to
         stop. A message that cannot be read is logged and dropped."""
         now = time.monotonic()
         if now >= self._alive_at:
@@ -254,7 +254,7 @@ class EngineServer:
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}
 
     def _send(self, output: EngineOutput) -> None:
-        """Sends each API process its results of a step, and drops one that cannot be sent to.
+        """Send each API process its results of a step, and drop one that cannot be sent to.
 
         It runs in every step, most of which have little but tokens.
         """
@@ -293,7 +293,7 @@ class EngineServer:
                 self._drop(client)
 
     def _current_load(self) -> Load:
-        """Returns the load, as the same object while nothing has changed."""
+        """Return the load, as the same object while nothing has changed."""
         scheduler = self.core.engine.scheduler
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_tokens
         if counts != (self._load.num_running, self._load.num_waiting, self._load.num_waiting_tokens):
@@ -313,7 +313,7 @@ class EngineServer:
             self._by_number[number].requests.pop(handle, None)
 
     def _explain(self) -> None:
-        """Logs the state of the loop, which has not reported for too long: steps on the device, and stacks of threads
+        """Log the state of the loop, which has not reported for too long: steps on the device, and stacks of threads
         to stderr. Runs on another thread than the loop."""
         for step in self.core.engine.timeline.in_flight():
             what, age = f"{step.bucket}, {step.num_rows} rows", time.monotonic() - step.dispatched
@@ -327,7 +327,7 @@ class EngineServer:
             self._drop(client)
 
     def _drop(self, client: _Client) -> None:
-        """Forgets an API process that is gone, and aborts its requests."""
+        """Forget an API process that is gone, and abort its requests."""
         for request in list(client.requests.values()):
             self.core.engine.finish(request, FinishReason.ABORT)
             self._settle(request)

@@ -13,14 +13,14 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening TCP socket; port 0 takes a free one. Raises ConfigError for an unusable host or port."""
+    """Return a listening TCP socket; port 0 takes a free one. Raises ConfigError for an unusable host or port."""
     made = _bind("port", host, port)
     made.listen(_BACKLOG)
     return made
 
 
 def reserve_port(option: str, host: str, port: int) -> socket.socket:
-    """Returns a bound socket that accepts nothing; processes of this user may listen on its port (SO_REUSEPORT).
+    """Return a bound socket that accepts nothing; processes of this user may listen on its port (SO_REUSEPORT).
 
     Port 0 takes a free one. Raises ConfigError as `listen` does, naming `option`, also where another program has the
     port.
@@ -32,7 +32,7 @@ def reserve_port(option: str, host: str, port: int) -> socket.socket:
 
 
 def listen_too(option: str, host: str, port: int) -> socket.socket:
-    """Returns a listening socket on a port that `reserve_port` holds, as several processes may have. Raises ConfigError
+    """Return a listening socket on a port that `reserve_port` holds, as several processes may have. Raises ConfigError
     as `listen` does, naming `option`.
     """
     made = _bind(option, host, port, reuse=True)
@@ -41,7 +41,7 @@ def listen_too(option: str, host: str, port: int) -> socket.socket:
 
 
 def cut_unread(listener: socket.socket, seconds: float) -> None:
-    """Makes the system drop connections of `listener` whose clients acknowledge nothing for `seconds`.
+    """Make the system drop connections of `listener` whose clients acknowledge nothing for `seconds`.
 
     A server can only close such a connection, and closing waits for the client too. Does nothing on systems without the
     option (others than Linux).

@@ -16,7 +16,7 @@ _MORE_BYTES = 256 * MIB
 
 
 def memory_limit(bounds: StoreBounds, num_clients: int, max_request_bytes: int) -> int:
-    """Returns the memory in bytes that the store may need: its responses, and for each of its clients, the API
+    """Return the memory in bytes that the store may need: its responses, and for each of its clients, the API
     processes, the largest message in each direction, encoded and not.
     """
     message = bounds.conversation_bytes + 2 * max_request_bytes
@@ -24,7 +24,7 @@ def memory_limit(bounds: StoreBounds, num_clients: int, max_request_bytes: int) 
 
 
 async def serve(child: Child) -> None:
-    """Serves at the job's store_path, a Unix socket, until the supervisor's order to stop. Its memory is limited."""
+    """Serve at the job's store_path, a Unix socket, until the supervisor's order to stop. Its memory is limited."""
     config = ServerConfig(**child.job["server"])
     bounds = StoreBounds(**config.store_bounds())
     await asyncio.start_unix_server(StoreServer(ResponseStore(bounds)).serve, child.job["store_path"])

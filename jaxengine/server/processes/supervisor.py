@@ -107,7 +107,7 @@ class Supervisor:
     """Supervisor that runs a server until it is drained or fails."""
 
     def __init__(self, server: ServerConfig, engine: EngineConfig):
-        """Binds the ports of HTTP and, if they are not None, of gRPC and metrics; port 0 takes a free one. Starts no
+        """Bind the ports of HTTP and, if they are not None, of gRPC and metrics; port 0 takes a free one. Starts no
         process.
 
         Raises ConfigError for an unusable host or port.
@@ -132,7 +132,7 @@ class Supervisor:
         self._give_up_at = float("inf")
 
     def run(self) -> int:
-        """Runs the server and returns the exit status.
+        """Run the server and return the exit status.
 
         0 after draining, 128 plus the number of a signal that ends it at once, and 1 if processes fail or do not end in
         time. Before it is ready, the status of the process that ended: 2 for unusable options or an unusable model; 1
@@ -191,7 +191,7 @@ class Supervisor:
             self._start(*which)
 
     def _look_at(self, child: _Child, timeout: float) -> None:
-        """Kills a process that has been silent for `timeout` seconds, after it was asked to log its state.
+        """Kill a process that has been silent for `timeout` seconds, after it was asked to log its state.
 
         To be called often: one call asks, a later one kills unless it has said something. It is restarted once it has
         ended.
@@ -315,7 +315,7 @@ class Supervisor:
                 child.order("stop")
 
     def urls(self) -> str:
-        """Returns the server's addresses, of HTTP, and of gRPC and metrics if they have ports, as one text."""
+        """Return the server's addresses, of HTTP, and of gRPC and metrics if they have ports, as one text."""
         server, scheme = self._server, "https" if self._server.ssl_certfile else "http"
         host = f"[{server.host}]" if ":" in server.host else server.host
         grpc = "" if server.grpc_port is None else f", gRPC at {host}:{server.grpc_port}"
@@ -336,6 +336,6 @@ class Supervisor:
 
 
 def _folder_for_sockets() -> str:
-    """Returns the user's folder for temporary files, or /tmp if its name is too long for a socket's path."""
+    """Return the user's folder for temporary files, or /tmp if its name is too long for a socket's path."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"

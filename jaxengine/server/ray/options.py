@@ -47,12 +47,13 @@ class RayConfig:
         if that is not given.
       num_ingresses: processes that choose the replica of each request and pass it on.
       num_cpus: CPUs that Ray reserves on each host of a replica.
-      num_gpus: GPUs, likewise.
-      resources: others, likewise; TPUs are {"TPU": 4}. None: no others.
-      placement_strategy: for the hosts of an engine with nnodes > 1.
+      num_gpus: GPUs that Ray reserves on each host of a replica.
+      resources: other resources that Ray reserves there, such as {"TPU": 4}; None for no others.
+      placement_strategy: Ray's strategy for placing the hosts of an engine with nnodes > 1.
       num_attempts: replicas on which a request without output is tried.
-      routing_imbalance: requests that a replica may have more than another one because it has the whole prefix of a
-        prompt; twice as many because it has the conversation. None: a quarter of target_ongoing_requests.
+      routing_imbalance: number of requests that a replica with a prompt's whole prefix may have in addition to those
+        of another replica; a replica with the conversation may have twice as many. None: a quarter of
+        target_ongoing_requests.
       routing_digest_bytes: bytes of prefix digests that a replica publishes; 0: requests are routed without them.
       routing_period: seconds between two publications.
     """

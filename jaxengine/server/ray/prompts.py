@@ -75,7 +75,9 @@ class PromptReader:
 
 
 class _NoEngine:
-    """EngineClient that notes the first prompt of a request and never answers."""
+    """EngineClient that publishes the tokens and cache salt of a request's first prompt, and never responds. Of
+    prompts with images or sounds, with steering, or for pooling it publishes none.
+    """
 
     errored = False
 

@@ -122,7 +122,7 @@ class Replica(Responder):
         self._batches = None if batches is None else asyncio.create_task(batches)
 
     async def describe(self) -> str:
-        """Returns the engine's resolved config and its process id, as JSON."""
+        """Return the engine's resolved config and its process id, as JSON."""
         return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Replica(Responder):
         return {**known, "digests": digests, "page_size": page_size, "draining": self._engine.errored}
 
     async def check_health(self) -> None:
-        """Raises if the engine is unhealthy; Ray then replaces the replica."""
+        """Raise if the engine is unhealthy; Ray then replaces the replica."""
         await self._engine.check_health()
 
     def __del__(self):

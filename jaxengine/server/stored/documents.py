@@ -40,7 +40,7 @@ class _Splitter:
         self._known: dict[int, bytes] = {}
 
     def short(self, value: Any) -> Any:
-        """Returns a JSON value with MessagePack extensions in place of long texts and of integers beyond 64 bits.
+        """Return a JSON value with MessagePack extensions in place of long texts and of integers beyond 64 bits.
 
         The digests of these texts are appended to `digests`, one for each occurrence, the texts added to `texts`.
         """
@@ -66,7 +66,7 @@ class _Splitter:
 
 
 def split(value: Any, texts: dict[bytes, bytes]) -> Document:
-    """Makes a document of a JSON value, and adds its long texts, UTF-8, to `texts` by their digests."""
+    """Make a document of a JSON value, and add its long texts, UTF-8, to `texts` by their digests."""
     splitter = _Splitter(texts)
     data = msgspec.msgpack.encode(splitter.short(value))
     return Document(data, tuple(splitter.digests), len(data) + sum(len(texts[each]) for each in splitter.digests))

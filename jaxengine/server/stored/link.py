@@ -68,7 +68,7 @@ class StoreServer:
         self._store = store
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one connection until its end, or until a message that cannot be read, which is logged.
+        """Serve one connection until its end, or until a message that cannot be read, which is logged.
 
         Its calls are then cancelled, and its running responses marked as failed.
         """
@@ -188,7 +188,7 @@ class StoreClient:
             worker.cancel(response_id, owner)
 
     async def _call(self, name: _Method, response_id: str, owner: str, **more: Any) -> StoreReply:
-        """Sends a call and waits for its reply. more: further fields of StoreCall.
+        """Send a call and wait for its reply. more: further fields of StoreCall.
 
         Raises EngineDeadError if the store is down, OverloadedError if it has no room.
         """
@@ -211,13 +211,13 @@ class RemoteStore(StoreClient):
 
     @classmethod
     async def connect(cls, path: str) -> RemoteStore:
-        """Returns a client once the store listens at `path` and is connected, however long that takes."""
+        """Return a client once the store listens at `path` and is connected, however long that takes."""
         store = cls(path)
         await store._connected.wait()
         return store
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._task.cancel()
 
     async def reply(self, call: StoreCall) -> StoreReply:

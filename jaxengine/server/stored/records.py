@@ -91,7 +91,7 @@ class Responses(Protocol):
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Stores a response, replacing its earlier state; returns what is missing, and then nothing has changed.
+        """Store a response, replacing its earlier state; return what is missing, and then nothing has changed.
 
         worker: generates the response while is_running; `stop` asks it to cancel. Otherwise not used.
         texts: long texts, UTF-8, by digest, at least those that the store lacks; None for none.
@@ -102,15 +102,15 @@ class Responses(Protocol):
     async def find(self, response_id: str, owner: str) -> Found | None: ...
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Returns what the client sees, the input items, or the messages of the conversation up to this response."""
+        """Return what the client sees, the input items, or the messages of the conversation up to this response."""
         ...
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stops the generation of a response, if it is running, and returns its final state once that is stored."""
+        """Stop the generation of a response, if it is running, and return its final state once that is stored."""
         ...
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Stops and removes a response; returns it."""
+        """Stop and remove a response; return it."""
         ...
 
 

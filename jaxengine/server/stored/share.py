@@ -32,7 +32,7 @@ class Turn:
     num_links: int = 0
 
     def chain(self) -> list[Turn]:
-        """Returns the turns of the conversation, oldest first."""
+        """Return the turns of the conversation, oldest first."""
         turn: Turn | None = self
         turns: list[Turn] = []
         while turn is not None:
@@ -68,7 +68,7 @@ class Share:
         self._uses: dict[bytes, int] = {}
 
     def missing(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> Needs | None:
-        """Returns what is missing to put a response; None if nothing is. texts: the long texts that come along, by
+        """Return what is missing to put a response; None if nothing is. texts: the long texts that come along, by
         digest."""
         known = self.responses.get(stored.id)
         continues = known is not None and known.stored.previous == stored.previous
@@ -78,7 +78,7 @@ class Share:
         return Needs(wanted, history) if wanted or history else None
 
     def conversation_bytes(self, stored: StoredResponse) -> int:
-        """Returns the size in bytes of a response's conversation, as Turn.num_bytes counts it."""
+        """Return the size in bytes of a response's conversation, as Turn.num_bytes counts it."""
         earlier = self._earlier(stored)
         own = RECORD_BYTES + stored.question.num_bytes + stored.answer.num_bytes
         return own + (0 if earlier is None else earlier.num_bytes)
@@ -95,7 +95,7 @@ class Share:
         return 2 * RECORD_BYTES + stored.num_own_bytes + long + (0 if earlier is None else earlier.num_bytes)
 
     def put(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> None:
-        """Stores a response in place of its earlier state, if any. Nothing may be `missing`; evicts nothing.
+        """Store a response in place of its earlier state, if any. Nothing may be `missing`; evicts nothing.
 
         texts: as for `missing`.
         """
@@ -117,15 +117,15 @@ class Share:
         stored.response = response
 
     def drop(self, response_id: str) -> None:
-        """Removes a response, and its turn unless a later response continues it."""
+        """Remove a response, and its turn unless a later response continues it."""
         self._forget(self.responses.pop(response_id))
 
     def texts_of(self, documents: Iterable[Document]) -> dict[bytes, bytes]:
-        """Returns the long texts of documents."""
+        """Return the long texts of documents."""
         return {digest: self._texts[digest] for document in documents for digest in document.digests}
 
     def finished(self, *, but: str | None) -> Iterator[str]:
-        """Yields the ids of responses that may be evicted, oldest first; but: the id of one that may not, if any."""
+        """Yield the ids of responses that may be evicted, oldest first; but: the id of one that may not, if any."""
         return (name for name, kept in self.responses.items() if not kept.stored.is_running and name != but)
 
     def _earlier(self, stored: StoredResponse) -> Turn | None:

@@ -89,7 +89,7 @@ class ResponseStore:
         return found
 
     def lose(self, worker: Worker) -> None:
-        """Marks the running responses of a lost worker as failed, which ends the calls of `stop` that wait for them."""
+        """Mark the running responses of a lost worker as failed, which ends the calls of `stop` that wait for them."""
         for key in [key for key, each in self._workers.items() if each is worker]:
             owner, response_id = key
             share = self._shares[owner]
@@ -107,13 +107,13 @@ class ResponseStore:
         return None if share is None else share.responses.get(response_id)
 
     def _rest(self, key: tuple[str, str]) -> None:
-        """Marks a response as no longer running."""
+        """Mark a response as no longer running."""
         self._workers.pop(key, None)
         if (at_rest := self._at_rest.pop(key, None)) is not None:
             at_rest.set()
 
     def _check_room(self, share: Share, stored: StoredResponse, texts: dict[bytes, bytes]) -> None:
-        """Raises OverloadedError for a new response that cannot be stored whatever is evicted: it or its conversation
+        """Raise OverloadedError for a new response that cannot be stored whatever is evicted: it or its conversation
         is too large, or running responses, which stay, leave no room. Nothing may be missing in `share`."""
         bounds = self._bounds
         # The answer is short, and the request that it answers was checked.
@@ -136,7 +136,7 @@ class ResponseStore:
                 raise OverloadedError(text, retry_after=_RETRY_SECONDS)
 
     def _make_room(self, share: Share, newest: str) -> None:
-        """Evicts finished responses while bounds are exceeded and there are any: of `share` beyond its owner's bounds,
+        """Evict finished responses while bounds are exceeded and there are any: of `share` beyond its owner's bounds,
         of the owner that has most beyond the store's. newest: id of the response of `share` that stays."""
         bounds = self._bounds
 
@@ -147,7 +147,7 @@ class ResponseStore:
             return oldest is not None
 
         def evict(measure: Callable[[Share], int]) -> bool:
-            """Evicts from the owner that has most, of those that have anything to evict."""
+            """Evict from the owner that has most, of those that have anything to evict."""
             return any(map(evict_from, sorted(self._shares.values(), key=measure, reverse=True)))
 
         while len(share.responses) > bounds.client_responses or share.num_bytes > bounds.client_bytes:

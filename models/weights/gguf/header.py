@@ -239,8 +239,8 @@ def _locate_tensors(
 ) -> tuple[TensorInfo, ...]:
     """Convert `start` of entries to offsets from the beginning of the file, of `size` bytes.
 
-    Raises ModelFileError for a name given twice, for data out of bounds, unaligned or overlapping, and for bytes after
-    the last.
+    data_start: offset of the first tensor's data. Raises ModelFileError for a name given twice, for data out of bounds,
+    unaligned or overlapping, and for bytes after the last tensor's, other than those that align the file's end.
     """
     seen: set[str] = set()
     located = []

@@ -268,7 +268,9 @@ def _table_row_copy(refs: Refs, plan: Plan, segment, row) -> Any:
 
 
 def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
-    """Make the segment's row of the page table the current one, and start the copy of the next segment's row."""
+    """Make the row of the page table that was copied for `segment` the current one, and start the copy of the row of
+    this core's next segment, if that is before `end`: one past the last segment of all cores.
+    """
     row = 1 - refs.cursor[TABLE_ROW]
     refs.cursor[TABLE_ROW] = row
     _table_row_copy(refs, plan, segment, row).wait()

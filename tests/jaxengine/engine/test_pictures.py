@@ -246,7 +246,7 @@ def test_embeddings_in_the_place_of_pictures(case, executables_dir, thorough):
         (np.full((4, size), np.nan, np.float32), "not finite"),
         (
             {"image_embeds": np.zeros((7, size), np.float32), "image_grid_thw": [1, 2, 7]},
-            "grid|embeddings of a picture",
+            "grid|embeddings of an image",
         ),
         (np.zeros((400, size), np.float32), "embeddings|grid"),
     ):

@@ -35,7 +35,7 @@ REFUSED = {
     ("gemma4_both_ways_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("gemma4_pictures_vision", "pp 2"): "attends to keys and values of layer .*, which is in an earlier stage",
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
-    ("qwen3_vl_moe_vision", "pp 2"): "^the first 2 layers add parts of pictures, but the first stage has 1",
+    ("qwen3_vl_moe_vision", "pp 2"): "^the first 2 layers add parts of images, but the first stage has 1",
 }
 
 

@@ -93,7 +93,7 @@ async def test_there_may_wait_so_many(loader, monkeypatch):
     monkeypatch.setattr(module, "_MAX_WAITING", 3)
     first = asyncio.create_task(loader.load(parts(1, 2, 3, 4)))
     await asyncio.sleep(0.01)
-    with pytest.raises(OverloadedError, match="4 pictures, videos and sounds wait"):
+    with pytest.raises(OverloadedError, match="4 images, videos and sounds wait"):
         await loader.load(parts(5))
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -153,12 +153,12 @@ async def test_one_key_has_half_of_the_places_in_line(monkeypatch):
     monkeypatch.setattr(module, "_MAX_WAITING", 8)
     tasks = [asyncio.create_task(load_for("a", loader, parts(*range(1, 21))))]  # one prompt may have more
     await asyncio.sleep(0.01)
-    with pytest.raises(OverloadedError, match="20 pictures, videos and sounds of this client wait"):
+    with pytest.raises(OverloadedError, match="20 images, videos and sounds of this client wait"):
         await asyncio.create_task(load_for("a", loader, parts(1)))
     assert (await asyncio.create_task(load_for("b", loader, parts(0, 0, 0, 0))))["image"] == [0, 0, 0, 0]
     tasks.append(asyncio.create_task(load_for("b", loader, parts(1, 1, 1, 1))))
     await asyncio.sleep(0.01)
-    with pytest.raises(OverloadedError, match="8 pictures, videos and sounds wait"):
+    with pytest.raises(OverloadedError, match="8 images, videos and sounds wait"):
         await asyncio.create_task(load_for("c", loader, parts(0)))
     go.set()
     await asyncio.gather(*tasks)

@@ -145,7 +145,7 @@ def test_parts_of_other_kinds_are_refused_by_their_type():
 
 def test_an_answer_holds_no_pictures():
     with pytest.raises(
-        RequestError, match=r"messages\[0\].content\[0\] is a picture, video or sound; allowed are they in"
+        RequestError, match=r"messages\[0\].content\[0\] is an image, video or sound; allowed are they in"
     ):
         collect({"type": "image", "image": PICTURE}, role="assistant")
 

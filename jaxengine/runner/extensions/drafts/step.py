@@ -37,7 +37,7 @@ class DraftSpec:
 
     Attributes:
       graph, params_tree: static parts of the draft model.
-      bucket: of the step; layout: of its message.
+      bucket: of the step; layout: of its message; page_size: tokens of a page.
       group: index of the target's cache group with pages that keeps all keys.
     """
 
@@ -67,6 +67,7 @@ class Rows(NamedTuple):
     """Rows of a step with drafts, i32[S] each unless noted.
 
     Attributes:
+      slot: the row's slot; count: its tokens in this step, the last known one and drafts.
       start: position of the last known token.
       last_token: that token.
       page_table: i32[S, W].

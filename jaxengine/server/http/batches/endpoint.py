@@ -111,7 +111,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/batches")
     @answers(Batch)
     async def create_batch(request: Request, body: CreateBatch) -> Record:
-        """Lets the requests of a file be answered within 24 hours."""
+        """Let the requests of a file be answered within 24 hours."""
         owner, file_id = request.state.owner, body.input_file_id
         found = there(await asyncio.to_thread(store.file, owner, file_id), "file", file_id)
         if found["purpose"] != "batch":
@@ -124,7 +124,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def list_batches(
         request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> dict[str, Any]:
-        """Lists the client's batches, the newest first."""
+        """List the client's batches, the newest first."""
         return await asyncio.to_thread(lambda: page(store.batches(request.state.owner), after, limit))
 
     @routes.get("/v1/batches/{batch_id}")
@@ -135,7 +135,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/batches/{batch_id}/cancel")
     @answers(Batch)
     async def cancel_batch(request: Request, batch_id: str) -> Record:
-        """Ends a batch soon; what is answered by then is in its output file."""
+        """End a batch soon; what is answered by then is in its output file."""
 
         def edit(record: Record) -> None:
             if record["status"] in ("validating", "in_progress"):

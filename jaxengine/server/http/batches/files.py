@@ -73,7 +73,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/files", openapi_extra=_BODY)
     @answers(FileObject)
     async def create_file(request: Request) -> Record:
-        """Stores a file of requests for a batch: one JSON object a line."""
+        """Store a file of requests for a batch: one JSON object a line."""
         try:
             with uploads.one_of(request.state.owner):
                 return await _receive(store, request)
@@ -87,7 +87,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/files/{file_id}")
     @answers(FileDeleted)
     async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
-        """Removes a file, unless it is the input of a batch that has not ended."""
+        """Remove a file, unless it is the input of a batch that has not ended."""
         deleted = await asyncio.to_thread(store.delete_file, request.state.owner, file_id)
         there(deleted or None, "file", file_id)
         return {"id": file_id, "object": "file", "deleted": True}
@@ -107,7 +107,7 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
         limit: Annotated[int, Query(ge=1, le=10000)] = 1000,
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
-        """Lists the client's files, the newest first unless `order` is "asc"."""
+        """List the client's files, the newest first unless `order` is "asc"."""
 
         def listed() -> dict[str, Any]:
             found = [each for each in store.files(request.state.owner) if purpose in (None, each["purpose"])]
@@ -122,7 +122,7 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
 
     @routes.get("/v1/files/{file_id}/content", response_class=Response)
     async def retrieve_content(request: Request, file_id: str) -> Response:
-        """Returns the content of a file."""
+        """Return the content of a file."""
         owner = request.state.owner
         there(await asyncio.to_thread(store.file, owner, file_id), "file", file_id)
         return FileResponse(store.content(owner, file_id), media_type="application/octet-stream")

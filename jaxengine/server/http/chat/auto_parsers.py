@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
-    """Returns the config with the parsers' names in place of "auto", and logs them.
+    """Return the config with the parsers' names in place of "auto", and log them.
 
     They are None if the template is not recognised; without a parser of tool calls enable_auto_tool_choice is off too.
     """

@@ -82,7 +82,7 @@ class _Batch:
         ]
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepares the prompts, and appends to `ignored` the fields that have no effect for this model.
+        """Prepare the prompts, and append to `ignored` the fields that have no effect for this model.
 
         Raises RequestError.
         """
@@ -126,7 +126,7 @@ def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Creates the route. Raises ConfigError for an unknown parser."""
+    """Create the route. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
@@ -134,7 +134,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/chat/completions/batch", response_class=Response)
     @answers(ChatCompletion)
     async def create_chat_completions(body: BatchChatRequest, request: Request) -> Response:
-        """Answers several conversations; fails as a whole if one of them cannot be answered."""
+        """Answer several conversations; fail as a whole if one of them cannot be answered."""
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("chatcmpl", request)
         batch = _Batch(server, body, name, model, body.options(request, config, lora))

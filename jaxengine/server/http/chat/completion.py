@@ -45,7 +45,7 @@ class ChatAnswer:
         self._num_prompt_tokens = 0
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepares the prompt, and appends to `ignored` the fields that have no effect for this model.
+        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model.
 
         Raises RequestError.
         """
@@ -61,11 +61,11 @@ class ChatAnswer:
         return self._run.params, self._run.most_prompt_tokens
 
     async def whole(self) -> Response:
-        """Returns the complete response."""
+        """Return the complete response."""
         return json_response(await self.body())
 
     async def body(self) -> dict[str, Any]:
-        """Runs the request and returns the complete response as JSON values. Call it after `prepare`, for a request
+        """Run the request and return the complete response as JSON values. Call it after `prepare`, for a request
         that does not stream. Raises the same errors as ChatRun.pieces.
         """
         async with contextlib.aclosing(self._run.pieces()) as pieces:

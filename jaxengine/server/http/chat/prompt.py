@@ -43,7 +43,7 @@ class ChatRenderer:
         ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
         self._verify_tokens(ids)
         if parts and len(ids) < len(whole):
-            problem = "messages with pictures or videos are too long, and cannot be cut short"
+            problem = "messages with images or videos are too long, and cannot be cut short"
             raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
         prompt = await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs)

@@ -120,7 +120,7 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @classmethod
     def of(cls, fields: dict[str, Any], text_forms: Mapping[str, Mapping[str, str]] | None = None) -> ChatRequest:
-        """Creates a chat request from `fields`, by their names in this class.
+        """Create a chat request from `fields`, by their names in this class.
 
         text_forms: see the property; None for none. Raises RequestError for a value that is not allowed, or pydantic's
         ValidationError for a field of a wrong type.

@@ -43,7 +43,7 @@ class ChatServer:
 
     @classmethod
     def open(cls, engine: EngineClient, config: ServerConfig) -> ChatServer:
-        """Creates the state. Raises ConfigError for an unknown parser."""
+        """Create the state. Raises ConfigError for an unknown parser."""
         return cls(
             engine,
             config,
@@ -117,16 +117,16 @@ class ChatRun:
         return len(self.prompt["prompt_token_ids"]) if known else self._server.engine.inputs.config.max_model_len
 
     async def prepare(self) -> None:
-        """Renders the conversation. Raises RequestError."""
+        """Render the conversation. Raises RequestError."""
         self.prompt = await self._server.renderer.prompt(self.body)
         if self._beams is not None and READY in self.prompt:
-            problem = "use_beam_search is only allowed without pictures, videos and sounds"
+            problem = "use_beam_search is only allowed without images, videos and sounds"
             raise RequestError(problem, param="use_beam_search")
         check_captured(self._server.engine.inputs, self._server.config, self.params, [self.most_prompt_tokens])
         self._read_around_reasoning()
 
     def _check_budget(self) -> None:
-        """Raises RequestError for a thinking_token_budget, other than none and -1, that could have no effect: reasoning
+        """Raise RequestError for a thinking_token_budget, other than none and -1, that could have no effect: reasoning
         is not told apart from the answer, or a forced call's grammar covers it.
         """
         budget = self.body.thinking_token_budget
@@ -141,7 +141,7 @@ class ChatRun:
             raise RequestError(f"thinking_token_budget {allowed}", param="thinking_token_budget", value=budget)
 
     def _read_around_reasoning(self) -> None:
-        """Changes `params`, once the prompt is there, so that the answer's form and the texts that end it hold only
+        """Change `params`, once the prompt is there, so that the answer's form and the texts that end it hold only
         after the reasoning, and adds the limit of the reasoning. Nothing changes without a reasoning parser.
         """
         if self._reasoning is None:
@@ -162,7 +162,7 @@ class ChatRun:
             self.params = self.params.clone_with(thinking_token_budget=budget, thinking_words=words)
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
-        """Runs the request, after `prepare`; yields the engine's outputs, each with its parsed pieces: one for each of
+        """Run the request, after `prepare`; yield the engine's outputs, each with its parsed pieces: one for each of
         `output.outputs`, with the events that the request wants. Updates the counts.
 
         Raises the same errors as EngineClient.stream; a RequestError names the field as the request has it.

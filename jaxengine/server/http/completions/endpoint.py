@@ -76,7 +76,7 @@ class _Completion:
         return body.sampling_params(self._engine.inputs, self._config, **changes)
 
     async def read_prompts(self, encoder: PromptEncoder) -> None:
-        """Reads and tokenizes all prompts, before any of them runs, truncated if the request asks for it.
+        """Read and tokenize all prompts, before any of them runs, truncated if the request asks for it.
 
         Raises RequestError for the first prompt that cannot run; the tokens of a text that is the only prompt are
         counted when it runs.
@@ -115,7 +115,7 @@ class _Completion:
         self._num_prompt_tokens += len(prompt["prompt_token_ids"])
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Runs the prompts; yields (index of the prompt, output) as they come. No more prompts run at once than the
+        """Run the prompts; yield (index of the prompt, output) as they come. No more prompts run at once than the
         engine has slots for their n outputs. With max_tokens=0 outputs are without the token that was sampled.
 
         The first error of one, as EngineClient.stream raises it, ends all.
@@ -129,7 +129,7 @@ class _Completion:
                 yield index, output
 
     async def whole(self) -> Response:
-        """Runs the prompts and returns the complete response, with choices by index. Raises the errors of `outputs`."""
+        """Run the prompts and return the complete response, with choices by index. Raises the errors of `outputs`."""
         choices, about = [], dict[str, Any](NULL_BODY)
         writer = self._writer()
         async with contextlib.aclosing(self.outputs()) as outputs:
@@ -142,7 +142,7 @@ class _Completion:
         return json_response({**self._head, "choices": choices, "usage": self._usage(), **about})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Runs the prompts and yields the response as server-sent events, without [DONE]: for each output any number of
+        """Run the prompts and yield the response as server-sent events, without [DONE]: for each output any number of
         them, b"" for none. Raises the errors of `outputs`.
         """
         writer = self._writer()

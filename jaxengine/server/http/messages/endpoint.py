@@ -48,7 +48,7 @@ class _Message:
             raise body.as_asked(error) from None
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepares the prompt, and appends to `ignored` the fields that have no effect for this model.
+        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model.
 
         Raises RequestError.
         """
@@ -60,14 +60,14 @@ class _Message:
         ignored += [names.get(name, name) for name in self._run.ignored]
 
     async def whole(self) -> Response:
-        """Returns the complete response."""
+        """Return the complete response."""
         async with contextlib.aclosing(self._events()) as events:
             async for _ in events:
                 continue
         return json_response({**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Runs the message, after `prepare`, and yields the response as server-sent events, any number of them in an
+        """Run the message, after `prepare`, and yield the response as server-sent events, any number of them in an
         item.
 
         Raises the errors of ChatRun.pieces, and ApiError (500) for an output that cannot be used.
@@ -129,7 +129,7 @@ class _Message:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Creates the routes. Raises ConfigError for an unknown parser."""
+    """Create the routes. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["messages"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
@@ -150,7 +150,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", response_class=Response)
     @answers(MessageTokens)
     async def count_message_tokens(body: Conversation, request: Request) -> Response:
-        """Counts the tokens of a conversation, which may exceed the context."""
+        """Count the tokens of a conversation, which may exceed the context."""
         await choose_model(engine, body.model, names)
         request.state.ignored_fields += _ignored(server, body, request)
         try:

@@ -49,7 +49,7 @@ class MessageWriter:
         return said
 
     def close(self) -> list[Said]:
-        """Ends the content and returns its last events. An empty answer gets an empty text block."""
+        """End the content and return its last events. An empty answer gets an empty text block."""
         said = self._close()
         if not self.content:
             said = [*self._turn_to("text", text=""), *self._close()]
@@ -96,5 +96,5 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def sse(said: Said) -> bytes:
-    """Encodes one of Anthropic's events as a server-sent event."""
+    """Encode one of Anthropic's events as a server-sent event."""
     return b"event: %b\n%b" % (said["type"].encode(), event(said))

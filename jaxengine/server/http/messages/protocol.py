@@ -152,7 +152,7 @@ class Conversation(RequestModel):
     context_management: ContextManagement | None = None
 
     def chat_request(self) -> ChatRequest:
-        """Converts to a chat completion request. Raises RequestError with this API's field names."""
+        """Convert to a chat completion request. Raises RequestError with this API's field names."""
         try:
             return ChatRequest.of(self._chat_fields())
         except RequestError as error:
@@ -181,7 +181,7 @@ class Conversation(RequestModel):
         return fields
 
     def _check_choice(self, choice: ToolChoice) -> None:
-        """Raises RequestError if only a tool that is left out could be called."""
+        """Raise RequestError if only a tool that is left out could be called."""
         left_out: list[DefinedTool] = [tool for tool in self.tools or () if isinstance(tool, DefinedTool)]
         named = choice.type == "tool" and any(tool.name == choice.name for tool in left_out)
         if named or (choice.type == "any" and left_out and len(left_out) == len(self.tools or ())):

@@ -79,7 +79,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
-    """Returns a function (index, answer) -> entry of the response, a dict, whose `field` is the vector in the request's
+    """Return a function (index, answer) -> entry of the response, a dict, whose `field` is the vector in the request's
     encoding: a list of numbers, or base64 of little-endian float32.
 
     kind: the entry's "object".

@@ -34,7 +34,7 @@ class PoolingServer:
         self._encoder = PromptEncoder(engine.inputs)
 
     async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Returns the token ids of each prompt of `input`, truncated if the request asks for it; before each text is
+        """Return the token ids of each prompt of `input`, truncated if the request asks for it; before each text is
         the model's prompt that `params` name. Raises RequestError.
         """
         inputs = self.engine.inputs
@@ -47,7 +47,7 @@ class PoolingServer:
     async def encode_given(
         self, given: Sequence[str | list[int]], body: PoolingBody, params: PoolingParams, *, special: bool = True
     ) -> list[list[int]]:
-        """Returns the token ids of each of `given`: texts, which are tokenized as by `encode`, and lists of token ids.
+        """Return the token ids of each of `given`: texts, which are tokenized as by `encode`, and lists of token ids.
         All are truncated as the request specifies.
 
         special: as in `encode`. Raises RequestError, also for truncate_prompt_tokens above max_model_len.
@@ -60,7 +60,7 @@ class PoolingServer:
         return [self._cut(next(encoded) if isinstance(each, str) else each, body) for each in given]
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], body: PoolingBody) -> list[str | list[int]]:
-        """Returns the prompt of each pair of texts (scoring.pair_prompt), token ids truncated as the request specifies.
+        """Return the prompt of each pair of texts (scoring.pair_prompt), token ids truncated as the request specifies.
 
         Raises RequestError, also for pairs that have more characters altogether than a body may have bytes: one text
         may be in all of them.
@@ -88,7 +88,7 @@ class PoolingServer:
         param: str = "input",
         cut_side: str | None = None,
     ) -> list[list[int]]:
-        """Tokenizes each text, with the model's prompt that the parameters name before it. Raises RequestError.
+        """Tokenize each text, with the model's prompt that the parameters name before it. Raises RequestError.
 
         special: whether special tokens are added. param: field of the texts, for errors. cut_side: as in
         PromptEncoder.encode.

@@ -73,7 +73,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[str, str]]:
-    """Returns the pairs. Raises RequestError if they are more than a request may have prompts."""
+    """Return the pairs. Raises RequestError if they are more than a request may have prompts."""
     if len(pairs) > config.max_prompts:
         raise RequestError(f"there are {len(pairs)} pairs of texts; allowed are 1 to {config.max_prompts}")
     return pairs

@@ -105,7 +105,7 @@ class _Making:
         self.held.release()
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepares the prompt and appends to `ignored` the fields without effect for this model. Raises
+        """Prepare the prompt and append to `ignored` the fields without effect for this model. Raises
         RequestError.
         """
         try:
@@ -115,7 +115,7 @@ class _Making:
         ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self) -> AsyncGenerator[list[Said], None]:
-        """Generates the response to its end, after `prepare`; yields the stream's events of each step, a list that may
+        """Generate the response to its end, after `prepare`; yield the stream's events of each step, a list that may
         be empty. `writer.response` is then its state. Raises EngineClient.stream's errors.
         """
         said = self.writer.open()
@@ -133,7 +133,7 @@ class _Making:
                 raise as_response_error(error) from None
 
     def answer(self) -> dict[str, Any]:
-        """Returns the answer so far as a chat message."""
+        """Return the answer so far as a chat message."""
         parsed = message_of(self.writer.parts)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning:
@@ -156,7 +156,7 @@ class _Making:
         }
 
     def fail(self, error: Exception) -> None:
-        """Ends the response as failed, with the client's form of `error`."""
+        """End the response as failed, with the client's form of `error`."""
         shown = error_body(as_api_error(error))["error"]
         self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
@@ -229,7 +229,7 @@ class _Responses:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
-        """Creates a response and returns it: complete, as a stream, or queued if it is made in the background.
+        """Create a response and return it: complete, as a stream, or queued if it is made in the background.
 
         Raises RequestError, ApiError, and EngineDeadError for an engine that cannot answer.
         """
@@ -280,7 +280,7 @@ class _Responses:
     async def _earlier(
         self, body: ResponsesRequest, request: Request, held: Held
     ) -> tuple[Sequence[dict[str, Any]], int]:
-        """Returns the messages of the conversation that is to be continued, and their bytes in the store; (), 0 for a
+        """Return the messages of the conversation that is to be continued, and their bytes in the store; (), 0 for a
         new one. held: takes these bytes.
 
         Raises ApiError (404) if it is not stored, RequestError if it is not complete, OverloadedError.
@@ -341,12 +341,12 @@ class _Responses:
             making.held.release()
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Cancels a background response, at most once: its clean-up must not be cancelled too."""
+        """Cancel a background response, at most once: its clean-up must not be cancelled too."""
         if (task := self._tasks.pop((owner, response_id), None)) is not None:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
-        """Returns the number of the conversation's tokens, which may exceed the context. Nothing is generated or
+        """Return the number of the conversation's tokens, which may exceed the context. Nothing is generated or
         stored.
 
         Raises RequestError, ApiError.
@@ -365,7 +365,7 @@ class _Responses:
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def show(self, request: Request, response_id: str, part: Part, use: Callable[[list[Any]], bytes]) -> Response:
-        """Returns the JSON that `use` makes of the values in a part of a stored response of this client; `use` may run
+        """Return the JSON that `use` makes of the values in a part of a stored response of this client; `use` may run
         on a thread.
 
         Raises ApiError (404), OverloadedError, and what `use` raises.
@@ -383,7 +383,7 @@ def _joined(lists: list[Any]) -> list[dict[str, Any]]:
 
 
 def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: bool) -> bytes:
-    """Returns a page of a response's input items as JSON: at most `limit`, from the one after the id `after`; None:
+    """Return a page of a response's input items as JSON: at most `limit`, from the one after the id `after`; None:
     from the first.
 
     lists: lists of items, oldest first. newest_first: order of the page, which `after` follows too. Raises RequestError
@@ -411,7 +411,7 @@ def _store(request: Request) -> Responses:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Creates the routes. Raises ConfigError for an unknown parser."""
+    """Create the routes. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["responses"], route_class=JsonRoute)
     responses = _Responses(engine, config)
 

@@ -53,7 +53,7 @@ def left_out_items(items: str | Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the items of a request's `input` as /v1/responses/{id}/input_items shows them, each with an id."""
+    """Return the items of a request's `input` as /v1/responses/{id}/input_items shows them, each with an id."""
     if isinstance(items, str):
         items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": items}]}]
     return [{"id": f"item_{secrets.token_hex(16)}", "type": "message", **item} for item in items]
@@ -111,7 +111,7 @@ def _call(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
 
 
 def _decrypted(content: Any, where: str) -> str:
-    """Decodes the reasoning text of a response made with include "reasoning.encrypted_content"."""
+    """Decode the reasoning text of a response made with include "reasoning.encrypted_content"."""
     try:
         return base64.b64decode(content, validate=True).decode()
     except (TypeError, ValueError):
@@ -119,7 +119,7 @@ def _decrypted(content: Any, where: str) -> str:
 
 
 def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the assistant message that further items extend, None without one: reasoning, text and calls are items
+    """Return the assistant message that further items extend, None without one: reasoning, text and calls are items
     each.
     """
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None

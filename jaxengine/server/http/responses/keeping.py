@@ -41,7 +41,7 @@ class Memory:
         return Held(self)
 
     def change(self, num_bytes: int) -> None:
-        """Adds a number of bytes, which may be negative. Raises OverloadedError, with nothing added, if there would be
+        """Add a number of bytes, which may be negative. Raises OverloadedError, with nothing added, if there would be
         more than `most`; where none are held yet, any number may be added.
         """
         if num_bytes > 0 and self._num_bytes and self._num_bytes + num_bytes > self._most:
@@ -107,7 +107,7 @@ def there(found: _T | None, response_id: str, param: str = "response_id") -> _T:
 async def read_back(
     store: Responses, response_id: str, owner: str, part: Part, held: Held, use: Callable[[list[Any]], _T]
 ) -> tuple[Found, _T]:
-    """Returns a stored response and the result of `use` over the list of the values of a part's documents, oldest
+    """Return a stored response and the result of `use` over the list of the values of a part's documents, oldest
     first; on a thread if it is large.
 
     owner: name of the client, who sees only responses of its own. held: takes the part's bytes. Raises ApiError (404)
@@ -141,7 +141,7 @@ class Asked:
 
     @classmethod
     async def of(cls, question: Sequence[Json], items: Sequence[Json]) -> Asked:
-        """Makes both documents, on a thread if `items` are large. question: the request's messages; items: its input
+        """Make both documents, on a thread if `items` are large. question: the request's messages; items: its input
         items.
 
         The data URL of an image is stored without what follows the image's end (`trimmed_url`).
@@ -202,7 +202,7 @@ class Making(Protocol):
     earlier: Sequence[Json]
 
     def answer(self) -> Json:
-        """Returns the answer so far as a chat message."""
+        """Return the answer so far as a chat message."""
         ...
 
 
@@ -273,7 +273,7 @@ class Keeper:
 
 
 def check_size(num_bytes: int, most: int, *, continued: bool) -> None:
-    """Raises RequestError for a conversation of more than `most` bytes, which is too large to be stored.
+    """Raise RequestError for a conversation of more than `most` bytes, which is too large to be stored.
 
     continued: whether it continues a stored response, whose field the error then names.
     """

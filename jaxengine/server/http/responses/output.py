@@ -44,11 +44,11 @@ class ResponseWriter:
         self._logprobs: list[dict[str, Any]] = []
 
     def open(self) -> list[Said]:
-        """Returns the first events of a stream."""
+        """Return the first events of a stream."""
         return [self._say(f"response.{kind}", response=dict(self.response)) for kind in ("created", "in_progress")]
 
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
-        """Adds parser events and returns stream events; logprobs: of the tokens that the events come from, as
+        """Add parser events and return stream events; logprobs: of the tokens that the events come from, as
         `token_logprobs` returns them, None for none. They go with the first text of the message among the events.
         """
         self.parts += events
@@ -76,7 +76,7 @@ class ResponseWriter:
     def close(
         self, status: str, usage: dict[str, Any], error: dict[str, Any] | None = None, reason: str | None = None
     ) -> list[Said]:
-        """Ends the response and returns its last events.
+        """End the response and return its last events.
 
         status: completed, incomplete (for `reason`), failed (with `error`) or cancelled; the last event of a cancelled
         one is that of a failed one. usage: its token counts.

@@ -185,7 +185,7 @@ class ResponsesRequest(ConversationRequest):
         yield from (f"tools.{kind}" for kind in dict.fromkeys(self.callables.left_out))
 
     def chat_request(self, messages: Sequence[dict[str, Any]]) -> ChatRequest:
-        """Returns the equivalent chat request. Its messages are the instructions, as a system message, and `messages`.
+        """Return the equivalent chat request. Its messages are the instructions, as a system message, and `messages`.
 
         Raises RequestError with this class's field names.
         """
@@ -234,5 +234,5 @@ class ResponsesRequest(ConversationRequest):
 
 
 def as_response_error(error: RequestError) -> RequestError:
-    """Renames the field of a chat request's error to its name in ResponsesRequest."""
+    """Rename the field of a chat request's error to its name in ResponsesRequest."""
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error

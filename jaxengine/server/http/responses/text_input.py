@@ -32,7 +32,7 @@ class TextInput:
         self._is_other = False
 
     def feed(self, arguments: str) -> str:
-        """Reads a piece of the arguments; returns the part of the text that has become certain with it, "" for none.
+        """Read a piece of the arguments; return the part of the text that has become certain with it, "" for none.
         What follows the text is dropped.
         """
         if self._has_ended:
@@ -51,7 +51,7 @@ class TextInput:
         return "" if self._in_text else _other(self._held)
 
     def _open(self) -> bool:
-        """Removes what precedes the text, and returns whether the text has begun. False before, and for good where the
+        """Remove what precedes the text, and return whether the text has begun. False before, and for good where the
         arguments are of another form.
         """
         if self._is_other:

@@ -177,7 +177,7 @@ class Callables:
 
     @classmethod
     def of(cls, tools: Sequence[Any]) -> Callables:
-        """Reads a request's tools, each a ResponseTool. Raises RequestError for names that occur twice or are too long,
+        """Read a request's tools, each a ResponseTool. Raises RequestError for names that occur twice or are too long,
         and for more than MAX_TOOLS functions and custom tools, those of namespaces included.
         """
         found = cls()
@@ -213,7 +213,7 @@ class Callables:
 
 
 def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    """Yields the tools of input items of the type additional_tools, as ResponseTool. Raises RequestError at the first
+    """Yield the tools of input items of the type additional_tools, as ResponseTool. Raises RequestError at the first
     list or tool that is not valid.
     """
     for number, item in enumerate(items):
@@ -233,7 +233,7 @@ def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Returns the name under which the model knows a tool: in a namespace server__tool, otherwise its own."""
+    """Return the name under which the model knows a tool: in a namespace server__tool, otherwise its own."""
     if namespace is None:
         return name
     return f"{namespace}{'' if namespace.endswith(_SEPARATOR) else _SEPARATOR}{name}"

@@ -263,7 +263,7 @@ async def test_a_model_of_pictures_refuses_videos(app, engine):
         (
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "content": [IMAGE]}]},
-            "messages[0].content[0] is a picture, video or sound; allowed are they in messages of user",
+            "messages[0].content[0] is an image, video or sound; allowed are they in messages of user",
         ),
         (
             "/v1/chat/completions",
@@ -276,7 +276,7 @@ async def test_a_model_of_pictures_refuses_videos(app, engine):
             "may be fetched",
         ),
         ("/v1/chat/completions", {**CHAT, "truncate_prompt_tokens": 3}, "cannot be cut short"),
-        ("/v1/chat/completions", {**CHAT, "use_beam_search": True, "n": 2}, "only allowed without pictures"),
+        ("/v1/chat/completions", {**CHAT, "use_beam_search": True, "n": 2}, "only allowed without images"),
         (
             "/v1/responses",
             {"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": URL}]}]},
