@@ -14,6 +14,7 @@ import numpy as np
 
 _REQUIRED = object()
 MAX_INTEGER = 2**31 - 1
+MAX_FLOAT = float(np.finfo(np.float32).max)
 # Limits of sizes, a few times those of the largest models. A file of some hundred bytes can name any number, and arrays
 # and lists of that size are created before any weight is read.
 MAX_LAYERS = 1024
@@ -176,8 +177,8 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return the field `name`, a finite number above zero, as a float; `default` if it is missing. Raises
-        ModelConfigError.
+        """Return the field `name`, a number above zero that float32 holds, as a float; `default` if it is missing.
+        Raises ModelConfigError.
         """
         value = self._get(name, default)
         if value is default:
@@ -185,6 +186,8 @@ class ConfigFields:
         # Compared rather than tested with isfinite, which raises OverflowError for an integer beyond floats.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise self.fail(name, "a finite number > 0")
+        if value > MAX_FLOAT:
+            raise self.fail(name, "a finite number of float32")
         return float(value)
 
     def boolean(self, name: str, default: Any = _REQUIRED) -> bool:

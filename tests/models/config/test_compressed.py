@@ -77,7 +77,7 @@ def test_published():
         ({"index_topk": 0}, "index_topk must be an integer >= 1"),
         ({"index_head_dim": 32}, "compressed keys need a rope of at most their"),
         ({"partial_rotary_factor": 0.001}, "partial_rotary_factor must be an even number"),
-        ({"partial_rotary_factor": 1e308}, "partial_rotary_factor must be an even number"),
+        ({"partial_rotary_factor": 1e38}, "partial_rotary_factor must be an even number"),
         ({"num_key_value_heads": 2}, "num_key_value_heads must be 1 or absent"),
         ({"scoring_func": "relu"}, "scoring_func must be one of softmax, sigmoid, sqrtsoftplus"),
         ({"norm_topk_prob": False}, "norm_topk_prob must be true or absent"),

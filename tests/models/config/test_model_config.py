@@ -175,6 +175,7 @@ BAD = {
     "int for bool": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
     "text for number": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number"),
     "nan": ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
+    "infinite in float32": ({"rms_norm_eps": 1e39}, "rms_norm_eps must be a finite number of float32, got 1e.39"),
     "infinite theta": ({"rope_theta": float("inf")}, "rope_theta must be a finite number"),
     "theta one": ({"rope_theta": 1.0}, "rope_theta must be a finite number > 1"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),

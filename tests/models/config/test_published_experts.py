@@ -386,7 +386,7 @@ def in_text(**changes: Any) -> dict[str, Any]:
         (HUNYUAN | {"moe_topk": [8] * 31 + [4]}, "moe_topk must be an integer, or a list of the same one"),
         (HUNYUAN | {"num_shared_expert": 2}, "num_shared_expert must be 1 in every layer"),
         (HUNYUAN | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "alpha is missing"),
-        (HUNYUAN | {"rope_scaling": {"type": "dynamic", "alpha": 1e300}}, "alpha must be a number > 0 and <="),
+        (HUNYUAN | {"rope_scaling": {"type": "dynamic", "alpha": 1e38}}, "alpha must be a number > 0 and <="),
         (in_text(moe_layers=[48]), "moe_layers must be a list of layer indices from 0 to 47"),
         (in_text(no_rope_layers=[1]), "no_rope_layers must be a list of 48 of 0, 1"),
         (in_text(layer_types=["sliding_attention"] * 48), "layer_types must be a list of 48 of chunked_attention"),
