@@ -124,6 +124,7 @@ def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     assert main([*common, "--against", base, "--max-logprobs=3"]) == 2
 
 
+@pytest.mark.thorough("a test above checks steps, and `make check-cpu` those of two devices")
 def test_a_check_of_stages_on_meshes(model, tmp_path, capsys, monkeypatch):
     """Every stage is compiled for its own two devices, and what these exchange is accounted for."""
     config = json.loads(Path(model, "config.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 12000}

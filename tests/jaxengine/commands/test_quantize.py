@@ -91,6 +91,7 @@ def test_what_devices_hold_wide_anyway_is_not_rounded(tmp_path, capsys):
         np.testing.assert_array_equal(rounded[param], wide[param], param)
 
 
+@pytest.mark.thorough("two engines for two numbers")
 def test_perplexity_before_and_after(tmp_path, capsys):
     model, text = tmp_path / "model", tmp_path / "text"
     shutil.copytree(TINY_CHECKPOINT, model)

@@ -167,6 +167,7 @@ def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, draft
     assert drafting.weight_version == 0 and drafting.core.runner.compiles.count == 0
 
 
+@pytest.mark.thorough("layers of drafts are quantised as others are")
 def test_a_quantised_layer_of_a_quantised_model(tmp_path, options):
     model = in_blocks(one_layer(tmp_path / "model"))
     drafts = {"method": "mtp", "num_speculative_tokens": 1}

@@ -61,7 +61,12 @@ def check_idle(llm: LLM) -> None:
     assert all(rows.num_used == 0 for rows in scheduler.extension("sounds").rows)
 
 
-@pytest.fixture(scope="module", params=whisper.CONFIGS)
+WIDE = pytest.mark.thorough("a further shape")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=WIDE if "wide" in name else ()) for name in whisper.CONFIGS]
+)
 def llm(request, tmp_path_factory, executables_dir):
     folder = whisper.whole_checkpoint(request.param, tmp_path_factory.mktemp("whisper"))
     llm = LLM(str(folder), **OPTIONS, **TIGHT, compile_cache_dir=executables_dir)

@@ -87,7 +87,7 @@ def forget_programs():
     [
         ("qwen3_next", "fp8 block"),
         pytest.param("qwen3_5", "fp8 block", marks=pytest.mark.thorough("as the other family")),
-        ("qwen3_5", "awq"),
+        pytest.param("qwen3_5", "awq", marks=pytest.mark.thorough("as the other format")),
         pytest.param("qwen3_next", "awq", marks=pytest.mark.thorough("as the other family")),
     ],
 )
