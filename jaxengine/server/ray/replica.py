@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,7 @@ class Replica(Responder):
             self._folder = tempfile.TemporaryDirectory()
             key = secrets.token_hex(32)
             options["master_addr"] = ray.util.get_node_ip_address()
+            options.setdefault("master_port", _free_port())
             options["cluster_key_file"] = _write_key(self._folder.name, key)
             self._nodes = [_start_node(rank, options, key) for rank in range(1, options["nnodes"])]
         engine = self._llm = await asyncio.to_thread(AsyncLLM, **options)
@@ -204,6 +206,13 @@ def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
         )
         .remote(words, key)
     )
+
+
+def _free_port() -> int:
+    """Return a port on which nobody listens now: a host may have a process of several replicas."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
 
 
 def _write_key(folder: str, key: str) -> str:
