@@ -1,4 +1,4 @@
-"""Prefixes that an engine has, for whoever routes requests to several engines."""
+"""Prefixes that an engine has, for routers of requests to several engines."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Router = Callable[[Sequence[int], str, "Sequence[_Replica]"], int]
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """What a fleet is, besides its replicas' engine.
+    """Options of a fleet, besides those of its replicas' engine.
 
     Attributes:
       num_replicas: replicas at the beginning, and again after each death and drain.

@@ -17,8 +17,8 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
 class Mixing(NamedTuple):
-    """How a part's output joins the hidden states: its share in each, f32[T, A], and the share f32[T, A, A] that each
-    hidden state (second axis) has in each (third axis) afterwards.
+    """Weights by which a part's output joins the hidden states: its share in each, f32[T, A], and the share
+    f32[T, A, A] that each hidden state (second axis) has in each (third axis) afterwards.
     """
 
     shares: jax.Array

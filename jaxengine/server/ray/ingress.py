@@ -145,7 +145,7 @@ class Front:
     async def _read(self, scope: Scope, receive: Receive, call: HttpCall, is_admin: bool) -> Sequence[Any]:
         """Read a request's body into `call`; return references to the parts of a large one, of STREAMED.
 
-        Raises ApiError (413) for one of these that is larger than whoever reads it allows.
+        Raises ApiError (413) for one of these that is larger than its reader allows.
         """
         streamed, most = is_streamed(scope), float("inf") if is_admin else 0
         if _path(scope) == "/v1/files":

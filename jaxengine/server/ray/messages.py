@@ -1,4 +1,4 @@
-"""What an ingress and a replica say to each other: a request of HTTP, and the pieces of its response."""
+"""Messages between an ingress and a replica: an HTTP request, and the pieces of its response."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ decode_piece = msgspec.msgpack.Decoder(Piece).decode
 
 
 class Hint:
-    """What a request's replica is chosen by. It stays in the process: pickled, it is empty.
+    """Facts of a request by which its replica is chosen. They stay in the process: pickled, a hint is empty.
 
     Attributes:
       token_ids: of the prompt, none if they are not known; cache_salt: of the request.

@@ -22,7 +22,7 @@ _MOST_RECENT = 1 << 17
 
 
 class _Known:
-    """What this process knows of a replica: a container of the digests of pages that it has.
+    """Record of what this process knows of a replica: a container of the digests of pages that it has.
 
     Attributes:
       adapters, weights, page_size, draining: as it published them last.

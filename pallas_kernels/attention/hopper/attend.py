@@ -119,11 +119,7 @@ def ragged_paged_attention(
     """
     check_layout(kv.layout, kv.spec)
     num_tokens, page_size = q.shape[0], kv.page_size
-    if kv.data.shape[1] != spec.num_kv_heads:
-        raise ValueError(
-            f"the pool's shard holds {kv.data.shape[1]} kv heads, AttentionSpec.num_kv_heads is {spec.num_kv_heads}: "
-            f"on layout 'gpu' schedule and attention take the shard's own spec"
-        )
+    spec.check_shard(kv.data.shape[1], kv.layout)
     reason = why_not(spec, page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None)
     if reason is None and isinstance(schedule, xla_schedule.Schedule):
         reason = "tokens that see some that follow"

@@ -103,11 +103,7 @@ def ragged_paged_attention(
     holds, and for a pool of another layout.
     """
     check_layout(kv.layout, kv.spec)
-    if kv.data.shape[1] != spec.num_kv_heads:
-        raise ValueError(
-            f"the pool's shard holds {kv.data.shape[1]} kv heads, AttentionSpec.num_kv_heads is {spec.num_kv_heads}: "
-            f"on layout {kv.layout!r} schedule and attention take the shard's own spec"
-        )
+    spec.check_shard(kv.data.shape[1], kv.layout)
     reason = why_not(spec, q.dtype, kv.spec, tree_mask=tree_mask is not None)
     if kv.data.dtype.itemsize == 1 and 2**31 < kv.data.size <= 2**32:
         reason = f"a pool of {kv.data.size} codes, whose offsets jax's lowering keeps in 32 bits"
