@@ -21,7 +21,7 @@ from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, RopeFactors, g
 from jaxengine.models.config.hf import FULL, SLIDING, Activation, hf_fields, layer_kinds, text_fields, windows_by_kind
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
-from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.config.tower import TOWERS, TowerConfig
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
@@ -418,4 +418,4 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
             towers.append(read_gemma4(fields, both_ways=both_ways, filler_id=filler))
         if fields.has("audio_config") and not both_ways:
             towers.append(sound.read_gemma4_sound(fields, filler_id=filler))
-        return found | dict(zip(("tower", "sound_tower"), towers, strict=False))
+        return found | dict(zip(TOWERS, towers, strict=False))
