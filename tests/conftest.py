@@ -51,8 +51,12 @@ FIGURE = "figure"
 MAPS = Path("/proc/self/maps")
 RESIDENT = Path("/proc/self/statm")
 MAX_RESIDENT_BYTES = 2 << 30
+# Bytes by which a process grows before its programs are forgotten once more: engines that are in use stay, so that
+# forgetting at the end of every file frees nothing, and what later files share is compiled again.
+GROWN_BYTES = 1 << 30
 LONG = 40.0  # seconds
 _num_tests = 0
+_bytes_left = 0  # resident when programs were last forgotten
 _durations = Durations()
 
 # They share the engine of the default model, whose steps take a minute to compile: one process runs them all, at first,
@@ -162,7 +166,7 @@ def pytest_runtest_teardown(item, nextitem):
     Each is a few dozen mappings of memory, of which Linux lets a process have 65,530; the compiler dies of one more.
     All together they are several GiB after some hundred files, and a machine runs more than one process of tests.
     """
-    global _num_tests
+    global _num_tests, _bytes_left
     _num_tests += 1
     ends_file = nextitem is None or nextitem.path != item.path
     if ends_file:
@@ -171,10 +175,12 @@ def pytest_runtest_teardown(item, nextitem):
     if jax is not None and (ends_file or _num_tests % 50 == 0) and MAPS.exists():
         with MAPS.open("rb") as maps:
             count = sum(1 for _ in maps)
-        if count > (20_000 if ends_file else 40_000) or (ends_file and _resident_bytes() > MAX_RESIDENT_BYTES):
+        most = max(MAX_RESIDENT_BYTES, _bytes_left + GROWN_BYTES)
+        if count > (20_000 if ends_file else 40_000) or (ends_file and _resident_bytes() > most):
             jax.clear_caches()
             gc.unfreeze()
             gc.collect()
+            _bytes_left = _resident_bytes()
     if ends_file:
         gc.freeze()  # see pytest_collection_finish
 
