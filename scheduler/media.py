@@ -45,7 +45,7 @@ class MediaItem:
 
     @property
     def num_patches(self) -> int:
-        """Number of patches to be encoded; 0 for an item that came as embeddings."""
+        """Return the number of patches to be encoded; 0 for an item that came as embeddings."""
         return 0 if self.modality == EMBEDS else len(self.patches)
 
     @property
@@ -59,7 +59,9 @@ class MediaItem:
         return int(self.positions[-1]) + 1
 
     def in_windows(self, unit: int, merge: int) -> Iterator[MediaItem]:
-        """Yield the item in parts of `unit` patches, in order: itself if it has no more. merge: patches of a row."""
+        """Yield a sound in parts of at most `unit` patches, in order, each with a digest of its own; yield a shorter
+        sound and any other item as it is. merge: patches of an output row, by which `unit` is divisible.
+        """
         count = len(self.patches)
         if self.modality != AUDIO or count <= unit:
             yield self
