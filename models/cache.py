@@ -216,6 +216,7 @@ def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
 
 
 def _token_elements(spec: KVSpec) -> int:
+    """Return the number of elements of a token's keys and values in one layer."""
     return spec.num_kv_heads * spec.token_width
 
 
@@ -304,7 +305,8 @@ def device_kv(shapes: KVPages) -> KVPages:
 
 def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
     """Return the pool with the spec and the scales of one layer, given by its place and its index among this stage's
-    layers with pages. Its data is that of the pool: `as_viewed` gives it the layer's shape."""
+    layers with pages. Its data is that of the pool: `as_viewed` gives it the layer's shape.
+    """
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
     own = replace(kv, k_scale=k_scale, v_scale=v_scale)
     if not _differs(kv, place):

@@ -28,7 +28,9 @@ class CausalLM(Protocol):
     Attributes:
       gguf_architecture: the family's general.architecture; None if another class reads it.
       checkpoint_names: how its checkpoints' tensor names differ from those that it declares.
+      config: of the full model.
       build: what it was built for, with a stage.
+      mesh, stage: the build's.
       layers: of the stage, in order.
     """
 

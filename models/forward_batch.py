@@ -27,10 +27,9 @@ class ForwardBatch(NamedTuple):
       logits_indices: i32[S], the token of each row whose hidden state is sampled from.
       ragged: for each cache group, where each row's queries and keys are (cu_q_lens, kv_lens, page_table, slot_mapping,
         counts); only page_table and slot_mapping differ between groups.
-      sections: what optional parts of the engine bring for this step, by the name under which mixers look it up. The
-        type of a section, and what it means, stand in the file of the mixer that reads it. A section that acts on the
-        hidden states between layers is a jaxengine.models.layers.section.Section. A part without anything to say has no
-        entry.
+      sections: data of optional capabilities for this step, by the name under which layers look them up. The type of a
+        section is declared in the file of the layer that reads it; one that acts on the hidden states between layers is
+        a jaxengine.models.layers.section.Section. A capability without data for the step has no entry.
     """
 
     token_ids: jax.Array
@@ -56,8 +55,8 @@ class StepLayout:
     if an extension says more of such a row; `next_token` is the prompt token after the chunk, -1 if there is none. A
     token id of -1 stands for the slot's last sampled token, or for one that the device proposes. Slots are the
     replica's own; padding rows carry max_num_seqs, which no slot has. With G cache groups, an entry's page-table row is
-    group * max_num_seqs + slot, in padding G * max_num_seqs. Then come `sections`, fields that optional parts of the
-    engine have added to the bucket's messages; unused places in them are -1.
+    group * max_num_seqs + slot, in padding G * max_num_seqs. Then come `sections`, fields that optional capabilities
+    have added to the bucket's messages; unused elements are -1.
 
     Attributes:
       num_tokens: T.
@@ -73,6 +72,7 @@ class StepLayout:
 
     @cached_property
     def _fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Return, by name, where each field lies in the buffer, and its shape."""
         shapes = {
             "header": (len(HEADER),),
             "rows": (len(ROW_COLUMNS), self.num_seqs),
@@ -89,7 +89,7 @@ class StepLayout:
 
     @property
     def size(self) -> int:
-        """Number of int32 in the message."""
+        """Return the number of int32 in the message."""
         return max(where.stop for where, _ in self._fields.values())
 
     def has(self, name: str) -> bool:

@@ -43,20 +43,21 @@ class PoolDecl:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the checkpoint modules that form the product, each once, in the order of a's rows."""
+        """Return the names of the checkpoint modules that form the product, each once, in the order of a's rows."""
         return modules_of(self.sources)
 
 
 class PoolArray(nnx.Variable):
-    """Array of adapters' matrices. It is no weight of the model: loaders and declared_params skip it."""
+    """Variable of an array of adapters' matrices. It is no weight of the model: loaders and declared_params skip it."""
 
 
 @dataclass(frozen=True)
 class DeclaredPool:
-    """One array of pools of a built model, its names resolved.
+    """One array of pools of a built model.
 
     Attributes:
       index: its index among the leaves of the model's state.
+      decl: its description, with the layer's number in names.
     """
 
     index: int

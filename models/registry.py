@@ -317,6 +317,7 @@ def model_for_hf(architecture: str) -> type[CausalLM]:
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
+    """Find the class that reads files of this general.architecture. Raises ModelConfigError."""
     by_name = {model.gguf_architecture: model for model in MODELS.values() if model.gguf_architecture is not None}
     if architecture not in by_name:
         raise ModelConfigError(_unsupported(architecture, by_name))
@@ -324,6 +325,7 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
 
 
 def _unsupported(architecture: str, known: Iterable[str]) -> str:
+    """Return the error for an architecture that is none of those known; it names the nearest one."""
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
     known = list(known)
     # The common suffix is no evidence of similarity, so names are compared without it.
@@ -457,7 +459,7 @@ def build_eagle3(config: Eagle3Config, build: Build) -> Any:
 
 
 def _as_stored(config: ModelConfig, build: Build) -> Build:
-    """Build with the configuration's quantization scheme, unless the build has a scheme of its own."""
+    """Return the build with the configuration's quantization scheme, unless it has a scheme of its own."""
     asked = config.quantization is not None and build.scheme == PLAIN
     return replace(build, scheme=config.quantization) if asked else build
 

@@ -21,6 +21,7 @@ class PageDeltas(NamedTuple):
 
     @staticmethod
     def concatenate(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> PageDeltas:
+        """Join (rows, columns, pages) of several writes, in order; three empty i32 arrays for none."""
         if not parts:
             empty = np.empty(0, np.int32)
             return PageDeltas(empty, empty, empty)
@@ -32,7 +33,9 @@ class ScheduledBatch:
     """Rows of one replica in a step, decodes first, n rows.
 
     Attributes:
-      slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `jaxengine.models.forward_batch.StepLayout`.
+      slots: i64[n], the replica's slot of each row.
+      num_scheduled, start, sample: i32[n], i32[n], bool[n]; see `jaxengine.models.forward_batch.StepLayout`.
+      epochs: i64[n], Slots.epoch of each slot, by which results that come too late for its owner are recognised.
       num_rows: n.
       num_tokens: sum of num_scheduled.
       num_decode: number of leading rows whose first token is the one sampled last; the others are to be verified.
@@ -104,10 +107,10 @@ class TokenScores(NamedTuple):
 
     Attributes:
       logprobs: f32[n].
-      ranks: i32[n], 1 is best.
+      ranks: i32[n], the token's place among all by logprob; 1 is the most likely.
       top_ids, top_logprobs: i32[n, k], f32[n, k], best first.
-      given_logprobs: f32[n, g], of a request's logprob_token_ids in the order that it has; g may be larger, and is 0
-        where no request has any. The last three are what return_sampling_mass asks for, of an engine that has it.
+      given_logprobs: f32[n, g], of a request's logprob_token_ids in its order, then unused columns; g is 0 where no
+        request has any. In an engine with return_sampling_mass the last columns are the values that it reports.
     """
 
     logprobs: np.ndarray

@@ -24,6 +24,7 @@ class Bucket:
 
     @property
     def decode_only(self) -> bool:
+        """Whether every sequence has one token."""
         return self.num_tokens == self.num_seqs
 
     def __str__(self) -> str:

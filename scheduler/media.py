@@ -45,7 +45,7 @@ class MediaItem:
 
     @property
     def num_patches(self) -> int:
-        """Number of patches to be encoded; 0 for an item that came as embeddings."""
+        """Return the number of patches to be encoded; 0 for an item that came as embeddings."""
         return 0 if self.modality == EMBEDS else len(self.patches)
 
     @property
@@ -59,7 +59,11 @@ class MediaItem:
         return int(self.positions[-1]) + 1
 
     def in_windows(self, unit: int, merge: int) -> Iterator[MediaItem]:
-        """Yield the item in parts of `unit` patches, in order: itself if it has no more. merge: patches of a row."""
+        """Yield a sound in parts of at most `unit` patches, in order, each with a digest of its own, but none for
+        patches that end in no embedding; yield a shorter sound and any other item as it is.
+
+        merge: patches of an output row, by which `unit` is divisible.
+        """
         count = len(self.patches)
         if self.modality != AUDIO or count <= unit:
             yield self
@@ -68,6 +72,8 @@ class MediaItem:
         for number, first in enumerate(range(0, count, unit)):
             span, rows = slice(first, first + unit), self.rows[first // merge : (first + unit) // merge]
             end = begin + int((rows >= 0).sum())
+            if end == begin:  # the last few frames of a sound may be too short
+                continue
             yield MediaItem(
                 modality=self.modality,
                 digest=hashlib.sha256(self.digest + number.to_bytes(4, "little")).digest(),

@@ -21,6 +21,7 @@ class StepInput:
     """Messages of one step, and the bucket they are for.
 
     Attributes:
+      bucket: the step's bucket.
       buffer: i32[replicas, layout.size], newly allocated, since the device may read it after the next one is written.
         Slots in a replica's message are its own, 0 to max_num_seqs - 1; the features of the header are the same for
         all.
@@ -39,7 +40,8 @@ class Packer:
     Attributes:
       buckets: the closed set of step shapes.
       page_size: tokens of a page; bounds the page-table entries that a step can bring.
-      num_groups: cache groups, each with a page table of its own.
+      num_ranks: replicas, each with a message of its own.
+      num_groups: page tables of a slot: one for each cache group, and one for snapshots if there are any.
       sections: function from a bucket to the shapes of further fields of its messages, by name; None for no such
         fields.
     """
@@ -52,20 +54,20 @@ class Packer:
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
-        """Layout of each bucket's message."""
+        """Return the layout of each bucket's message."""
         return {bucket: self._layout(bucket) for bucket in self.buckets}
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of all replicas. A slot's global number is rank * max_num_seqs + slot, so this number stands
-        for none.
+        """Return the number of slots of all replicas. A slot's global number is rank * max_num_seqs + slot, so this
+        number stands for none.
         """
         return self.num_ranks * self.buckets.max_num_seqs
 
     @property
     def num_table_rows(self) -> int:
-        """Number of rows of a replica's page tables, group after group: group * max_num_seqs + slot; so it stands for
-        no row.
+        """Return the number of rows of a replica's page tables. The row of a slot is group * max_num_seqs + slot, so
+        this number stands for none.
         """
         return self.num_groups * self.buckets.max_num_seqs
 

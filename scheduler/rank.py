@@ -44,6 +44,9 @@ class Rank:
     """Scheduler of one replica's batches. For each step: `begin`, any number of `admit`, `commit`; later `update`.
 
     Attributes:
+      index: number of the replica.
+      pages: page tables of its slots; pool: the pool of their pages.
+      slots: its running requests.
       budget: remaining tokens of the step being scheduled; 0 for a replica that preempted, which admits nobody.
       preempted: requests that lost their slot in this step.
       decodes: i64[n], slots that feed the token sampled last in this step.
@@ -237,8 +240,8 @@ class Rank:
         now: float,
         counts: np.ndarray | None = None,
     ) -> list[End]:
-        """Apply the tokens of one of its batches, in the order of steps; add them to `result`, and return the requests
-        that they end, which the caller then finishes. Arguments as of `Results.take`.
+        """Apply the tokens of one of its batches, in the order of steps; add them to `result`, and return the ends of
+        requests that they bring, which the caller then carries out. Arguments as of `Results.take`.
         """
         return self._results.take(batch, token_ids, counts, result, now)
 

@@ -19,6 +19,8 @@ NOT_FINITE = "logits are not finite"
 
 
 class RequestStatus(enum.Enum):
+    """State of a request: it has not run, holds a slot, has lost its slot and is to run again, or has ended."""
+
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -38,6 +40,10 @@ class Wait(enum.IntEnum):
 
 
 class FinishReason(enum.StrEnum):
+    """Reason why a request ended: a stop token or text, max_tokens or max_model_len, its caller or deadline, a fault,
+    or an output that repeats itself.
+    """
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -50,6 +56,7 @@ class Adapter:
     """Identity of a loaded LoRA adapter, different from that of any other, even an earlier one of the same name.
 
     Attributes:
+      name: by which requests name it.
       digest: of its name and of all that it computes with; begins the digests of pages.
     """
 
@@ -86,11 +93,19 @@ class Request:
       per_step: report every token when it is known, not only the end.
       text_ends: its text may end it, so that whoever makes text of its tokens knows how it ended and with how many.
       wait: why it is not to run yet; one with a slot waits for nothing.
+      status: where it stands; arrival_index: number of requests that the scheduler got before it, -1 until then.
+      output_token_ids: i32[n], its output as of the time when it last lost its slot; current only while it has none.
+      status: where it stands; arrival_index: number of requests that the scheduler got before it, -1 until then.
+      output_token_ids: i32[n], its output as of the time when it last lost its slot; current only while it has none.
       tag: a number of the caller's own, which comes back with the request's tokens.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
       rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
       num_external_tokens: those of them that had been brought there for it from outside of the devices.
+      num_preemptions: times that it lost its slot for want of pages or was recomputed.
+      finish_reason, stop_reason: of Scheduler.finish; None until it has ended.
+      num_preemptions: times that it lost its slot for want of pages or was recomputed.
+      finish_reason, stop_reason: of Scheduler.finish; None until it has ended.
       queued_time: when the engine got it, the same clock; None until then.
       first_scheduled_time, first_token_time, finished_time: likewise.
       kv_transfer_params: by which another engine gets the pages of its prompt, once it has ended; None for none.
@@ -187,6 +202,7 @@ class Request:
         return hashes
 
     def _first_digest(self) -> bytes:
+        """Return the SHA-256 of weights, adapter, vectors and cache salt: the parent of the first page's digest."""
         # No text has the bytes 253 to 255, so that no salt can stand for weights, an adapter or vectors.
         weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
         adapter = b"\xff" + self.adapter_digest if self.adapter_digest else b""

@@ -45,12 +45,15 @@ class Row:
 
 
 def _row(default: Any, **fields: Any) -> Any:
+    """Make a dataclass field with this default and a Row of `fields` in its metadata; `neutral` is the default unless
+    it is among them.
+    """
     return field(default=default, metadata={"row": Row(neutral=fields.pop("neutral", default), **fields)})
 
 
 @dataclass(kw_only=True)
 class SamplingFields:
-    """Names, defaults and meanings are vLLM's.
+    """Sampling parameters that are one number each. Names, defaults and meanings are vLLM's.
 
     Attributes:
       temperature: divisor of the logits; 0 always takes the likeliest token.

@@ -55,7 +55,7 @@ class Scheduler:
       num_pages: of all replicas.
       num_preemptions, num_prefix_queries, num_prefix_hits: over all replicas; the last two in tokens.
       extensions: the optional capabilities that take part.
-      paused: no step is to be scheduled.
+      paused: whether its owner is to schedule no step; `schedule` does not look at it.
     """
 
     def __init__(self, config: SchedulerConfig):

@@ -171,6 +171,7 @@ class Slots:
         return int(slots[order[-1]])
 
     def _reserve(self, num_output: int) -> None:
+        """Make room for `num_output` output tokens in every slot."""
         rows, columns = self._output.shape
         if num_output > columns:
             wider = np.empty((rows, max(num_output, 2 * columns)), np.int32)

@@ -39,8 +39,10 @@ def shard_index(axis: str) -> Any:
 
 
 def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """All-gather tokens x [T, ...] of the devices that hold parts of `axis` into [n * T, ...]; most hold the same
-    tokens."""
+    """All-gather x [T, ...] over the n replicas whose devices hold parts of `axis`: [n * T, ...], in replica order.
+
+    Devices of one replica have the same tokens and exchange none.
+    """
     over = _other_tokens(axis)
     return lax.all_gather(x, over, axis=0, tiled=True) if over else x
 
@@ -53,7 +55,9 @@ def keep_tokens(x: jax.Array, axis: str, part: str) -> jax.Array:
 
 
 def scatter_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """Reduce-scatter partial results [n * T, ...] over devices with other tokens: each keeps its own, [T, ...]."""
+    """Sum partial results x [n * T, ...] over the n replicas whose devices hold parts of `axis`, and return the rows of
+    this replica's own tokens, [T, ...] (a reduce-scatter).
+    """
     over = _other_tokens(axis)
     return lax.psum_scatter(x, over, scatter_dimension=0, tiled=True) if over else x
 
@@ -65,28 +69,30 @@ def sum_same_tokens(x: jax.Array, axis: str) -> jax.Array:
 
 
 def reduce_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """Sum partial results [n * T, ...] over the devices that hold parts of `axis`; each keeps its own tokens.
-
-    The counterpart of `gather_tokens`.
+    """Sum partial results x [n * T, ...] of gathered tokens (`gather_tokens`) over all devices that hold parts of
+    `axis`, and return the rows of this replica's own tokens, [T, ...].
     """
     return sum_same_tokens(scatter_tokens(x, axis), axis)
 
 
 def largest_of_parts(x: jax.Array, axis: str) -> jax.Array:
-    """Return the maximum of x over the devices that hold parts of `axis`, which have the same tokens."""
+    """Return the elementwise maximum of x over the devices that hold parts of `axis`, which have the same tokens."""
     over = split_over(axis)
     return lax.pmax(x, over) if over else x
 
 
 def gather_parts(x: jax.Array, axis: str, *, dimension: int) -> jax.Array:
-    """All-gather `dimension` of x, which is split over `axis` among devices with the same tokens."""
+    """All-gather x, which is split along `dimension` over the n devices that hold parts of `axis` and have the same
+    tokens; that dimension becomes n times as long.
+    """
     over = split_over(axis)
     return lax.all_gather(x, over, axis=dimension, tiled=True) if over else x
 
 
 def exchange_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """All-to-all from x [n * T, C], some columns of all devices' tokens, to [T, n * C], more columns of the device's
-    own."""
+    """Turn x [n * T, C], C columns of the tokens of n replicas, into [T, n * C], all their columns of this replica's
+    own tokens (an all-to-all). The replicas are those whose devices hold parts of `axis`.
+    """
     over = _other_tokens(axis)
     return lax.all_to_all(x, over, split_axis=0, concat_axis=1, tiled=True) if over else x
 
@@ -168,7 +174,7 @@ def exchange_rows(x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, 
 
 
 def stack_parts(x: jax.Array, axis: str) -> jax.Array:
-    """Stack x of every device that holds a part of `axis`: [parts, ...]."""
+    """Stack x [...] of every device that holds a part of `axis`: [parts, ...], the same on all of them."""
     over = split_over(axis)
     return lax.all_gather(x, over, axis=0) if over else x[None]
 
@@ -185,14 +191,16 @@ def sum_parts(x: jax.Array, axis: str) -> jax.Array:
 
 
 def any_device(predicate: jax.Array) -> jax.Array:
-    """Whether each predicate holds anywhere on the mesh, bool[...]: devices that exchange data must take the same
-    branch."""
+    """Whether each element of `predicate` bool[...] holds on any device of the mesh, bool[...]: devices that exchange
+    data must take the same branch.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     over = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
     return lax.psum(predicate.astype("int32"), over) > 0 if over else predicate
 
 
 def _other_tokens(axis: str) -> tuple[str, ...]:
+    """Return those mesh axes of `split_over` along which devices have different tokens."""
     return tuple(name for name in split_over(axis) if name in RULES["batch"])
 
 
@@ -206,4 +214,5 @@ def _copy_slices(x: jax.Array, out: jax.Array, first: jax.Array, sizes: jax.Arra
 
 
 def _same_tokens(axis: str) -> tuple[str, ...]:
+    """Return those mesh axes of `split_over` along which devices have the same tokens."""
     return tuple(name for name in split_over(axis) if name not in RULES["batch"])

@@ -98,6 +98,7 @@ class MeshLayout:
 
     @property
     def num_ranks(self) -> int:
+        """Return the number of replicas."""
         return self.data * self.attn
 
     def num_shards(self, axis: str) -> int:
@@ -111,8 +112,8 @@ class MeshLayout:
         return math.prod(getattr(self, name) for name in RULES[axis] if name in RULES["batch"])
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return the number of rows of the token table: full blocks of the sampler on every device, and no padding on
-        one device.
+        """Return the number of rows of the token table: `vocab_size`, rounded up so that each device has whole blocks
+        of VOCAB_BLOCK rows if several devices split it.
         """
         shards = self.num_shards("vocab")
         return vocab_size if shards == 1 else -(-vocab_size // (VOCAB_BLOCK * shards)) * VOCAB_BLOCK * shards

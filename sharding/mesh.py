@@ -14,8 +14,9 @@ from jaxengine.sharding.layout import MESH_AXES, MeshLayout
 
 
 def make_mesh(layout: MeshLayout, devices: Sequence[Any] | None = None) -> Mesh:
-    """Make a mesh over the first of `devices` (default: all), with `model` neighbours adjacent; ValueError for too
-    few."""
+    """Make a mesh over the first layout.size of `devices` (None: all of jax), in order, with the axis `model` varying
+    fastest. Raises ValueError if there are too few.
+    """
     available = jax.devices() if devices is None else list(devices)
     shape = {name: getattr(layout, name) for name in MESH_AXES}
     if layout.size > len(available):

@@ -9,7 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of a model's layers. The first stage also embeds the tokens, the last one also computes the logits."""
+    """Pipeline stage: layers [first_layer, end_layer) of a model. The first stage also embeds the tokens, the last one
+    also computes the logits.
+    """
 
     first_layer: int
     end_layer: int
@@ -60,7 +62,7 @@ def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, afte
 
 
 def stages_of(counts: Sequence[int]) -> list[Stage]:
-    """Build stages of the given numbers of layers, in order."""
+    """Return consecutive stages of `counts` layers each."""
     stages, first = [], 0
     for index, count in enumerate(counts):
         stages.append(Stage(first, first + count, index == 0, index == len(counts) - 1))
@@ -69,6 +71,6 @@ def stages_of(counts: Sequence[int]) -> list[Stage]:
 
 
 def devices_of_stages(devices: Sequence[Any], num_stages: int) -> list[Sequence[Any]]:
-    """Split devices into equal runs of neighbours, one for each stage."""
+    """Split devices into runs of len(devices) // num_stages consecutive ones, one for each stage."""
     size = len(devices) // num_stages
     return [devices[stage * size : (stage + 1) * size] for stage in range(num_stages)]

@@ -144,8 +144,8 @@ ROOMS = {
         "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models"
     ),
     "jaxengine.models.vision": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
-        "jaxengine.models jaxengine.models.layers"
+        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models "
+        "jaxengine.models.layers"
     ),
     "jaxengine.models.sound": (
         "jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "

@@ -19,7 +19,7 @@ class AltUp:
       num_streams: A, hidden states of a token.
       active: number of the one that layers compute.
       scales_active: whether it is scaled by learned numbers before a layer's own input joins it.
-      laurel_rank: inner size of the product of low rank beside attention.
+      laurel_rank: inner size of the low-rank product (LAuReL) whose result is averaged with attention's.
       sparsity: of each layer, the share of the MLP's gates that are to be zero, 0 for none.
       table_rows: tokens that have inputs of single layers; all others have those of token 0.
     """

@@ -105,7 +105,7 @@ class LayerAttention:
       head_dim: size of a query, key and value; of a cached key where there is a latent.
       rope: rotation of q and k; None for none.
       scale: factor of the products of queries and keys; None for head_dim ** -0.5.
-      window: a token sees keys less than this many places away, None for all of them.
+      window: a token sees keys less than this many positions away, None for all of them.
       chunk: a token sees the keys from the last multiple of this on, None for all of them: a window that restarts.
       causal: a token sees itself and those before it; otherwise its whole sequence, whose tokens are then in one step.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
@@ -115,7 +115,7 @@ class LayerAttention:
       bias: whether the projections to q, k and v have a bias.
       output_bias: whether the projection after attention has a bias.
       temperature: factor of queries by their positions; None for none.
-      index: indexer that selects the keys which a token attends to; None for all keys. Only with a latent.
+      index: indexer that selects the keys that a token attends to; None for all keys. Only with a latent.
       latent: latent that keys and values are computed from, None where they are projected directly.
       state: recurrent state instead of attention, None for a layer that only attends. Sizes are then those of the
         attending layers, and the other fields have their defaults.
@@ -227,6 +227,7 @@ class LayerAttention:
 
     @property
     def values_in_keys(self) -> bool:
+        """Whether the first elements of a cached key are the value, so that pages hold no values."""
         return self.latent is not None and self.index is None
 
     @property
@@ -252,4 +253,5 @@ class LayerAttention:
 
     @property
     def sm_scale(self) -> float:
+        """Return the factor of the products of queries and keys."""
         return self.head_dim**-0.5 if self.scale is None else self.scale

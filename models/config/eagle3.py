@@ -18,7 +18,7 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class Eagle3Config(ModelConfig):
-    """ModelConfig of the head's layer, with the fields of EAGLE-3.
+    """ModelConfig of the head's one layer, with the fields of EAGLE-3.
 
     Attributes:
       draft_vocab_size: number of tokens that it may draft, a part of the vocabulary.
@@ -36,7 +36,7 @@ class Eagle3Config(ModelConfig):
 
 
 def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
-    """Flatten a head's config.json, in which speculators nests the sizes of the layer.
+    """Return the fields of a head's config.json in one mapping; those of the library speculators nest the layer's.
 
     Raises ModelConfigError for what is no EAGLE-3 head of one layer, or has features that are not supported.
     """

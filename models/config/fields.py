@@ -114,11 +114,13 @@ def check_size(name: str, value: Any, maximum: int, minimum: int = 1) -> None:
 
 
 class ModelConfigError(ValueError):
-    """A model configuration that cannot be used; the message names the field, its value and what is allowed."""
+    """Error of a model configuration that cannot be used; the message names the field, its value and what is
+    allowed.
+    """
 
 
 class ConfigFields:
-    """A mapping read field by field. `prefix` is prepended to every name ("llama." for GGUF metadata).
+    """Reader of a configuration, one field at a time. `prefix` is prepended to every name ("llama." for GGUF metadata).
 
     A field that is absent, or null, takes the default, which only `boolean` checks. Methods raise ModelConfigError for
     such a field without a default, and for a value of another type or outside of its limits.
@@ -137,21 +139,27 @@ class ConfigFields:
 
     def require(self, **allowed: Any) -> None:
         """Raise ModelConfigError for a field that is neither absent, null nor this value: it asks for an unsupported
-        feature."""
+        feature. The value None allows only absent and null.
+        """
         for name, value in allowed.items():
             if self.has(name) and self.value(name) != value:
                 raise self.fail(name, "absent" if value is None else f"{json.dumps(value)} or absent")
 
     def has(self, name: str) -> bool:
+        """Whether the field `name` is present and not null."""
         return self.raw.get(self.prefix + name) is not None
 
     def fail(self, name: str, allowed: str) -> ModelConfigError:
+        """Return, for the caller to raise, the error that the field `name` must be `allowed`; it shows the start of its
+        value.
+        """
         value = self.raw.get(self.prefix + name)
         text = repr(value[:1000] if isinstance(value, (str, list)) else value)
         shown = text if len(text) <= 80 else text[:77] + "..."
         return ModelConfigError(f"{self.prefix + name} must be {allowed}, got {shown}")
 
     def _get(self, name: str, default: Any) -> Any:
+        """Return the field `name`, a numpy scalar as a Python value. See the class for `default` and errors."""
         value = self.raw.get(self.prefix + name)
         if value is not None:
             # GGUF readers hand out numpy scalars; configuration objects hold Python values only.
@@ -161,13 +169,11 @@ class ConfigFields:
         return default
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Read the field `name`, whatever its type."""
         return self._get(name, default)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> Any:
-        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one.
-
-        Raises ModelConfigError.
-        """
+        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -177,9 +183,7 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return the field `name`, a number above zero that float32 holds, as a float; `default` if it is missing.
-        Raises ModelConfigError.
-        """
+        """Read a number above zero that float32 holds, as a float."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -191,12 +195,14 @@ class ConfigFields:
         return float(value)
 
     def boolean(self, name: str, default: Any = _REQUIRED) -> bool:
+        """Read true or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, "true or false")
         return value
 
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Read a string."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -205,6 +211,7 @@ class ConfigFields:
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
+        """Read a mapping; None where it is absent or null."""
         value = self._get(name, None)
         if value is not None and not isinstance(value, Mapping):
             raise self.fail(name, "a mapping")

@@ -43,7 +43,9 @@ def gguf_family(metadata: Mapping[str, Any]) -> str:
 
 
 class RopeFactors(NamedTuple):
-    """Rope scaling that a file stores in tensors: `rope_freqs`, or `rope_factors_short` and `rope_factors_long`."""
+    """Rope scaling that a file stores in tensors, a divisor for each rotated pair: `factors` of `rope_freqs`, or
+    `short` of `rope_factors_short` and `long` of `rope_factors_long`; empty without the tensor.
+    """
 
     factors: tuple[float, ...] = ()
     short: tuple[float, ...] = ()
@@ -65,7 +67,7 @@ class GGUFConfig(NamedTuple):
 
     @property
     def fields(self) -> ConfigFields:
-        """Metadata of the architecture itself: `llama.block_count` is the field `block_count`."""
+        """Return the metadata of the architecture itself: `llama.block_count` is the field `block_count`."""
         return ConfigFields(self.metadata, f"{gguf_architecture(self.metadata)}.")
 
 
@@ -191,6 +193,7 @@ def _ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def _vocab_size(general: ConfigFields) -> int:
+    """Return the number of tokens in the file's tokenizer. Raises ModelConfigError without a list of them."""
     tokens = general.value("tokenizer.ggml.tokens", None)
     if tokens is None or isinstance(tokens, (str, int, float)):
         raise ModelConfigError("the GGUF metadata gives neither a vocab_size nor tokenizer.ggml.tokens")
@@ -198,6 +201,9 @@ def _vocab_size(general: ConfigFields) -> int:
 
 
 def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
+    """Read the elements of a head, hidden_size / num_heads where the file does not say. Raises ModelConfigError, also
+    for values of another size than keys.
+    """
     head_dim = fields.integer("attention.key_length", None)
     if head_dim is None:
         if hidden_size % num_heads:
@@ -212,6 +218,7 @@ def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
 
 
 def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> int:
+    """Read the rotated elements of a head, by default all. Raises ModelConfigError for fewer unless partial_rotary."""
     rotary_dim = fields.integer("rope.dimension_count", head_dim)
     if rotary_dim > head_dim or (rotary_dim < head_dim and not partial_rotary):
         raise fields.fail("rope.dimension_count", f"{'at most ' * partial_rotary}the head dimension {head_dim}")
@@ -233,6 +240,11 @@ def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
 def _rope_scaling(
     fields: ConfigFields, max_positions: int, tensors: RopeFactors, yarn: Mapping[str, Any]
 ) -> RopeScaling | None:
+    """Read the scaling of rope from metadata and the file's tensors of factors; None for plain rope.
+
+    max_positions: default of the original context. yarn: as of `gguf_fields`. Raises ModelConfigError, also for a
+    scaling that metadata and tensors state differently.
+    """
     kind, factor = _scaling_kind(fields)
     if tensors.long or tensors.short:
         if kind == "linear" and not fields.has("rope.scaling.type"):
@@ -276,5 +288,6 @@ def _rope_scaling(
 
 
 def _sliding_window(fields: ConfigFields, max_positions: int) -> int | None:
+    """Read the window; None if there is none, or if no sequence of max_positions tokens is longer."""
     window = fields.integer("attention.sliding_window", 0, minimum=0)
     return None if window == 0 or window >= max_positions else window

@@ -78,6 +78,7 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hf_architecture(fields: ConfigFields) -> str:
+    """Read `architectures`, a list of one class name, and return that. Raises ModelConfigError."""
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.fail("architectures", "a list of one class name")

@@ -224,4 +224,4 @@ class ModelConfig:
     @property
     def has_equal_pages(self) -> bool:
         """Whether a page takes as many bytes in every layer."""
-        return len({(layer.num_kv_heads, layer.head_dim) for layer in self.attention}) == 1
+        return len({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention}) == 1

@@ -24,7 +24,7 @@ _UNSUPPORTED = "a regular expression without backreferences, conditions, atomic 
 
 
 class PatternError(ValueError):
-    """An expression that is refused; the text says what is allowed."""
+    """Error of an expression that is refused; the text says what is allowed."""
 
 
 class Effort:
@@ -71,6 +71,7 @@ class _Text:
     """A name, or its mirror image, to be matched.
 
     Attributes:
+      name: the text itself.
       effort: steps that matching may still take.
       origin: the name that this is the mirror image of; None for a name itself.
       where: for zero-width parts of the expression, the positions of a name at which they hold, as far as computed.
@@ -83,14 +84,17 @@ class _Text:
 
     @property
     def backward(self) -> bool:
+        """Whether this is a mirror image."""
         return self.origin is not None
 
     @cached_property
     def mirror(self) -> _Text:
+        """Return the mirror image of this text, made once."""
         return self.origin or _Text(self.name[::-1], self.effort, self)
 
     @property
     def everywhere(self) -> int:
+        """Return the set of all positions, the one after the last character included."""
         return (2 << len(self.name)) - 1
 
     @cached_property
@@ -138,6 +142,8 @@ class _One(_Node):
 
 
 class _Sequence(_Node):
+    """Parts that match one after the other, in the text's direction."""
+
     def __init__(self, parts: list[_Node]):
         self._parts = parts
 
@@ -151,6 +157,8 @@ class _Sequence(_Node):
 
 
 class _Choice(_Node):
+    """Alternatives, of which one matches."""
+
     def __init__(self, options: list[_Node]):
         self._options = options
 
@@ -163,6 +171,8 @@ class _Choice(_Node):
 
 
 class _Repeat(_Node):
+    """Part that matches from `least` to `most` times; None for any number."""
+
     def __init__(self, body: _Node, least: int, most: int | None):
         self._body, self._least, self._more = body, least, None if most is None else most - least
 
@@ -202,6 +212,8 @@ class _Zero(_Node):
 
 
 class _Anchor(_Zero):
+    """Anchor or word boundary, judged by `re` at each position."""
+
     def __init__(self, source: str, flags: int):
         self._pattern = re.compile(source, flags)
 
@@ -210,6 +222,8 @@ class _Anchor(_Zero):
 
 
 class _Look(_Zero):
+    """Lookahead, or lookbehind (`behind`), that `body` matches there or, if `negative`, does not."""
+
     def __init__(self, body: _Node, *, behind: bool, negative: bool):
         self._body, self._behind, self._negative = body, behind, negative
 
@@ -228,6 +242,7 @@ class _Parser:
         self._source, self._at, self._depth = source, 0, 0
 
     def parse(self) -> _Node:
+        """Return the tree of the whole expression. Raises PatternError for what is not supported."""
         return self._choice(0)
 
     def _choice(self, flags: int) -> _Node:
@@ -250,6 +265,7 @@ class _Parser:
         return _Sequence(options[0]) if len(options) == 1 else _Choice([_Sequence(each) for each in options])
 
     def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Match a pattern at the parser's place and go on after it; None, and no move, if it does not match."""
         if found := pattern.match(self._source, self._at):
             self._at = found.end()
         return found
@@ -287,6 +303,9 @@ class _Parser:
         return body, flags
 
     def _quantified(self, part: _Node) -> _Node:
+        """Parse a quantifier, if there is one, and return the part repeated so. Raises PatternError for a possessive
+        one.
+        """
         if (found := self._take(_QUANTIFIER)) is None:
             return part
         if found[5] == "+":

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import MAX_POSITIONS, ConfigFields, ModelConfigError
 from jaxengine.models.config.hf import FULL
 
 _MAPPINGS = ("rope_parameters", "rope_scaling")
@@ -16,6 +16,7 @@ _ROPE, _LENGTH, _ORIGINAL = (*_MAPPINGS, "rope_theta"), "max_position_embeddings
 _KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _KINDS = ("rope_type", "type")
 _TEXT, _LAYERS = "text_config", "num_hidden_layers"
+_NUMBERS = (int, float, np.number)
 # Metadata of a GGUF file after its architecture's name, by the names of a config.json.
 _GGUF = {_LENGTH: "context_length", "rope_theta": "rope.freq_base"}
 _GGUF_SCALING = {
@@ -27,7 +28,7 @@ _GGUF_SCALING = {
 
 
 class UnreadError(ValueError):
-    """A field of hf_overrides that has no effect on the model; the text says why, `name` is the field."""
+    """Error of a field of hf_overrides that has no effect on the model; the text says why, `name` is the field."""
 
     def __init__(self, name: str, why: str):
         super().__init__(why)
@@ -79,6 +80,7 @@ def check_read(raw: Mapping[str, Any], overrides: Mapping[str, Any], read: Calla
 
 
 def _is_inside(raw: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether an override is a nested configuration that changes one of the file's."""
     return _is_inner(name, value) and isinstance(raw.get(name), Mapping)
 
 
@@ -154,6 +156,9 @@ def _by_kind(rope: Mapping[str, Any]) -> bool:
 
 
 def _rescaled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope mapping `new` with the fields _KEPT of `old` that it lacks. Where either has a mapping for each
+    kind of layers, kinds are treated one by one, and a mapping without kinds counts for FULL layers.
+    """
     if _by_kind(new):
         kinds = {kind: value for kind, value in new.items() if isinstance(value, Mapping)}
         before = {kind: old[kind] if isinstance(old.get(kind), Mapping) else {} for kind in kinds}
@@ -173,13 +178,15 @@ def _with(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
-    """Return the context length with a rope scaling, as vLLM derives max_model_len; None if it stays."""
+    """Return the context length with a rope scaling, as vLLM derives max_model_len; None if it stays, also where the
+    length or the factor is not one that a model may have: who reads the fields says so.
+    """
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), fields.get(_LENGTH)
     if kind == "yarn":
         original = rope.get(_ORIGINAL, fields.get(_ORIGINAL, original))
     if kind not in ("yarn", "linear") or not isinstance(factor, (int, float)) or type(original) is not int:
         return None
-    return int(original * factor) if 0 < factor < 1e6 else None
+    return int(original * factor) if 0 < factor < 1e6 and original <= MAX_POSITIONS else None
 
 
 def overridden_metadata(metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +198,8 @@ def overridden_metadata(metadata: Mapping[str, Any], overrides: Mapping[str, Any
     for name in overrides:
         if name not in (*_ROPE, _LENGTH):
             raise UnreadError(name, f"which is not read of a GGUF file; allowed: {', '.join((*_ROPE, _LENGTH))}")
-    raw = {name: np.asarray(metadata[prefix + key]).item() for name, key in _GGUF.items() if prefix + key in metadata}
+    given = {name: metadata.get(prefix + key) for name, key in _GGUF.items()}
+    raw = {name: np.asarray(value).item() for name, value in given.items() if isinstance(value, _NUMBERS)}
     found = _changed(raw, overrides)
     changed |= {prefix + key: found[name] for name, key in _GGUF.items() if found.get(name) != raw.get(name)}
     if not overrides.keys() & {*_MAPPINGS}:

@@ -20,14 +20,14 @@ MAX_LABELS = 1 << 16
 POOLED = 0
 
 
-# Beginning of the names of Dense modules' tensors; behind it, the number of the module.
+# Beginning of the names of Dense modules' tensors; the number of the module follows.
 DENSE = "dense"
 # Of Dense modules, by the names of torch's classes.
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 
 
 class Dense(NamedTuple):
-    """Product after the pooling: activation(pooled @ weight + bias).
+    """Dense layer after the pooling: activation(pooled @ weight + bias).
 
     Attributes:
       in_features, out_features: elements of its input and of its result.

@@ -27,6 +27,17 @@ class RopeScaling:
     (Ding et al. 2024, arXiv:2402.13753). Rope.up_to chooses, once for an engine.
     factors: one explicit divisor per frequency (the `rope_freqs.weight` tensor of GGUF files).
     proportional: the first `rotated` of all pairs turn, every frequency / factor; the others, at 0, stay as they are.
+
+    Attributes:
+      rope_type: one of ROPE_TYPES.
+      factor: divisor of frequencies, as the type applies it.
+      low_freq_factor, high_freq_factor: of llama3: pairs that turn at most, and at least, so often in the original
+        context are divided, and kept.
+      beta_fast, beta_slow: of yarn: turns in the original context at which its ramp begins and ends.
+      truncate: of yarn: the ends of the ramp are rounded outwards to whole pairs.
+      attention_factor: factor of cos and sin, for yarn, longrope and factors.
+      factors, short_factors: divisors of each frequency, for longrope and factors.
+      rotated: of proportional: share of the pairs that turn.
     """
 
     rope_type: str
@@ -113,6 +124,7 @@ class RopeScaling:
 
 
 def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling:
+    """Read the scaling of rope_type longrope. Raises ModelConfigError, also for two attention factors."""
     for name in ("short_mscale", "long_mscale"):
         if fields.has(name):
             raise fields.fail(name, "absent: attention_factor says it for both")
@@ -135,6 +147,7 @@ def longrope_attention_factor(factor: float, original_max_position_embeddings: i
 
 
 def _factors(fields: ConfigFields, name: str) -> tuple[float, ...]:
+    """Read a list of at most MAX_HEAD_DIM numbers. Raises ModelConfigError."""
     values = fields.value(name)
     if not isinstance(values, list) or len(values) > MAX_HEAD_DIM or any(type(f) not in (int, float) for f in values):
         raise fields.fail(name, f"a list of at most {MAX_HEAD_DIM} numbers")
@@ -145,6 +158,9 @@ def _factors(fields: ConfigFields, name: str) -> tuple[float, ...]:
 
 
 def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
+    """Read YaRN's factor of cos and sin: as given, else mscale(`mscale`) / mscale(`mscale_all_dim`) if both are, else
+    mscale(1), with mscale(w) = 0.1 w ln(factor) + 1. Raises ModelConfigError.
+    """
     if fields.has("attention_factor"):
         return fields.number("attention_factor")
 
@@ -164,11 +180,14 @@ def read_mscale(fields: ConfigFields, name: str) -> float:
 class Rope:
     """Rotation of a layer's queries and keys: of the first `rotary_dim` elements of each head, which is even.
 
-    interleaved: element 2i is rotated with element 2i + 1, as in GPT-J, and not i with i + rotary_dim / 2.
-    sections: how many of the rotary_dim / 2 pairs rotate by a token's mrope position in time, in height and in width
-    (M-RoPE, Wang et al. 2024, arXiv:2409.12191); empty where all rotate by its position. sections_interleaved: pairs
-    alternate, time height width, as long as there are any of height and width, and the rest are of time (Qwen3-VL);
-    otherwise the pairs of a section are adjacent.
+    Attributes:
+      theta: base of the frequencies; pair i turns by theta ** (-2 i / rotary_dim) radians per position, before scaling.
+      scaling: for long contexts; None for none.
+      interleaved: element 2i is rotated with element 2i + 1, as in GPT-J, and not i with i + rotary_dim / 2.
+      sections: how many of the rotary_dim / 2 pairs rotate by a token's M-RoPE position in time, in height and in width
+        (Wang et al. 2024, arXiv:2409.12191); empty where all rotate by its position.
+      sections_interleaved: pairs alternate, time height width, as long as there are any of height and width, and the
+        rest are of time (Qwen3-VL); otherwise the pairs of a section are adjacent.
     """
 
     rotary_dim: int
@@ -258,6 +277,7 @@ def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None)
 
 
 def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Return frequencies f64[n] scaled as in Llama 3.1 (RopeScaling)."""
     turns = scaling.original_max_position_embeddings * freqs / (2 * np.pi)  # full turns over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Llama 4 has both equal: nothing lies between what is kept and what is stretched.
@@ -266,6 +286,8 @@ def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp between kept and divided ones (RopeScaling)."""
+
     def dimension_with(turns: float) -> float:
         context = scaling.original_max_position_embeddings
         return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -48,7 +48,7 @@ class StateArray(NamedTuple):
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A gated convolution (Liquid AI 2025, LFM2), whose state is its window.
+    """Gated convolution of a layer (Liquid AI 2025, LFM2), whose state is its window.
 
     Attributes:
       channels: convolved channels, each by itself.
@@ -75,7 +75,8 @@ class ShortConvolution:
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """A gated delta net (Yang et al. 2024, arXiv:2412.06464): one matrix per head, and the window of a convolution.
+    """Gated delta net of a layer (Yang et al. 2024, arXiv:2412.06464): its state is one matrix per head, and the window
+    of a convolution.
 
     Attributes:
       num_k_heads, num_v_heads: heads of queries and keys, and of values; each of the former serves equally many of the
@@ -86,7 +87,8 @@ class GatedDelta:
         output; otherwise a head decays, and a SiLU does.
       rank: elements from which decays and gates by element are projected; None where the hidden state is.
       lower_bound: logarithm of the fastest decay of a token, which a sigmoid approaches; None for no bound.
-      beta_scale: factor of a token's step towards its value: 2.0 lets a state turn around.
+      beta_scale: factor of the sigmoid that gives a token's step towards its value: with 2.0 steps may overshoot, which
+        changes the sign of a state's part along the key.
     """
 
     num_k_heads: int
@@ -149,7 +151,8 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): one matrix per head, and the windows of a convolution.
+    """Mamba-2 of a layer (Dao & Gu 2024, arXiv:2405.21060): its state is one matrix per head, and the windows of a
+    convolution.
 
     Attributes:
       num_heads, head_dim: heads of inputs, and elements of each.
@@ -191,12 +194,12 @@ class StateSpace:
 
     @property
     def inner_size(self) -> int:
-        """Elements of all inputs of a token."""
+        """Return the number of elements of all inputs of a token."""
         return self.num_heads * self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Elements of B, or of C, of all groups."""
+        """Return the number of elements of B, or of C, of all groups."""
         return self.num_groups * self.state_size
 
     @property
@@ -219,7 +222,8 @@ class StateSpace:
 
 @dataclass(frozen=True)
 class SelectiveScan:
-    """Mamba (Gu & Dao 2023, arXiv:2312.00752): a vector per channel, and the window of a convolution.
+    """Mamba of a layer (Gu & Dao 2023, arXiv:2312.00752): its state is a vector per channel, and the window of a
+    convolution.
 
     Attributes:
       channels: of inputs, each with a state of its own.

@@ -154,6 +154,7 @@ def layers_of(taps: Iterable[Tap]) -> dict[str, list[int]]:
 
 
 def _spans(layers: Sequence[int]) -> str:
+    """Return ascending layers as text, runs as first-last: "0-2 and 5"."""
     spans: list[list[int]] = []
     for layer in layers:
         if spans and layer == spans[-1][1] + 1:

@@ -12,8 +12,8 @@ TOWERS = (TOWER, "sound_tower")
 
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
-    """Vision tower: encodes patches of images to embeddings. A subclass, next to its tower, has the sizes of a
-    family.
+    """Sizes and properties of a tower, which encodes patches of images, or frames of sounds, to embeddings. A subclass,
+    next to its tower, has the sizes of a family.
 
     A tower is a flax.nnx module; `tower(patches, columns)` takes P patches f32[P, F] with C integers for each in
     columns i32[C, P], and returns [P / merge, E] in the model's dtype. Several images share a call: a column
@@ -28,7 +28,7 @@ class TowerConfig:
       attends_both_ways: whether the tokens of an image see each other, later ones too. A step then has all of a
         image's tokens that are not computed yet, or none.
       in_windows_only: whether they do so in layers with a window alone, while others are causal.
-      num_parts: E / D, 1 + the number of layers that add a part of their own.
+      num_parts: E / D, 1 + the number of decoder layers that add a part of an embedding to hidden states (DeepStack).
       crosses: whether layers attend to what the tower returns, one row for a sound, by cross-attention
         (jaxengine.models.layers.cross_attention); no token of the prompt stands for it.
       hears: whether it encodes sounds, and not images. Patches are frames of their spectrograms.
@@ -46,7 +46,7 @@ class TowerConfig:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Prefixes of the model's names of tower tensors that this model does not use."""
+        """Return the prefixes of the model's names of tower tensors that this model does not use."""
         return ()
 
     @property

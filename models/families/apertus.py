@@ -30,9 +30,10 @@ ROPE = {
 
 
 class XIELU(nnx.Module):
-    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): a_p x^2 + b x where x > 0, else a_n (exp(x) - 1 - x) + b x.
+    """Activation xIELU (Huang and Schlag 2024, arXiv:2411.13010): a_p x^2 + b x where x > 0, else
+    a_n (exp(min(x, EPS)) - 1 - x) + b x.
 
-    a_p is softplus(alpha_p), a_n is b + softplus(alpha_n); b and the bound EPS below 0 are the same in all layers.
+    a_p is softplus(alpha_p), a_n is b + softplus(alpha_n), of two learned numbers; b is BETA.
     """
 
     def __init__(self, *, source: str, build: Build):

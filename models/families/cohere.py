@@ -20,7 +20,7 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
 class PerHeadLayerNorm(nnx.Module):
-    """(x - mean(x)) / std(x) * weight over each head, weights [heads, H].
+    """Layer norm (x - mean(x)) / sqrt(var(x) + eps) * weight over each head, weights [heads, H].
 
     copies: how often each head is stored on a mesh of more devices than heads (see layers.attention).
     """
@@ -31,7 +31,7 @@ class PerHeadLayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [T, heads of this device, H]."""
+        """Normalise x [T, heads of this device, H], in float32; return it in the dtype of x."""
         y = x.astype(jnp.float32)
         y = rms_normalized(y - jnp.mean(y, axis=-1, keepdims=True), self.eps)
         return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)

@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class ParallelLayer(nnx.Module):
-    """x + attention(norm(x)) + mlp(norm(x)), one norm for both."""
+    """Layer that computes x + attention(norm(x)) + mlp(norm(x)), one norm for both."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build):
         source = f"{LAYER}.input_layernorm"

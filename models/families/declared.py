@@ -1,4 +1,4 @@
-"""Families that only mix parts that there are: what a row says of one, and the layers and the decoder that come of it.
+"""Families that only combine existing parts: the row that describes one, and the layers and the decoder built from it.
 
 The rows are in jaxengine.models.families.declared_rows. A family with a part of its own is a file of its own.
 """
@@ -105,11 +105,12 @@ def parts_of_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
 
 
 def neighbours(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope that pairs neighbours, of all of a head or of its first `rotary_dim` elements."""
+    """Read rope that pairs neighbouring elements, of all of a head or of its first `rotary_dim` elements."""
     return replace(read_rope(fields, head_dim, interleaved=True), rotary_dim=fields.integer("rotary_dim", head_dim))
 
 
 def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Return None: no layer has rope."""
     return None
 
 
@@ -131,7 +132,7 @@ class GGUFRow(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One family.
+    """Description of one family: its layers, its weights' names, and how its config.json is read.
 
     Attributes:
       about: first sentence of its documentation.
@@ -146,7 +147,7 @@ class Row(NamedTuple):
         the field that says so.
       grouped: whether several heads of queries may share one of keys and values, as `num_key_value_heads` says.
       tied: default of tie_word_embeddings.
-      adapt: function that makes fields of others' meaning of its own; None for none.
+      adapt: function from the fields to those that are added to them, or replace them, first of all; None for none.
       choose: function from the fields and the form to the form of a checkpoint; None where all have the same.
       each_layer: function from the fields, a layer's number and its attention to its own, or to its state; None where
         all are alike.
@@ -223,7 +224,7 @@ class Row(NamedTuple):
         return shared | {"mlp_bias": own.bias, "declared": form}
 
     def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
-        """Read the fields that families share. attention: of every layer."""
+        """Read the fields that families share, as arguments of ModelConfig. attention: of each layer's attention."""
         named = Activation("hidden_act", (activation,))
         options: dict[str, Any] = {"activation": named, "tied": self.tied, "eps": self.eps, **attention}
         if self.latent:
@@ -283,7 +284,7 @@ class DeclaredLayer(nnx.Module):
 
 
 class NormedMLP(nnx.Module):
-    """norm(mlp(x))."""
+    """Feed-forward part whose output is normed: norm(mlp(x))."""
 
     def __init__(self, mlp: nnx.Module, norm: nnx.Module):
         self.mlp, self.norm = mlp, norm
@@ -293,7 +294,9 @@ class NormedMLP(nnx.Module):
 
 
 class DeclaredAttention(Attention):
-    """Attention of a DeclaredForm. eps: of the norms of queries and keys."""
+    """Attention of a DeclaredForm: it may bound q, k and v, norm q and k before or after rope, turn rope the other way,
+    scale values, and gate the heads' outputs. eps: of the norms of queries and keys.
+    """
 
     def __init__(self, form: DeclaredForm, attention: LayerAttention, hidden_size: int, *, eps: float, build: Build):
         norms = _qk_norms(form, attention, eps, build)
@@ -327,6 +330,7 @@ class DeclaredAttention(Attention):
         return scaled(self._clipped(v), self.form.value_scale)
 
     def _clipped(self, x: jax.Array) -> jax.Array:
+        """Bound elements to [-clip, clip], if the form has a bound."""
         clip = self.form.clip
         return x if clip is None else jnp.clip(x, -clip, clip)
 
@@ -338,7 +342,7 @@ class DeclaredAttention(Attention):
 
 
 def _qk_norms(form: DeclaredForm, attention: LayerAttention, eps: float, build: Build) -> list[nnx.Module]:
-    """Make the norms of queries and of keys; none if the form has none."""
+    """Make the norms of queries and of keys, in this order; an empty list if the form has none."""
     names = [f"{LAYER_NAME}.{name}" for name in form.qk_norms]
     if form.qk_norm in NORMS:
         return [NORMS[form.qk_norm](attention.head_dim, eps, source=name, build=build) for name in names]
@@ -475,7 +479,7 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
 
 
 def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
-    """Make the class of one row."""
+    """Make the subclass of DeclaredForCausalLM, called `name`, of one row."""
     names = CheckpointNames(
         prefixes=tuple(row.names),
         suffixes=row.suffixes,

@@ -44,10 +44,12 @@ def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention)
 
 
 def _scaled(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the scale of its products of q and k in `attention_multiplier`."""
     return replace(attention, scale=fields.number("attention_multiplier", None))
 
 
 def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Put norms after both parts of a layer as well, if `use_post_norm` says so."""
     if not fields.boolean("use_post_norm"):
         return form
     names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
@@ -55,13 +57,15 @@ def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gemma_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window of its kind, Gemma 2's soft cap and its scale of products of q and k."""
     cap = read_cap(fields, "attn_logit_softcapping", 50.0)
     scale = fields.number("query_pre_attn_scalar") ** -0.5
     return replace(windowed(fields, layer, attention), soft_cap=cap, scale=scale)
 
 
 def _biogpt(fields: ConfigFields) -> Mapping[str, Any]:
-    return {EPS: 1e-5}  # whatever config.json says, transformers takes this
+    """Return the epsilon that transformers takes, whatever config.json says."""
+    return {EPS: 1e-5}
 
 
 # Keys are the class names that config.json lists under "architectures".

@@ -41,7 +41,7 @@ _ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window of its kind; without one it has no rope, but in a model without any windows."""
+    """Give a layer the window of its kind; a layer without one has no rope, unless the model has no windows at all."""
     window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
     if window is None:
         return attention
@@ -49,9 +49,7 @@ def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention)
 
 
 def sliding_but(every: int, name: str = "") -> Any:
-    """Return an `adapt` whose default of the kinds of layers is that each `every`-th, or as many as the field `name`
-    says, sees all keys.
-    """
+    """Return an `adapt` by which each n-th layer sees all keys: `every`-th, or as the field `name` says, if present."""
 
     def adapt(fields: ConfigFields) -> Mapping[str, Any]:
         count = fields.integer(name, every) if name else every
@@ -61,6 +59,7 @@ def sliding_but(every: int, name: str = "") -> Any:
 
 
 def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
+    """Read the kinds of layers. A pattern of L (windows) and G is repeated; the last layer then sees all keys."""
     pattern, count = fields.value("sliding_window_pattern", 4), fields.integer("num_hidden_layers")
     if fields.has("layer_types") or not isinstance(pattern, str):
         return sliding_but(4, "sliding_window_pattern")(fields)
@@ -79,6 +78,7 @@ def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, 
 
 
 def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window and the rope of its kind, and its number of heads if they are listed by layer."""
     counts, num_layers = fields.value("num_attention_heads_per_layer", None), fields.integer("num_hidden_layers")
     attention = kinds_of_ropes(fields, layer, attention)
     if counts is None:
@@ -89,6 +89,7 @@ def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Gate the output of attention by head, or by element, as `gating` says."""
     gating = fields.value("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.fail("gating", "true, per-head or per-element")
@@ -96,12 +97,14 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window, rope and kv heads of its kind, sinks with a window, and the size of its values."""
     own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
     own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
     return own if own.window is None else replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True)
 
 
 def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the kinds of layers, and the window with the token itself, under the names of other families."""
     count, size = fields.integer("num_hidden_layers"), fields.integer("sliding_window_size", None)
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)
@@ -127,6 +130,7 @@ def _switches(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the kinds of layers, from numbers where they are not listed, and the epsilon of norms of either kind."""
     count, first = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace", 0, minimum=0)
     first = min(first, count)
     periods = fields.integer("prefix_dense_sliding_window_pattern", 1), fields.integer("sliding_window_pattern", 4)
@@ -141,6 +145,7 @@ def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer its window; one without has no rope, but dense layers in front do if none of these has a window."""
     if layer_kinds(fields)[layer] == SLIDING:
         window = fields.integer("sliding_window", None)  # without one its layers have no rope
         return replace(attention, window=window, rope=None if window is None else attention.rope)
@@ -149,6 +154,7 @@ def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Read experts whose sum is averaged with, or added to, a shared MLP. Raises ModelConfigError."""
     scores, mix = fields.text("expert_selection_fn"), fields.text("shared_expert_combination_strategy")
     if scores not in ("softmax", "sigmoid"):
         raise fields.fail("expert_selection_fn", "softmax or sigmoid")
@@ -185,6 +191,7 @@ def _shared_of_size(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the temperature of queries that `rope_parameters` states, if they do."""
     rope = ConfigFields(fields.mapping("rope_parameters") or {})
     if (beta := rope.number("llama_4_scaling_beta", None)) is None:
         return attention
@@ -193,20 +200,21 @@ def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 
 def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
-    """Leave out which part of a head is rotated: with latent attention all of the part that is meant to be."""
+    """Return `rope_parameters` without partial_rotary_factor: all of a head's part for rope is rotated."""
     require_rope(fields)
     rope = fields.mapping("rope_parameters") or {}
     return {"rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"} or None}
 
 
 def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `rope_scaling` with its type "deepseek_yarn" called yarn; nothing for any other."""
     rope = fields.mapping("rope_scaling") or {}
     named = {"rope_type": "yarn", **{key: value for key, value in rope.items() if key not in ("type", "rope_type")}}
     return {"rope_scaling": named} if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")) else {}
 
 
 def _bailing(about: str, **defaults: Any) -> Row:
-    """Row of a family of Ling 2.0's layers. defaults: further fields that a configuration may leave out."""
+    """Return the row of a family with Ling 2.0's layers. defaults: of further fields, which may be absent."""
     return Row(
         about,
         replace(

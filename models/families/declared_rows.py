@@ -42,19 +42,23 @@ _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.mask
 
 
 def _transformer(**ends: str) -> tuple[tuple[str, str], ...]:
-    """Return the names below "transformer.", which some checkpoints leave out."""
+    """Return Row.names of weights outside of layers, and of the layers' list, in GPT-2's spelling (`h`, `ln_f` and
+    `ends`, spelling=ours), with and without the "transformer." that some checkpoints leave out.
+    """
     pairs = {"h": "layers", "ln_f": "norm", **ends}
     return tuple((f"{before}{old}.", f"model.{new}.") for before in ("transformer.", "") for old, new in pairs.items())
 
 
 def four_times(fields: ConfigFields) -> Mapping[str, Any]:
-    """Default of a feed-forward size: four times the hidden size."""
+    """Return the feed-forward size, by default four times the hidden size."""
     size = fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))
     return {"intermediate_size": size}
 
 
 def _parallel(field: str, **changes: Any) -> Callable[[ConfigFields, DeclaredForm], DeclaredForm]:
-    """Return a `choose` that puts attention and MLP beside each other if a field says so, and then changes more."""
+    """Return a `choose` that, if the boolean `field` is true, puts attention and MLP in parallel and applies
+    `changes`.
+    """
 
     def choose(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
         return replace(form, placement=PARALLEL, **changes) if fields.boolean(field) else form
@@ -63,49 +67,58 @@ def _parallel(field: str, **changes: Any) -> Callable[[ConfigFields, DeclaredFor
 
 
 def _qk_norms(*names: str) -> Callable[[ConfigFields, DeclaredForm], DeclaredForm]:
-    """Return a `choose` that norms each head's q and k if `qk_layernorm` says so."""
+    """Return a `choose` that norms each head's q and k, by the norms `names`, if `qk_layernorm` says so."""
     return lambda fields, form: replace(form, qk_norms=names if fields.boolean("qk_layernorm") else ())
 
 
 def _stablelm_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Norm each head of q and k if `qk_layernorm` says so, and put attention and MLP in parallel after one norm if
+    `use_parallel_residual` does.
+    """
     if fields.boolean("qk_layernorm"):
         form = replace(form, qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"), qk_norm=EACH_HEAD)
     return _parallel("use_parallel_residual", norms=("input_layernorm",))(fields, form)
 
 
 def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer its scale of products of q and k, which may be 1, and may be divided by the layer's number + 1."""
     scale = attention.sm_scale if fields.boolean("scale_attn_weights") else 1.0
     return replace(attention, scale=scale / (layer + 1 if fields.boolean("scale_attn_by_inverse_layer_idx") else 1))
 
 
 def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    try:
-        kinds = [kind for kinds, count in fields.value("attention_types") for _ in range(count) for kind in kinds]
-    except (TypeError, ValueError):
+    """Give a layer a scale of 1 and, if it is a local one of `attention_types`, its window. Raises ModelConfigError."""
+    count, listed = fields.integer("num_hidden_layers"), fields.value("attention_types")
+    try:  # a run that is longer than the model is left out before it takes memory
+        kinds = [kind for names, times in listed[:count] if len(names) * times <= count for kind in names * times]
+    except (TypeError, ValueError, KeyError):
         kinds = []
-    if len(kinds) != fields.integer("num_hidden_layers") or any(kind not in ("global", "local") for kind in kinds):
+    if len(kinds) != count or any(kind not in ("global", "local") for kind in kinds):
         raise fields.fail("attention_types", "lists of global and local, and how often each comes, for all layers")
     return replace(attention, scale=1.0, window=fields.integer("window_size") if kinds[layer] == "local" else None)
 
 
 def windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window of its kind."""
     windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window", None))
     return replace(attention, window=windows[layer])
 
 
 def full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
-    """Default of the kinds of layers: every fourth one sees all keys, from the first on."""
+    """Return `layer_types`; without them every fourth layer, from the first on, sees all keys."""
     count = fields.integer("num_hidden_layers")
     kinds = [FULL if layer % 4 == 0 else SLIDING for layer in range(count)]
     return {"layer_types": fields.value("layer_types", kinds)}
 
 
 def _cwm_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `full_first_of_four`. Raises ModelConfigError for a file without rope."""
     require_rope(fields)
     return full_first_of_four(fields)
 
 
 def _falcon_heads(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the number of heads of keys and values, and the feed-forward size."""
     heads = fields.integer("num_attention_heads")
     new, multi_query = fields.boolean("new_decoder_architecture"), fields.boolean("multi_query")
     kv_heads = fields.integer("num_kv_heads", heads) if new else 1 if multi_query else heads
@@ -113,6 +126,9 @@ def _falcon_heads(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Choose the order of the joined projection's rows, and attention and MLP one after the other or in parallel after
+    one norm or two. Raises ModelConfigError for combinations that no Falcon has.
+    """
     new, beside = fields.boolean("new_decoder_architecture"), fields.boolean("parallel_attn")
     norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
     if new and not beside:
@@ -126,6 +142,7 @@ def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _opt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Choose norms with or without weights, before or after the parts and the last layer, and the embedding's size."""
     before, size = fields.boolean("do_layer_norm_before"), fields.integer("word_embed_proj_dim", None)
     return replace(
         form,

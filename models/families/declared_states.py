@@ -36,13 +36,15 @@ def _inner_size(fields: ConfigFields) -> int:
 
 
 def _channels_as_heads(fields: ConfigFields) -> Mapping[str, Any]:
-    """Sizes of attention that no layer has: as many heads as devices can split the channels into."""
+    """Return the inner size, and sizes of attention, which no layer has: as many heads of one element as devices can
+    split the channels into.
+    """
     size = _inner_size(fields)
     return {"intermediate_size": size, "num_attention_heads": math.gcd(size, MAX_HEADS), "head_dim": 1}
 
 
 def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Mamba's layer, as its own configurations say it."""
+    """Give a layer Mamba's state, from the fields of Mamba's own configurations."""
     state = SelectiveScan(
         channels=fields.integer("intermediate_size"),
         state_size=fields.integer("state_size", 16),
@@ -55,18 +57,20 @@ def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _normed_scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Falcon Mamba's layer: Mamba's, with norms that have no weights."""
+    """Give a layer Falcon Mamba's state: Mamba's, with norms that have no weights."""
     own = _scan_layer(fields, layer, attention)
     assert isinstance(own.state, SelectiveScan)
     return replace(own, state=replace(own.state, norms="plain", eps=fields.number("mixer_rms_eps", 1e-6)))
 
 
 def _time_rank(fields: ConfigFields, name: str) -> int:
+    """Read SelectiveScan.time_rank; a sixteenth of the hidden size, rounded up, where it is "auto" or absent."""
     auto = fields.value(name, "auto") == "auto"
     return -(-fields.integer("hidden_size") // 16) if auto else fields.integer(name)
 
 
 def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the inner size and the heads of Mamba-2, as sizes of attention. Raises ModelConfigError."""
     heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
     size = int(fields.number("expand", 2.0) * fields.integer("hidden_size"))
     if heads * head_dim != size:
@@ -75,6 +79,7 @@ def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer Mamba-2's state, from the fields of Mamba-2's own configurations."""
     bias = fields.boolean("use_bias", False)
     state = StateSpace(
         num_heads=attention.num_heads,
@@ -91,6 +96,9 @@ def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _bamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer that `attn_layer_indices` does not list a Mamba-2 state in place of attention. Raises
+    ModelConfigError.
+    """
     attending = fields.value("attn_layer_indices", None) or []
     count = fields.integer("num_hidden_layers")
     if not isinstance(attending, list) or any(type(each) is not int or not 0 <= each < count for each in attending):
@@ -108,6 +116,7 @@ def _is_chosen(fields: ConfigFields, layer: int, kind: str, period: int, offset:
 
 
 def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer that is not one of the attending ones Mamba's state, with norms, in place of attention."""
     if _is_chosen(fields, layer, "attn", 8, 4):
         return attention
     state = SelectiveScan(
@@ -124,6 +133,7 @@ def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 
 
 def _jamba_experts(fields: ConfigFields) -> ExpertsConfig | None:
+    """Read the experts, in every second layer by default; None for a file with one expert, a dense MLP."""
     if (count := fields.integer("num_experts", 16)) == 1:
         return None
     layers = range(fields.integer("num_hidden_layers"))

@@ -72,7 +72,9 @@ class HashedExperts(MixtureOfExperts):
 
 
 class DeepseekV4Layer(nnx.Module):
-    """Attention, then experts, each of which reads one hidden state made from a token's, and writes to all of them."""
+    """Layer of attention, then experts, each of which reads one hidden state mixed from all of a token's, and whose
+    output is added to all of them.
+    """
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: MixtureOfExperts, build: Build):
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, build=build)
@@ -174,8 +176,9 @@ class DeepseekV4ForCausalLM(Decoder):
 
 
 def _read_list(fields: ConfigFields, name: str, allowed: Mapping[Any, str] | Sequence[str]) -> list[str] | None:
-    """Read what a list says of each layer, of `allowed` values, or what these stand for; further entries are of layers
-    that are not read. None without the list. Raises ModelConfigError.
+    """Read a list with one of the `allowed` values for each layer, and return what they stand for if `allowed` is a
+    mapping, else the values. Entries after the last layer's are left out. None without the list. Raises
+    ModelConfigError.
     """
     given, count = fields.value(name, None), fields.integer("num_hidden_layers")
     known = dict(allowed) if isinstance(allowed, Mapping) else {each: each for each in allowed}
@@ -191,7 +194,9 @@ def _read_list(fields: ConfigFields, name: str, allowed: Mapping[Any, str] | Seq
 
 
 def _layer_kinds(fields: ConfigFields) -> list[str]:
-    """Read which keys each layer attends to, from `layer_types` or, as published, `compress_ratios`."""
+    """Read each layer's kind, WINDOW, SPARSE or HEAVY, from `layer_types` or, as published, `compress_ratios`; without
+    both SPARSE for odd layers from 3 on, HEAVY for the others. Raises ModelConfigError.
+    """
     ratios = {0: WINDOW, **{rate: kind for kind, rate in _RATES.items()}}
     kinds = _read_list(fields, "layer_types", (WINDOW, *_RATES)) or _read_list(fields, "compress_ratios", ratios)
     count = fields.integer("num_hidden_layers")
@@ -199,7 +204,9 @@ def _layer_kinds(fields: ConfigFields) -> list[str]:
 
 
 def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Read which layers look their experts up, from `mlp_layer_types` or, as published, `num_hash_layers`."""
+    """Read the numbers of the layers that look their experts up, from `mlp_layer_types` or, as published, their count
+    `num_hash_layers`, the first 3 by default. Raises ModelConfigError.
+    """
     count = fields.integer("num_hidden_layers")
     kinds = _read_list(fields, "mlp_layer_types", (_HASHED, _ROUTED))
     if kinds is None:
@@ -208,7 +215,7 @@ def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys:
-    """Read what layers of this kind keep. Raises ModelConfigError."""
+    """Read the CompressedKeys of layers of this kind. Raises ModelConfigError."""
     rates, own = fields.mapping("compress_rates") or {}, {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
     rate = None if kind == WINDOW else ConfigFields(rates).integer(kind, None)
     if kind != WINDOW and rate is None:
@@ -233,8 +240,8 @@ def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys
 
 
 def _read_ropes(fields: ConfigFields, head_dim: int) -> tuple[Rope, Rope]:
-    """Read the rope of layers with a window alone, and that of layers with keys of blocks; both turn the last elements
-    of a head, and only the latter is scaled. Raises ModelConfigError.
+    """Read the rope of layers with a window alone, and that of layers with keys of blocks: the part of a head that each
+    rotates, as a Rope of that many elements. Raises ModelConfigError.
     """
     given = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
     both = ConfigFields(given)

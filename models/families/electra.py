@@ -19,7 +19,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class ProjectedEmbeddings(nnx.Module):
-    """Embeddings of `inner`, [T, E], and a product that makes hidden states of them, [T, D]."""
+    """Embeddings [T, E] of `inner`, projected to hidden states [T, D]."""
 
     def __init__(self, inner: EncoderEmbeddings, size: int, hidden_size: int, *, source: str, build: Build):
         self.inner, own = inner, Source(source, hidden_size)

@@ -25,7 +25,7 @@ from jaxengine.models.layers.scale import scaled
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-NUM_PROJECTED = 5  # parts of what Mamba-2 projects
+NUM_PROJECTED = 5  # gate, inputs, B, C and time steps
 
 
 class ParallelLayer(nnx.Module):

@@ -24,7 +24,7 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class Gemma2Layer(nnx.Module):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    """Layer that computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, build: Build):
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -100,14 +100,14 @@ class Gemma2ForCausalLM(Decoder):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float | None:
-    """Return the scale of products of q and k, query_pre_attn_scalar ** -0.5, never None. GGUF files lack that scalar:
-    as in llama.cpp it is hidden_size / heads in the model of 27B parameters, head_dim in all others.
+def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float:
+    """Return the scale of products of q and k, query_pre_attn_scalar ** -0.5. GGUF files lack that scalar: as in
+    llama.cpp it is hidden_size / heads in the model of 27B parameters, head_dim in all others.
 
     layers_of_27b: number of layers by which that model is recognised. Raises ModelConfigError.
     """
     if fields.integer("block_count") != layers_of_27b:
-        return (fields.integer("attention.key_length", 256)) ** -0.5
+        return fields.integer("attention.key_length", 256) ** -0.5
     return (fields.integer("embedding_length") / fields.integer("attention.head_count")) ** -0.5
 
 

@@ -57,7 +57,7 @@ NAMES = CheckpointNames(
 
 
 class Laurel(nnx.Module):
-    """x + norm(right(left(x))), a product of low rank."""
+    """Low-rank product with a residual (LAuReL): x + norm(right(left(x)))."""
 
     def __init__(self, config: ModelConfig, rank: int, build: Build):
         size, source = config.hidden_size, f"{LAYER}.laurel"
@@ -71,8 +71,8 @@ class Laurel(nnx.Module):
 
 
 class Gemma3nLayer(nnx.Module):
-    """Gemma 2's layer on the active hidden state, with the product of low rank beside attention; then the other states
-    are corrected, and the layer's own input is added to all but the first.
+    """Layer that computes Gemma 2's on the active hidden state, with a low-rank product in parallel with attention,
+    then corrects all predicted states by the result, and adds the layer's own input to all but the first.
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
@@ -197,8 +197,8 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
 
 
 def _with_ffn_sizes(fields: ConfigFields) -> tuple[ConfigFields, tuple[int, ...]]:
-    """Return the fields with the largest `intermediate_size` where a file lists one for each layer, and that of each
-    layer.
+    """Return the fields, where `intermediate_size` is the largest if a file lists one for each layer, and the sizes of
+    all layers.
 
     Raises ModelConfigError for a list of another length, or of other things than sizes.
     """

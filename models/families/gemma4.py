@@ -17,7 +17,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, RopeFactors, gguf_fields, gguf_sliding
+from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, RopeFactors, gguf_experts, gguf_fields, gguf_sliding
 from jaxengine.models.config.hf import FULL, SLIDING, Activation, hf_fields, layer_kinds, text_fields, windows_by_kind
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
@@ -109,11 +109,14 @@ class Gemma4Experts(MixtureOfExperts):
 
 
 def _gelu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Compute the activation of gated experts, gelu(gate) * up, GELU in its tanh form."""
     return gelu_tanh(gate) * up
 
 
 class Gemma4MLP(nnx.Module):
-    """Part of a layer after attention: a dense MLP, plus experts if the model has any."""
+    """Feed-forward part of a layer: a dense MLP after a norm, plus, if the model has experts, theirs after a norm of
+    their own, and then each of both after another norm.
+    """
 
     def __init__(self, config: ModelConfig, ffn: int, build: Build):
         self.dense = GatedMLP(config.hidden_size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
@@ -138,7 +141,9 @@ class Gemma4MLP(nnx.Module):
 
 
 class PerLayerGate(nnx.Module):
-    """norm(project(gelu(gate(x)) * p)), p being the layer's own input [T, P]; every device computes all of it."""
+    """Gate of a layer's own input p [T, P] by its hidden state: norm(project(gelu(gate(x)) * p)). Every device computes
+    all of it.
+    """
 
     def __init__(self, config: ModelConfig, build: Build):
         size, own = config.hidden_size, config.layer_input_size
@@ -156,7 +161,9 @@ class PerLayerGate(nnx.Module):
 
 
 class Gemma4Layer(nnx.Module):
-    """Gemma 2's layer, then x + gate(x) if layers have inputs of their own, all of it times a learned number."""
+    """Layer that computes Gemma 2's, then x + gate(x) if layers have inputs of their own, and multiplies the result by
+    a learned number.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -265,7 +272,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         shared = gguf_fields(
             gguf._replace(metadata={**gguf.metadata, **named}, rope_factors=RopeFactors()),
             scale=1.0,
-            experts=_gguf_experts(fields) if experts else None,
+            experts=gguf_experts(fields, norm_weights=True, size=EXPERT_SIZE) if experts else None,
         )
         layers = _gguf_attention(gguf, kinds, heads, shared["attention"][0])
         sharing = ConfigFields({"num_kv_shared_layers": fields.integer("attention.shared_kv_layers", 0, minimum=0)})
@@ -280,8 +287,9 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return Gemma4Layer(self.config, layer, build)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        """Compute what layers get beside the hidden state x, as Decoder does; tokens of images and sounds count as
-        filler."""
+        """Compute the inputs [T, L, P] of all layers from the step's tokens and their embeddings x [T, D]; tokens of
+        images and sounds count as the tower's filler token.
+        """
         token_ids, pictures = batch.token_ids, batch.sections.get("pictures")
         if pictures is not None:
             tower: Any = self.config.tower
@@ -292,7 +300,9 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
 def _attention(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
-    """Return the layers with the heads, the rope and the keys of their kinds. Raises ModelConfigError."""
+    """Return `layers` with the heads, the rope and the keys of their `kinds`, FULL or SLIDING, or with the heads that
+    `per_layer_config` has for each, and with_sources. Raises ModelConfigError.
+    """
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
     full_dim = fields.integer("global_head_dim", _FULL_HEAD_DIM)
@@ -333,6 +343,9 @@ def with_sources(
 
 
 def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
+    """Read the rope of layers of a kind, Gemma 4's own where the file has no `rope_parameters`. Raises
+    ModelConfigError.
+    """
     parameters = fields.mapping("rope_parameters")
     given: Mapping[str, Any] | None = _ROPES[kind] if parameters is None else ConfigFields(parameters).mapping(kind)
     if given is None:
@@ -347,6 +360,7 @@ def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
 
 
 def _experts(fields: ConfigFields) -> ExpertsConfig:
+    """Read the experts of a config.json. Raises ModelConfigError."""
     return ExpertsConfig(
         num_experts=fields.integer("num_experts"),
         num_per_token=fields.integer("top_k_experts"),
@@ -388,14 +402,6 @@ def _gguf_attention(
         replace(local if kind == SLIDING else full, num_kv_heads=count)
         for kind, count in zip(kinds, heads, strict=True)
     ]
-
-
-def _gguf_experts(fields: ConfigFields) -> ExpertsConfig:
-    return ExpertsConfig(
-        num_experts=fields.integer("expert_count"),
-        num_per_token=fields.integer("expert_used_count"),
-        intermediate_size=fields.integer(EXPERT_SIZE),
-    )
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):

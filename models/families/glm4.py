@@ -18,7 +18,7 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class Glm4Layer(LlamaLayer):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    """Layer that computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build):
         super().__init__(config, attention, mlp, build)

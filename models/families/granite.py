@@ -21,7 +21,9 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class ScaledResidualLayer(LlamaLayer):
-    """x + r * attention(norm(x)), then x + r * mlp(norm(x)), r the configuration's residual_multiplier."""
+    """Layer that computes x + r * attention(norm(x)), then x + r * mlp(norm(x)), r the configuration's
+    residual_multiplier.
+    """
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build):
         super().__init__(config, attention, mlp, build)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -16,23 +15,10 @@ from jaxengine.models.config.fields import MAX_POSITIONS, ConfigFields
 from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
 from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.families.hunyuan_dense import NormAfterRope
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from jaxengine.models.layers.attention import Attention, StepInputs
 from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.norm import RMSNorm
-from jaxengine.models.layers.rope import apply_rope
-
-
-class HunyuanAttention(Attention):
-    """Attention with norms of q and k after rope."""
-
-    def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        assert step.rope is not None and self.q_norm is not None and self.k_norm is not None
-        with jax.named_scope("rope"):
-            q, k = apply_rope(q, *step.rope), apply_rope(k, *step.rope)
-        with jax.named_scope("qk_norm"):
-            return self.q_norm(q), self.k_norm(k)
 
 
 class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
@@ -68,13 +54,9 @@ class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
         return gguf_fields(gguf, experts=experts)
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
-        attention, eps, source = self.config.attention[layer], self.config.rms_norm_eps, f"{LAYER}.self_attn"
-        norms = [
-            RMSNorm(attention.head_dim, eps, source=f"{source}.{name}_layernorm", build=build)
-            for name in ("query", "key")
-        ]
-        size = self.config.hidden_size
-        return HunyuanAttention(attention, size, eps=eps, source=source, qk_norms=norms, build=build)
+        config, source = self.config, f"{LAYER}.self_attn"
+        eps = config.rms_norm_eps
+        return NormAfterRope(config.attention[layer], config.hidden_size, eps=eps, source=source, build=build)
 
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(router="gate.wg", shared="shared_mlp")

@@ -1,5 +1,5 @@
 """LFM2 (Liquid AI 2025, LFM2 Technical Report): gated short convolutions in most layers, attention with q/k norms in
-the others, and in LFM2-MoE experts behind some dense layers."""
+the others, and in LFM2-MoE experts after some dense layers."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        first = fields.integer("num_dense_layers", 2, minimum=0)
         experts = ExpertsConfig(
             num_experts=fields.integer("num_experts"),
             num_per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=fields.integer("moe_intermediate_size"),
             norm_weights=fields.boolean("norm_topk_prob", True),
-            dense_layers=tuple(range(fields.integer("num_dense_layers", 2, minimum=0))),
+            dense_layers=tuple(range(min(first, fields.integer("num_hidden_layers")))),
             scoring_func="sigmoid",
             correction_bias=fields.boolean("use_expert_bias", True),
             routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),

@@ -84,6 +84,7 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
 
 
 def _read_pixtral(fields: ConfigFields) -> TowerConfig:
+    """Read Pixtral's tower, of which LLaVA's class must take all embeddings. Raises ModelConfigError."""
     fields.require(vision_feature_select_strategy="full")
     return read_pixtral(fields)
 

@@ -29,7 +29,8 @@ class MiniMaxM2ForCausalLM(OlmoeForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(scoring_func="sigmoid", qk_norm_type="per_layer", use_qk_norm=True, use_routing_bias=True)
         fields.require(shared_intermediate_size=0)
-        if any(kind != 1 for kind in fields.value("attn_type_list", [])):
+        kinds = fields.value("attn_type_list", [])
+        if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
             raise fields.fail("attn_type_list", "ones (full attention) for all layers")
         experts = ExpertsConfig(
             num_experts=fields.integer("num_local_experts"),

@@ -117,11 +117,13 @@ class ModernBertModel(Encoder):
 
     @property
     def encoder(self) -> EncoderConfig:
+        """Return the configuration's part that only encoders have."""
         assert self.config.encoder is not None
         return self.config.encoder
 
     @property
     def norm_class(self) -> NormClass:
+        """Return the class of all norms: with or without biases, as the configuration says."""
         return LayerNorm if self.encoder.norm_bias else UnbiasedLayerNorm
 
     def norm_of(self, source: str, build: Build) -> nnx.Module:
@@ -195,8 +197,8 @@ class ModernBertModel(Encoder):
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """Return FULL or SLIDING for each layer: as listed, else the first of every few is FULL. Raises
-    ModelConfigError.
+    """Return FULL or SLIDING for each layer: as `layer_types` lists them, else layers 0, n, 2n, ... are FULL, n being
+    `global_attn_every_n_layers`, 3 where it is absent. Raises ModelConfigError.
     """
     if fields.has("layer_types"):
         return layer_kinds(fields)

@@ -161,6 +161,7 @@ def layer_kinds(fields: ConfigFields) -> list[str]:
 
 
 def _state(fields: ConfigFields) -> StateSpace:
+    """Read the state of Mamba-2's layers. Raises ModelConfigError."""
     low, high = read_dt_limits(fields)
     if fields.has("layers_block_type") or fields.has("layer_types"):
         # transformers bounds time steps by this field; NVIDIA's code, whose configurations spell a pattern, does not.
@@ -180,6 +181,7 @@ def _state(fields: ConfigFields) -> StateSpace:
 
 
 def _experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
+    """Read the experts of all layers but `dense_layers`. Raises ModelConfigError."""
     return ExpertsConfig(
         num_experts=fields.integer("n_routed_experts"),
         num_per_token=fields.integer("num_experts_per_tok"),

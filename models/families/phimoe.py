@@ -27,10 +27,10 @@ _MSCALES = ("short_mscale", "long_mscale")
 
 
 class SparseMixer(MixtureOfExperts):
-    """Experts of a SparseMixer router: a token goes to the best one, then to the best of the others."""
+    """Mixture of experts with a SparseMixer router: a token goes to the best one, then to the best of the others."""
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
-        """Route x[T, D]: weights f32[T, k] and experts i32[T, k] of each token, the best first.
+        """Return weights f32[T, k] and experts i32[T, k] of each token of x [T, D], the best first.
 
         An expert's weight is its share of the softmax over all experts whose scores are closer to the best one's than
         twice `router_jitter_noise`, relative to the larger magnitude, but for those picked before it. adapters: of x's
@@ -66,6 +66,7 @@ def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the one window of all; None for none."""
     return replace(attention, window=fields.integer("sliding_window", None))
 
 

@@ -68,7 +68,9 @@ def thinker_fields(fields: ConfigFields) -> ConfigFields:
 
 
 def _text(fields: ConfigFields, defaults: dict[str, Any]) -> ConfigFields:
-    """Return the fields of the text part; what its own says of a tied head does not count. Raises ModelConfigError."""
+    """Return the fields of the text part, with `defaults` and plain rope in place of M-RoPE. Its tie_word_embeddings is
+    that outside of it, by default False. Raises ModelConfigError.
+    """
     tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", False)}
     return without_mrope(ConfigFields({**text_fields(fields).with_defaults(**defaults).raw, **tied}))
 

@@ -29,7 +29,7 @@ _EPS = 1e-5
 
 
 class HeadsBias(nnx.Module):
-    """Bias of projected heads, [T, N, H] to the same. source: the checkpoint's tensor."""
+    """Learned bias that is added to projected heads [T, N, H]. source: the checkpoint's tensor."""
 
     def __init__(self, num_heads: int, head_dim: int, *, source: str, build: Build):
         size = num_heads * head_dim
@@ -77,7 +77,7 @@ class WhisperEmbedding(nnx.Module):
 
 
 class WhisperLayer(nnx.Module):
-    """x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
+    """Layer that computes x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, tower = config.hidden_size, config.tower

@@ -24,7 +24,7 @@ _LEAST_SQUARE = 1e-5  # of a hidden state whose magnitude is changed
 
 
 class Streams(nnx.Module):
-    """A layer's predictions of a token's hidden states x [T, A, D], and their correction once one has been computed.
+    """Predictor of a token's hidden states x [T, A, D] after a layer, and corrector once one has been computed.
 
     Its products are of a few numbers each: they are never quantised, and adapters have none of them.
     """
@@ -57,7 +57,7 @@ class Streams(nnx.Module):
         return wide + jnp.einsum("tqp,tpd->tqd", shares, wide)
 
     def correct(self, predictions: jax.Array, computed: jax.Array) -> jax.Array:
-        """Correct predictions f32[T, A, D] by what was computed of the active one, [T, D]; returns f32[T, A, D]."""
+        """Return predictions f32[T, A, D], corrected by how far the active one is from what was computed, [T, D]."""
         shares = self.corrector(self._modes(computed), out_dtype=jnp.float32) + 1.0
         missed = computed.astype(jnp.float32) - predictions[:, self.active]
         return predictions + shares[:, :, None] * missed[:, None]
@@ -69,7 +69,7 @@ class Streams(nnx.Module):
 
 
 class Projections(nnx.Module):
-    """Products of A - 1 hidden states, each brought to the magnitude of the first."""
+    """Projections of A - 1 hidden states, the results scaled to the magnitude of the first one."""
 
     def __init__(self, config: ModelConfig, altup: AltUp, source: str, build: Build):
         size = config.hidden_size
@@ -88,4 +88,5 @@ class Projections(nnx.Module):
 
 
 def _mean_square(x: jax.Array) -> jax.Array:
+    """Return the mean of squares over the last axis, which is kept with size 1."""
     return jnp.mean(jnp.square(x), axis=-1, keepdims=True)

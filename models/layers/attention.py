@@ -126,8 +126,8 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
 
 
 def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, layout: str, num_seqs: int, page_size: int) -> int:
-    """Return the bytes of keys and values that attention gathers at a time for a layer's decodes; 0 for platforms whose
-    attention reads pages where they are.
+    """Return the bytes of keys and values that attention copies out of the pages at a time for a layer's decodes; 0 for
+    platforms whose attention reads pages where they are.
 
     layout: of the pool. num_seqs: sequences of the step.
     """
@@ -141,6 +141,7 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
 
 
 def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
+    """Return StepInputs.schedule of layers with this spec, the result of `_spec_of`."""
     ragged, num_tokens, layout = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.layout
     if isinstance(spec, str):
         return selection_schedule(ragged, num_tokens=num_tokens, page_size=step.kv.page_size, platform=layout)
@@ -157,6 +158,9 @@ def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
 
 
 def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | str | None:
+    """Return what a layer's schedule depends on: its AttentionSpec, "selection" with an indexer, or None for a layer
+    that needs no schedule.
+    """
     if attention.index is not None:
         return "selection"
     return attention_spec(attention, build.mesh) if attention.attends and attention.compressed is None else None
@@ -311,6 +315,7 @@ class Attention(nnx.Module):
         return tempered(self._rotated(q, self.q_norm, step), step)
 
     def _rotated(self, x: jax.Array, norm: Any, step: StepInputs) -> jax.Array:
+        """Return heads x [T, N, H] after `norm`, unless it is None, and rope, if the step has any for the layer."""
         if norm is not None:
             with jax.named_scope("qk_norm"):
                 x = norm(x)

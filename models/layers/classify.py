@@ -28,7 +28,8 @@ SCORE, HEAD = "score", "lm_head"
 
 class LabelScores(nnx.Module):
     """Module that scores labels, [R, D] -> f32[R, num_labels]; `table` is the embedding if the checkpoint ties the head
-    to it."""
+    to it, else None.
+    """
 
     def __init__(self, config: ModelConfig, classifier: Classifier, build: Build):
         self.classifier = classifier
@@ -60,7 +61,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class DenseModules(nnx.Module):
-    """The Dense modules of sentence-transformers, one after the other: f32[R, D] -> f32[R, N], in float32.
+    """Chain of the Dense modules of sentence-transformers: f32[R, D] -> f32[R, N], computed in float32.
 
     Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on, and plain: they are in
     files of their own, of which a checkpoint's quantization_config does not speak.

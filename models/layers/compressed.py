@@ -97,6 +97,7 @@ def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks
 
 
 def _rate_and_rope(attention: LayerAttention, build: Build) -> tuple[int | None, Rope] | None:
+    """Return the `key` of a layer's `token_blocks`; None for a layer without compressed keys."""
     if attention.compressed is None or attention.rope is None:
         return None
     return attention.compressed.rate, attention.rope
@@ -108,7 +109,10 @@ BLOCKS = StepInput("token_blocks", _rate_and_rope, token_blocks)
 class _Recent(NamedTuple):
     """Rows of this step's tokens, followed by those that the states of its S sequences hold of R tokens before each.
 
-    rows: [T + S * R, .]. kept: R.
+    Attributes:
+      rows: [T + S * R, .].
+      kept: R.
+      blocks: location of the step's tokens.
     """
 
     rows: jax.Array
@@ -128,7 +132,9 @@ class _Recent(NamedTuple):
         return jnp.where(lags <= index, tokens - lags, before)
 
     def after(self, state: jax.Array, rows: StateRows) -> jax.Array:
-        """Return the state [rows, R, .] after this step."""
+        """Return `state` [rows, R, .] with the last R rows of each sequence at its row `writes` and, for sequences of
+        two or more tokens in this step, at `saves`.
+        """
         ends = rows.cu_q_lens[1:]
         counts = jnp.where(jnp.arange(len(ends)) < rows.num_seqs, ends - rows.cu_q_lens[:-1], 0)
         lags = jnp.broadcast_to(jnp.arange(self.kept - 1, -1, -1, dtype=jnp.int32), (len(ends), self.kept))
@@ -164,7 +170,7 @@ def rotated_back(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 class Compressor(nnx.Module):
-    """Weights that make keys of blocks from what tokens contribute: the gates' bias by a token's place in its block,
+    """Weights that make keys of blocks from what tokens contribute: the gates' bias by a token's position in its block,
     and the norm of the result.
     """
 
@@ -191,6 +197,7 @@ class Compressor(nnx.Module):
 
 
 def _half(x: jax.Array, at: int) -> jax.Array:
+    """Return the first (0) or second (1) half of x along its last axis."""
     return jnp.split(x, 2, axis=-1)[at]
 
 
@@ -215,7 +222,14 @@ class BlockIndexer(nnx.Module):
 
 
 class _Pages(NamedTuple):
-    """Keys of blocks in pages, to be read. slots: those that a block's key fills."""
+    """Keys of blocks in pages, to be read.
+
+    Attributes:
+      kv: the pool.
+      ragged: the batch, with page ids counted from the pool's beginning.
+      slots: slots of a page that a block's key fills.
+      keys: the layer's configuration.
+    """
 
     kv: KVPages
     ragged: RaggedBatch
@@ -232,7 +246,7 @@ class _Pages(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Blocks of the longest sequence that the page table can have."""
+        """Return the number of blocks of the longest sequence that the page table can have, at least 1."""
         return max(self.ragged.page_table.shape[1] * self.kv.page_size // (self.keys.rate or 1), 1)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.rows import Rows
-from jaxengine.models.layers.section import Section
+from jaxengine.models.layers.section import Given, Section
 from jaxengine.models.params.declare import Source
 
 # Tokens of a sequence that meet its sound at once, in steps with prompts. Prompts are short.
@@ -40,12 +40,8 @@ class StepSounds(NamedTuple):
     num_rows: jax.Array
 
 
-class _Given(nnx.Variable):
-    """Array that a step passes to a layer."""
-
-
 class CrossAttention(nnx.Module):
-    """Queries of tokens over their sequence's sound.
+    """Cross-attention of tokens to their sequence's sound.
 
     Args:
       num_positions: S, positions of an encoded sound. num_layers: L, layers of the decoder.
@@ -75,9 +71,9 @@ class _WithSounds(nnx.Module):
 
     def __init__(self, module: CrossAttention, step: StepSounds, layer: int):
         self.module = module
-        self.pool, self.of_row = _Given(step.pool), _Given(step.of_row)
-        self.cu_q_lens, self.num_rows = _Given(step.cu_q_lens), _Given(step.num_rows)
-        self.layer = _Given(jnp.int32(layer))  # an array: equal layers share a trace
+        self.pool, self.of_row = Given(step.pool), Given(step.of_row)
+        self.cu_q_lens, self.num_rows = Given(step.cu_q_lens), Given(step.num_rows)
+        self.layer = Given(jnp.int32(layer))  # an array: equal layers share a trace
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         step = StepSounds(self.pool[...], self.of_row[...], self.cu_q_lens[...], self.num_rows[...])

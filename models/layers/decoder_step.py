@@ -188,6 +188,9 @@ class DecoderStep:
         return Cache(self._pool, tuple(self._states)) if self._is_cache else self._pool
 
     def _observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Pass to all sections the hidden states x [T, D] after `count` of the stage's layers, and the last one's
+        Notes.
+        """
         for section in self._sections:
             section.observe(count, x, notes)
 

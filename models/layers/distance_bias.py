@@ -25,8 +25,9 @@ _KERNEL = "cpu"
 
 
 def distance_buckets(num_buckets: int, farthest: int) -> np.ndarray:
-    """Return the bucket i32[2 * farthest + 1] of each distance of a key from its query, -farthest to farthest: a half
-    for keys behind, one for each near distance and, further away, one for ever wider ranges (Raffel et al. 2020,
+    """Return the bucket i32[2 * farthest + 1] of each position of a key less that of its query, -farthest to farthest,
+    from 0 to num_buckets - 1. Keys after the query have the second half of the buckets, all others the first. In a
+    half each near distance has a bucket, and further ones share buckets of ever wider ranges (Raffel et al. 2020,
     arXiv:1910.10683).
     """
     distance = np.arange(-farthest, farthest + 1)

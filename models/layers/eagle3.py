@@ -138,9 +138,12 @@ class Eagle3Source(WrappedSource):
     def __init__(
         self, source: WeightSource, config: Eagle3Config, model: WeightSource | None, *, partial: bool = False
     ):
-        """Wrap `source`, the head's checkpoint; model: source of the model's weights, None where they cannot be
-        compared. Embeddings that equal the model's are left out, unless the config has own_embedding. partial: without
-        `d2t` the tokens that it drafts stay as they are."""
+        """Wrap `source`, the head's checkpoint.
+
+        model: source of the model's weights, None where they cannot be compared. Embeddings that equal the model's are
+        left out, unless the config has own_embedding. partial: the checkpoint updates a head that is loaded; without
+        `d2t` the tokens that it drafts stay as they are.
+        """
         super().__init__(source)
         self._stored = {renamed(name, _PREFIXES): name for name in source.names()}
         self._stored.pop("t2d", None)

@@ -101,13 +101,15 @@ def rotated_fields(fields: ConfigFields, *, types: int, rope: Rope | None = None
 
 
 class EncoderEmbeddings(nnx.Module):
-    """norm(token + token type + position), under BERT's names for the tables; `norm`: the norm's checkpoint module."""
+    """Normed sum of a token's embedding and those of its token type and position, if there are any, under BERT's names
+    for the tables; `norm`: the norm's checkpoint module.
+    """
 
     def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, norm: str, build: Build):
         size, types = encoder.embedding_size or config.hidden_size, encoder.num_token_types
         self.first_position, self.num_rows = encoder.first_position, config.vocab_size // max(1, types)
 
-        def table(name: str, rows: int) -> Any:  # in whole on every device
+        def table(name: str, rows: int) -> Any:  # whole on every device
             decl = ParamDecl((None, None), (Source(f"{source}.{name}", rows).tensor("weight"),))
             return declare((rows, size), build.dtype, decl)
 
@@ -127,7 +129,7 @@ class EncoderEmbeddings(nnx.Module):
 
 
 class PostNormLayer(nnx.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x))."""
+    """Layer that computes norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def __init__(self, attention: nnx.Module, attention_norm: nnx.Module, mlp: nnx.Module, mlp_norm: nnx.Module):
         self.attention, self.attention_norm, self.mlp, self.mlp_norm = attention, attention_norm, mlp, mlp_norm
@@ -248,12 +250,7 @@ class PostNormEncoder(Encoder):
         if names is None:
             return super().make_masked(build)
         norm = LayerNorm(config.hidden_size, config.rms_norm_eps, source=names[1], build=build)
-        return MaskedScores(config, (names[0], names[2]), norm=norm, activation=self.masked_activation, build=build)
-
-    @property
-    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
-        """Return the activation function of the head of a masked language model."""
-        return self.activation
+        return MaskedScores(config, (names[0], names[2]), norm=norm, activation=self.activation, build=build)
 
     @property
     def table(self) -> Embedding:

@@ -61,8 +61,8 @@ class ExactTokens(NamedTuple):
 
 
 def room_of(num_tokens: int) -> int:
-    """Return the number of tokens of full blocks that hold `num_tokens`; at least two blocks, because XLA compiles a
-    different loop body for one.
+    """Return the smallest multiple of ROWS that is at least `num_tokens`, and at least two blocks, because XLA compiles
+    a different loop body for one.
     """
     return max(-(-num_tokens // ROWS), 2) * ROWS
 
@@ -260,6 +260,7 @@ def run_exact(
 
 
 def _padded(part: jax.Array, size: int, fill: Any = 0) -> jax.Array:
+    """Return `part` [n] followed by `fill`, up to `size` elements."""
     return jnp.pad(part, (0, size - part.shape[0]), constant_values=fill)
 
 

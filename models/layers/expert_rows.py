@@ -53,6 +53,7 @@ def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def _mixed_at_once(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> jax.Array:
+    """Return what `_mixed_one_by_one` does, from one array with the results of all tokens reordered, [T, k, D]."""
     rows = y[indexes]
     mixed = weights[:, :1] * rows[:, 0]
     for k in range(1, weights.shape[1]):

@@ -26,7 +26,8 @@ class Mixing(NamedTuple):
 
 
 class Mixer(nnx.Module):
-    """Weights from which a token's hidden states say how they are mixed, in float32: a product, factors and biases.
+    """Projection in float32 that computes from a token's hidden states the numbers by which they are mixed, with
+    factors and biases that callers apply.
 
     num_factors: parts of the product that have a factor each. name: the checkpoint's, before "fn", "base" and "scale".
     """
@@ -46,11 +47,14 @@ class Mixer(nnx.Module):
 
 
 def _plain(name: str, size: int) -> ParamDecl:
+    """Return the declaration of an unsplit vector that the checkpoint has as tensor `name`."""
     return ParamDecl((None,), (Source(name, size),), init_std=0.3)
 
 
 class HyperConnection(nnx.Module):
-    """Input of one part of a layer from a token's hidden states [T, A * D], and its output joined to them."""
+    """Connection of one part of a layer with a token's hidden states [T, A * D]: `read` mixes the part's input from
+    them, `write` joins its output to them.
+    """
 
     def __init__(self, config: ModelConfig, *, name: str):
         assert config.hyper_connections is not None
@@ -59,7 +63,9 @@ class HyperConnection(nnx.Module):
         self.mixer = Mixer(config, (2 + count) * count, 3, name=name)
 
     def read(self, x: jax.Array) -> tuple[jax.Array, Mixing]:
-        """Return the part's input [T, D] and how its output is to be joined."""
+        """Return the part's input [T, D], and the weights by which `write` joins its output, from hidden states x
+        [T, A * D]. Their matrix is made nearly doubly stochastic by `rounds` of dividing by its sums (Sinkhorn-Knopp).
+        """
         count, eps = self.form.num_streams, self.form.eps
         mixed, bias, factors = self.mixer(x), self.mixer.bias[...], self.mixer.factors[...]
         parts = zip(*(jnp.split(each, (count, 2 * count), axis=-1) for each in (mixed, bias)), factors, strict=True)
@@ -72,7 +78,9 @@ class HyperConnection(nnx.Module):
         return joined(x, jax.nn.sigmoid(reading) + eps), Mixing(2 * jax.nn.sigmoid(writing), matrix)
 
     def write(self, x: jax.Array, output: jax.Array, mixing: Mixing) -> jax.Array:
-        """Return the hidden states [T, A * D] after a part with this output [T, D]."""
+        """Return the hidden states [T, A * D] after a part with this output [T, D]: those before, x, mixed by
+        mixing.matrix, plus the output times mixing.shares.
+        """
         wide = x.astype(jnp.float32).reshape(x.shape[0], self.form.num_streams, -1)
         mixed = jnp.einsum("tab,tad->tbd", mixing.matrix, wide, precision="float32")
         mixed = mixed + mixing.shares[..., None] * output.astype(jnp.float32)[:, None]

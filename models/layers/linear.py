@@ -28,7 +28,7 @@ from jaxengine.sharding.collectives import gather_tokens, num_shards, reduce_tok
 
 
 class Linear(nnx.Module):
-    """y = x @ weight + bias, weight [in, out].
+    """Linear layer y = x @ weight + bias, weight [in, out].
 
     `sources` are the checkpoint modules that make up the output, in order, with their widths: q, k and v (or gate and
     up) are one product here. `axes` are the logical axes of (in, out).
@@ -85,6 +85,7 @@ def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: 
 
 
 def _adapters_of(rows: Rows | None) -> Adapters | None:
+    """Return the adapters of these rows. Raises ValueError for None."""
     if rows is None:
         raise ValueError("a product that takes adapters must be told what its rows are")
     return rows.adapters

@@ -76,8 +76,11 @@ class LoraPools(nnx.Module):
         return lax.switch(adapters.form, forms)  # one past the last is the last
 
     def _add_grouped(self, y: jax.Array, x: jax.Array, slots: jax.Array, visits: LoraVisits) -> jax.Array:
+        """Compute `add` in the grouped form. visits: of the step's rows; made anew where x has those of all
+        replicas.
+        """
         with jax.named_scope("lora"):
-            if len(visits.slot_index) != len(x):  # rows of all ranks, where the step's are one's
+            if len(visits.slot_index) != len(x):
                 visits = lora_visits(slots, num_slots=self.spec.max_loras, rank=self.spec.max_lora_rank)
             bs = [b[...] for b in self.b]
             options = {"modules": self.module, "rank": self.spec.max_lora_rank}

@@ -85,6 +85,7 @@ class Mamba(nnx.Module):
             return self.out(o.astype(x.dtype), step.rows), (window, vectors)
 
     def _norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
+        """Return the norm of one of SELECTED, with or without weights, or the identity, as SelectiveScan.norms says."""
         if self.state.norms == "plain":
             return lambda part: rms_normalized(part, self.state.eps).astype(part.dtype)
         return self.norms[name] if self.state.norms else lambda part: part

@@ -28,7 +28,8 @@ States = tuple[jax.Array, jax.Array, jax.Array]
 
 class GroupsRMSNorm(nnx.Module):
     """RMS norm over each group of heads, x / rms(x) * weight, in float32. Devices that share a group add up its
-    squares."""
+    squares.
+    """
 
     def __init__(self, state: StateSpace, eps: float, *, source: str, build: Build):
         rows = Source(source, state.inner_size, group=state.head_dim).tensor("weight")
@@ -121,12 +122,16 @@ class Mamba2(nnx.Module):
             return self.out(o.astype(x.dtype), step.rows), (windows, shared_windows, matrices)
 
     def _convolved(self, index: int, x: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+        """Apply convolution 0, of inputs, or 1, of B and C, with bias and SiLU, to x [T, C]: f32[T, C], and the windows
+        after this step.
+        """
         y, windows = causal_conv(x, self.taps[index][...], windows, rows)
         if self.state.conv_bias:
             y = y + self.conv_biases[index][...].astype(jnp.float32)
         return jax.nn.silu(y), windows
 
     def _gated(self, o: jax.Array, gate: jax.Array) -> jax.Array:
+        """Multiply o by its gate, both f32[T, I], with the norm before or after that, or none, as StateSpace.norm."""
         if self.norm is None:
             return o * gate
         return self.norm(o) * gate if self.state.norm == "before" else self.norm(o * gate)

@@ -124,6 +124,7 @@ def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> Attention
 
 
 def _heads_at_once(num_heads: int) -> int:
+    """Return the largest divisor of `num_heads` that is at most HEADS."""
     return max(count for count in range(1, min(HEADS, num_heads) + 1) if num_heads % count == 0)
 
 
@@ -339,6 +340,7 @@ def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.
 
 
 def _attention_and_spec(attention: LayerAttention, build: Build) -> tuple[LayerAttention, AttentionSpec] | None:
+    """Return the key of `_of_step` for a layer; None for one that does not attend, or to selected keys alone."""
     attends = attention.attends and attention.index is None
     return (attention, attention_spec(attention, build.mesh)) if attends else None
 

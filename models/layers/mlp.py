@@ -20,13 +20,12 @@ from jaxengine.sharding.collectives import num_shards, sum_parts
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """Compute GELU by the error function, `gelu` in configurations."""
+    """Compute GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu` in configurations."""
     return jax.nn.gelu(x, approximate=False)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Apply GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu_pytorch_tanh` in
-    configurations."""
+    """Compute GELU in its tanh form, `gelu_pytorch_tanh` in configurations."""
     return jax.nn.gelu(x, approximate=True)
 
 
@@ -161,6 +160,7 @@ class GatedMLP(nnx.Module):
         return x.dtype if self.gate_up.lora is None else jnp.float32
 
     def _activated(self, gate_up: jax.Array, dtype: Any) -> jax.Array:
+        """Return activation(gate) * up, computed in float32, in `dtype`, [T, F]; gate_up: both, [T, 2 * F]."""
         # Split before widening: XLA:TPU writes an array that is widened before the split to memory in float32.
         gate, up = (_rounded(part, dtype) for part in jnp.split(gate_up, 2, axis=-1))
         return (self.activation(gate) * up if self.clamped is None else self.clamped(gate, up)).astype(dtype)

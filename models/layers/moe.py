@@ -29,7 +29,7 @@ from jaxengine.models.layers.lora_experts import ExpertPools
 from jaxengine.models.layers.mlp import GatedMLP
 from jaxengine.models.layers.rows import Rows
 from jaxengine.models.layers.scale import scaled
-from jaxengine.models.layers.section import ExpertLoad, Note
+from jaxengine.models.layers.section import ExpertLoad, Given, Note
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.matmul.gated import activated
@@ -81,7 +81,7 @@ class PickedExperts(Note):
     """Experts i32[T, k] that each token was sent to, the best first, of a module that `notes_experts`."""
 
 
-class GivenExperts(nnx.Variable):
+class GivenExperts(Given):
     """Experts i32[T, k] that tokens are sent to, whatever their router would pick; negative where it picks."""
 
 
@@ -321,6 +321,7 @@ class MixtureOfExperts(nnx.Module):
         return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
+        """Sum the experts' results y [M, D] to f32[T, D] as `mix`; without weights if they multiplied the inputs."""
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
     def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
@@ -360,11 +361,12 @@ class MixtureOfExperts(nnx.Module):
 
     @property
     def _num_own(self) -> int:
-        """Number of experts of this device, where devices have different experts."""
+        """Return the number of experts of this device, where devices have different experts."""
         return self.experts.num_experts // num_shards("experts")
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
-        """Route x[T, D]: weights f32[T, k] and experts i32[T, k] of each token, the best first. Padding is routed, too.
+        """Return weights f32[T, k] and experts i32[T, k] of each token of x [T, D], the best first. Padding is routed,
+        too.
 
         Experts of equal score come in the order of their indices. Those of `given` take the place of the best, in their
         order, with the weights that their scores give them. Weights are scores without the correction bias, which
@@ -438,8 +440,9 @@ def _bias(
     return declare(shape, dtype, decl)
 
 
-def _taken(rows: jax.Array, places: jax.Array) -> jax.Array:
-    return rows.at[places].get(mode="clip")
+def _taken(rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return the rows with these indices; indices beyond the last row give that row."""
+    return rows.at[indices].get(mode="clip")
 
 
 def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:

@@ -18,7 +18,7 @@ NormClass = Callable[..., nnx.Module]
 
 
 def rms_normalized(x: jax.Array, eps: float) -> jax.Array:
-    """Compute x / rms(x) over the last axis, in float32."""
+    """Compute x / rms(x) over the last axis, in float32, rms(x) being sqrt(mean(x^2) + eps)."""
     y = x.astype(jnp.float32)
     return y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
 
@@ -69,9 +69,11 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def _weight(self, source: Source) -> ParamDecl:
+        """Return the declaration of the weight that the checkpoint has as `source`."""
         return ParamDecl((None,), (source,))
 
     def scale(self) -> jax.Array:
+        """Return the factors f32[size] of normed elements."""
         return self.weight[...].astype(jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -113,19 +115,29 @@ class HeadsRMSNorm(nnx.Module):
     """RMS norm x / rms(x) * weight over all heads at once: OLMo 2's norms of q and k.
 
     Devices that share the heads add up their sums of squares. copies: how often each head is stored on a mesh of more
-    devices than heads (see layers.attention).
+    devices than heads (see layers.attention). axis: the logical axis by which heads are split.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build, copies: int = 1):
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        source: str,
+        build: Build,
+        copies: int = 1,
+        axis: str = "heads",
+    ):
         rows = Source(source, num_heads * head_dim, repeat=copies, group=head_dim).tensor("weight")
-        self.weight = declare((rows.num_contributed,), build.dtype, ParamDecl(("heads",), (rows,)))
-        self.eps = eps
+        self.weight = declare((rows.num_contributed,), build.dtype, ParamDecl((axis,), (rows,)))
+        self.eps, self.axis = eps, axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [T, heads of this device, H] over all heads at once: devices add up their sums of squares."""
         y = x.astype(jnp.float32)
-        width = y.shape[1] * y.shape[2] * num_shards("heads")
-        mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), "heads") / width
+        width = y.shape[1] * y.shape[2] * num_shards(self.axis)
+        mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), self.axis) / width
         weight = self.weight[...].astype(jnp.float32).reshape(y.shape[1:])
         return (y * lax.rsqrt(mean_square + self.eps) * weight).astype(x.dtype)
 

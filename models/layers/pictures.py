@@ -59,8 +59,8 @@ def picture_limits(index: jax.Array, positions: jax.Array) -> jax.Array:
     """Return the position after the last key that each token sees, i32[T]: for a token of an image (index >= 0) the one
     after the image's last token in this step, else the one after its own.
 
-    index, positions: i32[T]; index as in Images. Two images are never neighbours in a prompt; where two prompts are,
-    attention looks at the first one's keys only.
+    index, positions: i32[T]; index as in Pictures. Other tokens come between two images of a prompt; where the images
+    of two prompts are adjacent in a step, attention clips the limit to the first prompt's keys.
     """
     tokens = jnp.arange(len(index), dtype=jnp.int32)
     behind = lax.cummin(jnp.where(index >= 0, len(index), tokens), reverse=True)

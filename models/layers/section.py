@@ -16,6 +16,10 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
 
 
+class Given(nnx.Variable):
+    """Variable of an array that a step passes to a layer, and no weight."""
+
+
 class Note(nnx.Variable):
     """Array that a module of a layer records in one step, in addition to its result."""
 

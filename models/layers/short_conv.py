@@ -1,4 +1,4 @@
-"""A gated short convolution (Liquid AI 2025, LFM2), used instead of attention: c * conv(b * x), from one projection.
+"""Gated short convolution (Liquid AI 2025, LFM2), used instead of attention.
 
 Its state of a sequence is the window of the convolution.
 """
@@ -19,7 +19,9 @@ from jaxengine.pallas_kernels.state.conv import causal_conv
 
 
 class ShortConv(nnx.Module):
-    """Gated short convolution. Channels are split over devices, as heads are."""
+    """Gated short convolution, x -> out(c * conv(b * v)) with b, c and v projected from x. Channels are split over
+    devices, as heads are.
+    """
 
     def __init__(self, state: ShortConvolution, hidden_size: int, *, source: str, build: Build):
         channels = state.channels

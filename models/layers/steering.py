@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.models.config.taps import RESIDUAL, Tap
-from jaxengine.models.layers.section import Section
+from jaxengine.models.layers.section import Given, Section
 from jaxengine.models.layers.taps import MODULES
 
 
@@ -42,23 +42,19 @@ def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
         return lax.cond(step.is_any, add, lambda x: x, x)
 
 
-class _Given(nnx.Variable):
-    """Array that a step passes to a layer."""
-
-
 class SteeredPart(nnx.Module):
-    """Part of a layer, to whose output vectors are added."""
+    """Part of a layer, to whose output the vectors of the one tap in `step` are added."""
 
-    def __init__(self, module: nnx.Module, step: StepVectors, at: int):
-        self.module, self.at = module, at
-        self.vectors, self.slots, self.is_any = _Given(step.vectors), _Given(step.slots), _Given(step.is_any)
+    def __init__(self, module: nnx.Module, step: StepVectors):
+        self.module = module
+        self.vectors, self.slots, self.is_any = Given(step.vectors), Given(step.slots), Given(step.is_any)
 
     def __call__(self, x: jax.Array, *more: Any) -> Any:
         found = self.module(x, *more)  # type: ignore[operator]
         step = StepVectors(self.vectors[...], self.slots[...], self.is_any[...])
         if isinstance(found, tuple):
-            return add_vectors(found[0], step, self.at), *found[1:]
-        return add_vectors(found, step, self.at)
+            return add_vectors(found[0], step, 0), *found[1:]
+        return add_vectors(found, step, 0)
 
 
 class Steering(Section):
@@ -80,7 +76,7 @@ class Steering(Section):
             name, at = MODULES[kind], self._numbers[Tap(kind, layer)]
             # The vectors of this tap alone: equal layers then share a trace.
             own = self._step._replace(vectors=self._step.vectors[:, at : at + 1])
-            setattr(copied, name, SteeredPart(getattr(copied, name), own, 0))
+            setattr(copied, name, SteeredPart(getattr(copied, name), own))
         return copied
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ class StepContext(NamedTuple):
     """Facts from which makers compute shared inputs.
 
     Attributes:
+      batch: the step's.
       kv: the pool.
       build: of the model.
       key_limits: i32[T], the position after the last key that each token sees; None if that key is its own.

@@ -74,6 +74,7 @@ class Taps(Section):
         return self._found[tap]
 
     def _keep(self, tap: Tap, x: jax.Array) -> None:
+        """Store the activations x at a tap, if it is one of those to keep."""
         if tap in self._taps:
             self._found[tap] = x
 

@@ -64,7 +64,9 @@ class Source(NamedTuple):
 
 
 def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
-    """Cut a tensor into consecutive parts of these numbers of rows: q, k and v of a checkpoint that joins them."""
+    """Return Sources of consecutive parts of a tensor, of these numbers of rows: q, k and v of a checkpoint that joins
+    them.
+    """
     firsts = [sum(rows[:index]) for index in range(len(rows))]
     return tuple(
         Source(name, count, first=first, tensor_rows=sum(rows)) for count, first in zip(rows, firsts, strict=True)
@@ -85,6 +87,7 @@ class ParamDecl:
 
     Attributes:
       axes: logical axes of the weight, as in jaxengine.sharding.rules.
+      sources: the checkpoint tensors that it is made of.
       init_std: scale of dummy weights; None means that all are `init_value`.
       row_major: rows, or the matrices of a stack, are read one by one, so each is contiguous in memory. A TPU would
         else choose another order where that saves padding, and then transpose the entire weight in every step.
@@ -109,9 +112,12 @@ class ParamDecl:
 
 @dataclass(frozen=True)
 class DeclaredParam:
-    """One weight of a built model: its path in the module tree and its declaration with all names resolved.
+    """One weight of a built model.
 
     Attributes:
+      path: keys that lead to it in the module tree.
+      variable: the flax variable itself.
+      decl: its declaration, with the layer's number in names.
       layer: number of its layer in the full model, None outside the layers.
     """
 
@@ -130,6 +136,7 @@ class DeclaredParam:
 
     @property
     def name(self) -> str:
+        """Return the path, joined by dots."""
         return ".".join(str(part) for part in self.path)
 
     @property

@@ -36,7 +36,7 @@ class Faults:
 
 
 class ModelFileError(ValueError):
-    """A model file that cannot be used: missing, cut short, inconsistent, or of an unsupported kind.
+    """Error of a model file that cannot be used: missing, cut short, inconsistent, or of an unsupported kind.
 
     Attributes:
       path: the file or folder, as text.
@@ -65,6 +65,7 @@ class ModelFileError(ValueError):
 
 
 def _shown(text: str, limit: int) -> str:
+    """Return at most `limit` characters of a text, and "..." if there are more; escaped unless they are printable."""
     short = text if len(text) <= limit else text[:limit] + "..."
     # A lone surrogate could not even be printed.
     return short if short.isprintable() else repr(short)

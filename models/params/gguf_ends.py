@@ -31,12 +31,12 @@ def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     Empty for metadata without a vocabulary. Without types every token counts. The end of a message is left out where
     an answer has several.
     """
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), _as_list(metadata.get("tokenizer.ggml.token_type"))
     if not isinstance(tokens, list):
         return ()
     found = {token: at for at, token in enumerate(tokens) if isinstance(token, str) and token in TURN_ENDS}
-    if types is not None and len(types) == len(tokens):
-        found = {token: at for token, at in found.items() if int(types[at]) in (CONTROL, USER_DEFINED)}
+    if isinstance(types, list) and len(types) == len(tokens):
+        found = {token: at for token, at in found.items() if types[at] in (CONTROL, USER_DEFINED)}
     if any(name in found for name in _MANY_MESSAGES):
         found.pop(_MESSAGE_END, None)
     return tuple(sorted(found.values()))
@@ -44,6 +44,10 @@ def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 def listed_ends(metadata: Mapping[str, Any]) -> list[Any]:
     """Return the value of EOS_LIST as a list, whose entries are not checked; empty if there is none."""
-    listed: Any = metadata.get(EOS_LIST)
-    listed = listed.tolist() if hasattr(listed, "tolist") else listed
+    listed = _as_list(metadata.get(EOS_LIST))
     return [] if listed is None else listed if isinstance(listed, list) else [listed]
+
+
+def _as_list(value: Any) -> Any:
+    """Return a list with an array's values; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -81,11 +81,13 @@ class WeightSource(Protocol):
     """Named tensors that are read one at a time, entirely or in part.
 
     Names and orientation are those of Hugging Face checkpoints: linear weights are [out, in], whatever the file's own
-    convention. Every method raises ModelFileError for an invalid file. `path` is for error messages.
+    convention. Every method raises ModelFileError for an invalid file.
     """
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """Return the path of the checkpoint."""
+        ...
 
     def names(self) -> Iterable[str]:
         """List the names of all tensors of the checkpoint."""
@@ -102,7 +104,9 @@ class WeightSource(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the files; nothing may be read afterwards."""
+        ...
 
 
 class WrappedSource:

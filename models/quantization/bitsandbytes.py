@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.models.config.fields import MAX_FLOAT
 from jaxengine.models.quantization.rules import LINEAR, Quantization, bad, names_in, one_of
 from jaxengine.models.quantization.stored import InOrder, Shape, StoredModule, num_groups
 
@@ -44,6 +45,7 @@ class TableEntries(InOrder):
 
     @property
     def _state(self) -> str:
+        """Return the name of the tensor with the JSON text."""
         return f"weight.quant_state.bitsandbytes__{self.kind}"
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
@@ -110,7 +112,7 @@ class TableEntries(InOrder):
             if type(state.get(field)) is not int or not 1 <= state[field] <= 1 << 20:
                 raise module.fail(self._state, f"{field} must be a whole number of 1 to 2^20, got {state.get(field)!r}")
         offset = state.get("nested_offset", 0.0)
-        if self.nested and (type(offset) not in (int, float) or not np.isfinite(np.float32(offset))):
+        if self.nested and (type(offset) not in (int, float) or not abs(offset) <= MAX_FLOAT):
             raise module.fail(self._state, f"nested_offset must be a finite number, got {offset!r}")
         return {**state, "nested_offset": offset}
 

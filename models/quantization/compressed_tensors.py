@@ -56,7 +56,8 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _precedence(target: str) -> tuple[bool, bool, str]:
-    """Sort key of targets: module names before regular expressions before classes, and each kind alphabetically.
+    """Return the sort key of a target: module names come before regular expressions, these before classes, and each
+    kind alphabetically.
 
     As in compressed_tensors.utils.match.match_targets, whichever group a target belongs to.
     """
@@ -79,6 +80,9 @@ def _kv_dtype(scheme: Any) -> str | None:
 
 
 def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
+    """Return the storage format of one of the config_groups; `settings` have its format if it has none itself. Raises
+    ModelConfigError.
+    """
     refuse(group, "output_activations")
     weights = group.get("weights")
     if not isinstance(weights, Mapping):

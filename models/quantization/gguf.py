@@ -52,4 +52,5 @@ class Blocks(InOrder):
         return scales, zeros if self.has_zeros else None
 
     def _is_moved(self, module: StoredModule) -> bool:
+        """Whether stored codes begin at 0, and are 8 less here."""
         return self.dtype == "int4" and module.has(ZEROS)

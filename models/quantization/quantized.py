@@ -107,7 +107,7 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def gathered_inputs(self) -> int:
-        """Elements per row that devices which split its inputs exchange because codes are permuted."""
+        """Return the elements per row that devices which split its inputs exchange because codes are permuted."""
         return self.order.shape[-1] if self.order is not None and self.input_axis is not None else 0
 
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
@@ -149,6 +149,7 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def _matrix(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Return codes, scales and zeros, None for no zeros."""
         return self.codes[...], self.scales[...], None if self.zeros is None else self.zeros[...]
 
     def _in_order(self, x: jax.Array, order: jax.Array) -> jax.Array:

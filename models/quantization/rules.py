@@ -98,6 +98,7 @@ class Everywhere:
 
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
+    """Return the scheme of a module by its name in the model, remembered for each of both."""
     names, effort = quantization.names_of(module), _effort(quantization)
     if _any_fits(quantization.ignored, names, effort, linear=False):
         return _PLAIN
@@ -133,12 +134,16 @@ def _parted(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 def _fits(entry: str, name: str, effort: Effort) -> bool:
+    """Whether an entry of a rule matches a module's name: an expression that matches its beginning, the name itself, or
+    a module that it is in.
+    """
     if entry.startswith("re:"):
         return _begins(entry[3:], name, effort)
     return entry == name or name.startswith(f"{entry}.")
 
 
 def _is_listed(entry: str, name: str, effort: Effort) -> bool:
+    """Whether an entry of Quantization.listed matches a module's name. Raises ModelConfigError."""
     if entry.startswith("re:"):
         return _fits(entry, name, effort)
     if _REGULAR.search(entry) and _begins(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name, effort):
@@ -157,6 +162,7 @@ def _begins(expression: str, name: str, effort: Effort) -> bool:
 
 @lru_cache(1 << 12)
 def _expression(source: str) -> NamePattern:
+    """Return the NamePattern of an expression, remembered for the latest ones. Raises PatternError."""
     return NamePattern(source)
 
 

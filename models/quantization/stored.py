@@ -67,9 +67,11 @@ class StoredModule(NamedTuple):
     present: frozenset[str] | set[str]
 
     def tensor(self, kind: str) -> str:
+        """Return the name of the module's tensor `kind`."""
         return f"{self.name}.{kind}"
 
     def has(self, kind: str) -> bool:
+        """Whether the checkpoint has the module's tensor `kind`."""
         return self.tensor(kind) in self.present
 
     def first_of(self, *kinds: str) -> str:
@@ -78,7 +80,8 @@ class StoredModule(NamedTuple):
 
     def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         """Read a part of the module's tensor `kind`, which must hold `dtype`; None: floating-point numbers, converted
-        to f32. Raises ModelFileError for another dtype."""
+        to f32. Raises ModelFileError for another dtype.
+        """
         array = self.source.read(self.tensor(kind), rows, columns)
         if dtype is not None:
             if str(array.dtype) != dtype:
@@ -89,6 +92,7 @@ class StoredModule(NamedTuple):
         return array.astype(np.float32)
 
     def fail(self, kind: str, text: str) -> ModelFileError:
+        """Return the error, for the caller to raise, that the module's tensor `kind` has a fault: `text` says which."""
         return ModelFileError(self.source.path, text, self.tensor(kind))
 
 
@@ -97,21 +101,23 @@ class Stored(Protocol):
 
     @property
     def format(self) -> str:
-        """Name of the format, for display."""
+        """Return the name of the format, for display."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Dtype of codes; "float32" where these are values, which do not stay quantised."""
+        """Return the dtype of codes; "float32" where these are values, which do not stay quantised."""
         ...
 
     @property
     def group(self) -> int | None:
-        """Number of inputs per scale; None for all inputs."""
+        """Return the number of inputs per scale; None for all inputs."""
         ...
 
     @property
-    def has_zeros(self) -> bool: ...
+    def has_zeros(self) -> bool:
+        """Whether weights are codes * scales - zeros; otherwise codes * scales."""
+        ...
 
     @property
     def reordered(self) -> bool:
@@ -120,7 +126,7 @@ class Stored(Protocol):
 
     @property
     def activation(self) -> Activation | None:
-        """Rounding of rows, None for none."""
+        """Return the rounding of rows, None for none."""
         ...
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
@@ -150,7 +156,7 @@ class Stored(Protocol):
         ...
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
-        """Static scale of all rows where `activation` is static, f32[1]."""
+        """Read the static scale of all rows where `activation` is static, f32[1]."""
         ...
 
 

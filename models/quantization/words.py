@@ -34,6 +34,7 @@ class PackedInt32(InOrder):
 
     @property
     def half(self) -> int:
+        """Return half the range of codes, which is subtracted from stored ones."""
         return 1 << self.bits - 1
 
     @property
@@ -44,6 +45,7 @@ class PackedInt32(InOrder):
         return (32 // self.bits, 1) if 32 % self.bits == 0 else (32, self.bits)
 
     def num_words(self, size: int) -> int:
+        """Return the number of packed int32 that hold `size` codes."""
         numbers, words = self.unit
         return num_groups(size, numbers) * words
 
@@ -68,7 +70,7 @@ class PackedInt32(InOrder):
 
 @dataclass(frozen=True)
 class AwqGemm(PackedInt32):
-    """AWQ: qweight [in, out / 8], qzeros [n, out / 8], scales [n, out]."""
+    """Storage format of AWQ: qweight [in, out / 8], qzeros [n, out / 8], scales [n, out]."""
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         (out, size), count = module.shape, num_groups(module.shape[1], self.group)
@@ -106,7 +108,7 @@ class AwqGemm(PackedInt32):
 
 @dataclass(frozen=True)
 class Gptq(PackedInt32):
-    """GPTQ: qweight [in * bits / 32, out], qzeros [n, out * bits / 32], scales [n, out], g_idx [in].
+    """Storage format of GPTQ: qweight [in * bits / 32, out], qzeros [n, out * bits / 32], scales [n, out], g_idx [in].
 
     Attributes:
       one_less: stored zero points are one less than the actual ones, as in the first version of the format: the
@@ -165,6 +167,9 @@ class Gptq(PackedInt32):
         return (points + np.uint8(1)) & np.uint8(7) if self.one_less and self.bits == 3 else points
 
     def _has_half_points(self, module: StoredModule) -> bool:
+        """Whether all zero points are half the range of codes, also as GPTQModel before version 7 wrote those of three
+        bits.
+        """
         if np.all(self._points(module, slice(None)) == self.half):
             return True
         if self.bits != 3 or not self.one_less:
@@ -175,8 +180,8 @@ class Gptq(PackedInt32):
 
 @dataclass(frozen=True)
 class Packed(PackedInt32):
-    """compressed-tensors: weight_packed [out, in * bits / 32], weight_scale [out, n], weight_shape [2], and
-    weight_zero_point [out * bits / 32, n], packed along the outputs.
+    """Storage format of compressed-tensors: weight_packed [out, in * bits / 32], weight_scale [out, n], weight_shape
+    [2], and weight_zero_point [out * bits / 32, n], packed along the outputs.
 
     reordered: weight_g_idx [in] gives the group of each input; otherwise neighbours form groups.
     """

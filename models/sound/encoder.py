@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -22,6 +23,7 @@ from jaxengine.models.vision.vit import attend_units
 
 EPS = 1e-5
 _TAPS = 3
+_LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,13 @@ def read_encoder(fields: ConfigFields) -> EncoderSizes:
     fields.require(activation_function="gelu", scale_embedding=False)
     positions = fields.integer("max_source_positions", 1500)
     return EncoderSizes(num_positions=positions, num_bins=fields.integer("num_mel_bins"), **found)
+
+
+def sinusoids(positions: np.ndarray, size: int) -> np.ndarray:
+    """Return the sines of positions [n] at size / 2 frequencies, and then their cosines: f32[n, size]."""
+    count = size // 2
+    angles = positions[:, None] * np.exp(-np.log(_LONGEST) / max(count - 1, 1) * np.arange(count))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 class Convolution(nnx.Module):

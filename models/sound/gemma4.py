@@ -24,6 +24,7 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.norm import RMSNorm, UnbiasedLayerNorm, rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.sound.encoder import sinusoids
 from jaxengine.models.vision.gemma4 import ClippedLinear
 from jaxengine.models.vision.layers import tower_axis
 from jaxengine.models.vision.vit import linear
@@ -56,7 +57,6 @@ _STRIDE = 4
 _WINDOW, _UNIT = 3072, 128
 _MOST_CONTEXT, _MOST_TAPS = 64, 64
 _EPS = 1e-6  # of norms that no configuration gives one
-_LONGEST = 10_000.0
 _NEVER = -1e30
 
 
@@ -185,7 +185,9 @@ class Halving(nnx.Module):
         self.norm = UnbiasedLayerNorm(channels, eps, source=f"{source}.norm", build=build)
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """is_heard: bool[S], of a sound; others count as zeros."""
+        """Convolve x [S, B, C'] -> [S / 2, B / 2, C], both rounded up. is_heard: bool[S], positions of a sound; others
+        count as zeros.
+        """
         kernel = self.weight[...]
         x = jnp.where(is_heard[:, None, None], x, 0).astype(kernel.dtype)[None]
         kernel = kernel.reshape(len(kernel), -1, 3, 3)
@@ -197,7 +199,7 @@ class Halving(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """x + weight * norm(down(silu(up(norm(x)))))."""
+    """Feed-forward block x + weight * norm(down(silu(up(norm(x)))))."""
 
     def __init__(self, config: Gemma4SoundConfig, name: str, build: Build):
         self.config, size = config, config.hidden_size
@@ -240,7 +242,7 @@ class LocalAttention(nnx.Module):
         q = q * (self.head_dim**-0.5 / math.log(2)) * scale
         k = k * (math.log(1 + math.e) / math.log(2))
         distances = range(1 - config.right if config.right else 0, config.left)
-        places = jnp.asarray(_sinusoids(np.asarray(distances) + config.far, config.hidden_size), x.dtype)
+        places = jnp.asarray(sinusoids(np.asarray(distances) + config.far, config.hidden_size), x.dtype)
         relative = self.relative(places).astype(jnp.float32).reshape(len(places), -1, self.head_dim)
         scores = []
         for row, distance in zip(relative, distances, strict=True):
@@ -255,17 +257,8 @@ class LocalAttention(nnx.Module):
         return self.out(o.reshape(len(x), -1).astype(x.dtype))
 
 
-def _sinusoids(positions: np.ndarray, size: int) -> np.ndarray:
-    """Return f32[W, size]: sines of positions at size / 2 frequencies, and their cosines."""
-    count = size // 2
-    angles = positions[:, None] * np.exp(-np.log(_LONGEST) / max(count - 1, 1) * np.arange(count))
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
-
-
 class LightConvolution(nnx.Module):
-    """x + end(silu(norm(convolution(gated(start(norm(x))))))), the convolution being causal and of each element by
-    itself.
-    """
+    """Convolution block x + end(silu(norm(convolution(gated(start(norm(x))))))): causal, of each element by itself."""
 
     def __init__(self, config: Gemma4SoundConfig, build: Build):
         self.config, size, name = config, config.hidden_size, f"{LAYER}.lconv1d"
@@ -289,7 +282,7 @@ class LightConvolution(nnx.Module):
 
 
 class Gemma4SoundLayer(nnx.Module):
-    """Half a feed-forward block, attention, a convolution, and the other half."""
+    """Layer of half a feed-forward block, attention, a convolution, and the other half."""
 
     def __init__(self, config: Gemma4SoundConfig, build: Build):
         self.config = config

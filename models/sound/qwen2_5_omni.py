@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.norm import LayerNorm
-from jaxengine.models.sound.encoder import EPS, Convolution, EncoderLayer, EncoderSizes, read_encoder
+from jaxengine.models.sound.encoder import EPS, Convolution, EncoderLayer, EncoderSizes, read_encoder, sinusoids
 from jaxengine.models.sound.qwen2_audio import TOWER
-from jaxengine.models.sound.qwen3_asr import sinusoids
 from jaxengine.models.vision.vit import linear
 
 _POOLED = 2
@@ -88,7 +88,7 @@ class Qwen2_5OmniSoundTower(nnx.Module):
             x = first(patches.reshape(len(is_sound), self.config.unit, -1))
             # The second one sees zeros after a sound, as it does after a window.
             x = second(jnp.where(is_sound[..., None], x, 0))
-            x = x + jnp.asarray(sinusoids(sizes.num_positions, sizes.size), x.dtype)
+            x = x + jnp.asarray(sinusoids(np.arange(sizes.num_positions), sizes.size), x.dtype)
             x = x.reshape(-1, sizes.size)
         # A position is of two frames, and of the sound if the first of them is.
         for index, layer in enumerate(self.layers):

@@ -19,7 +19,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.sound.encoder import EPS, EncoderLayer, EncoderSizes, read_encoder
+from jaxengine.models.sound.encoder import EPS, EncoderLayer, EncoderSizes, read_encoder, sinusoids
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.layers import gelu
 from jaxengine.models.vision.llava import Projector
@@ -30,7 +30,6 @@ STRIDE = 8
 # In a column: a chunk ends before this frame, as that of a sound which is shorter than a chunk does in Qwen3-Omni.
 CUT = -2
 _CONVOLUTIONS = ("conv2d1", "conv2d2", "conv2d3")
-_LONGEST = 10_000.0
 # What transformers takes for fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
@@ -176,12 +175,5 @@ class Qwen3ASRTower(nnx.Module):
             x = jnp.where(is_frame[:, None, :, None], x, 0)
         num_chunks, _, count, _ = x.shape
         x = self.joined(x.transpose(0, 2, 3, 1).reshape(num_chunks * count, -1))
-        positions = jnp.asarray(sinusoids(count, x.shape[1]), x.dtype)
+        positions = jnp.asarray(sinusoids(np.arange(count), x.shape[1]), x.dtype)
         return (x.reshape(num_chunks, count, -1) + positions).reshape(num_chunks * count, -1)
-
-
-def sinusoids(count: int, size: int) -> np.ndarray:
-    """Return f32[count, size]: sines of positions at size / 2 frequencies, and their cosines."""
-    frequencies = np.exp(-np.log(_LONGEST) / (size // 2 - 1) * np.arange(size // 2))
-    angles = np.arange(count)[:, None] * frequencies
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

@@ -144,6 +144,7 @@ def _with_neighbours(x: jax.Array, size: int) -> jax.Array:
 
 
 def _nothing_seen(query: jax.Array) -> _Running:
+    """Return the running softmax of queries [..., B, H] before any key."""
     zeros = jnp.zeros(query.shape[:-1], jnp.float32)
     return _Running(zeros + _HIDDEN, zeros, jnp.zeros(query.shape, jnp.float32))
 

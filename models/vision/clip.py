@@ -61,7 +61,7 @@ def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str,
 class ClipEncoder(nnx.Module):
     """Layers of CLIP or SigLIP; returns the hidden states of patches after some of them, joined.
 
-    layers: for each hidden state returned, the number of layers below it. tower: prefix of the names of all modules.
+    layers: for each hidden state returned, the number of layers before it. tower: prefix of the names of all modules.
     with_last_norm: hidden states are taken after the norm that follows the last layer.
     """
 

@@ -126,6 +126,7 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
 
 
 def _read_theta(vision: ConfigFields) -> float:
+    """Read the base of the rotary frequencies. Raises ModelConfigError, also for another kind of rope."""
     rope = vision.mapping("rope_parameters") or {}
     if rope.get("rope_type", "axial") not in ("axial", "default"):
         raise vision.fail("rope_parameters", 'a mapping with the rope_type "axial" or "default"')
@@ -133,7 +134,7 @@ def _read_theta(vision: ConfigFields) -> float:
 
 
 class ClippedLinear(nnx.Module):
-    """A product whose inputs, and then outputs, are limited to a learned range each."""
+    """Product whose inputs, and then outputs, are limited to a learned range each."""
 
     def __init__(self, in_size: int, source: Source, axes: tuple[str, str], build: Build):
         self.product = Linear(in_size, (source,), axes=axes, build=build)
@@ -214,7 +215,7 @@ def _rotated(x: jax.Array, turns: Sequence[tuple[jax.Array, jax.Array]]) -> jax.
 
 
 class Gemma4TowerMLP(nnx.Module):
-    """down(gelu(gate(x)) * up(x))."""
+    """MLP down(gelu(gate(x)) * up(x))."""
 
     def __init__(self, config: Gemma4TowerConfig, build: Build):
         size, ffn = config.hidden_size, config.intermediate_size
@@ -229,7 +230,7 @@ class Gemma4TowerMLP(nnx.Module):
 
 
 class Gemma4TowerLayer(nnx.Module):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    """Layer x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: Gemma4TowerConfig, build: Build):
         def norm(name: str) -> RMSNorm:

@@ -96,9 +96,11 @@ class Glm4vTower(nnx.Module):
         self.merger = Glm4vMerger(config, hidden_size, build)
 
     def _norm(self, source: str, build: Build) -> RMSNorm:
+        """Make one of the tower's norms. source: its checkpoint module."""
         return RMSNorm(self.config.hidden_size, self.config.norm_eps, source=source, build=build)
 
     def _make_layer(self, ffn_size: int, build: Build) -> TowerLayer:
+        """Make the layer with the number `build.layer`. ffn_size: inner size of its MLP."""
         config, size = self.config, self.config.hidden_size
         attention = TowerAttention(
             size,

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.norm import LayerNorm, RMSNorm
+from jaxengine.models.layers.norm import HeadsRMSNorm, LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.layers import PatchEmbedding, tower_axis
 from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
@@ -24,12 +23,11 @@ from jaxengine.models.vision.vit import (
     joined_neighbours,
     read_activation,
     read_layer_index,
-    read_merge,
+    read_merge_ratio,
     read_vit,
     run_layers,
     table,
 )
-from jaxengine.sharding.collectives import num_shards, sum_parts
 
 # What transformers takes for fields that a file lacks.
 _DEFAULTS = {
@@ -53,7 +51,7 @@ class InternVLTowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes.
-      num_used_layers: number of layers below the hidden states that are used.
+      num_used_layers: number of layers before the hidden states that are used.
       factor: patches along a side of the square that becomes one row.
       norm: of layers, a name of _NORMS.
       attention_bias, qk_norm: of attention; the norms are over all heads at once.
@@ -89,10 +87,7 @@ def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
     if (norm := vision.text("norm_type", "layer_norm")) not in _NORMS:
         raise vision.fail("norm_type", f"one of {', '.join(_NORMS)}")
     fields.require(vision_feature_select_strategy="default")
-    ratio = fields.number("downsample_ratio", 0.5)
-    if ratio > 1 or 1 / ratio != int(1 / ratio):
-        raise fields.fail("downsample_ratio", "one divided by an integer")
-    factor = read_merge(fields, "downsample_ratio", int(1 / ratio), vit)
+    factor = read_merge_ratio(fields, "downsample_ratio", vit)
     wanted = fields.value("vision_feature_layer", -1)
     return InternVLTowerConfig(
         num_features=vit.num_features,
@@ -110,23 +105,6 @@ def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
     )
 
 
-class _HeadsNorm(nnx.Module):
-    """RMS norm x / rms(x) * weight over all heads of a position at once, also if devices share the heads."""
-
-    def __init__(self, config: VitConfig, source: str, build: Build):
-        self.axis = tower_axis("heads", build)
-        rows = Source(source, config.hidden_size, group=config.hidden_size // config.num_heads).tensor("weight")
-        self.weight = declare((config.hidden_size,), build.dtype, ParamDecl((self.axis,), (rows,)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [R, heads of this device, H] over all heads at once; devices add up their sums of squares."""
-        y = x.astype(jnp.float32)
-        width = y.shape[1] * y.shape[2] * num_shards(self.axis)
-        mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), self.axis) / width
-        weight = self.weight[...].astype(jnp.float32).reshape(y.shape[1:])
-        return (y * lax.rsqrt(mean_square + _QK_EPS) * weight).astype(x.dtype)
-
-
 class _Layer(nnx.Module):
     """Layer of InternViT: x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), each scale of D elements."""
 
@@ -135,7 +113,12 @@ class _Layer(nnx.Module):
         size, eps, attention = vit.hidden_size, vit.norm_eps, f"{source}.attention"
         norms = None
         if config.qk_norm:
-            norms = _HeadsNorm(vit, f"{attention}.q_norm", build), _HeadsNorm(vit, f"{attention}.k_norm", build)
+            heads, axis = (vit.num_heads, size // vit.num_heads), tower_axis("heads", build)
+            q_norm, k_norm = (
+                HeadsRMSNorm(*heads, _QK_EPS, source=f"{attention}.{name}_norm", build=build, axis=axis)
+                for name in "qk"
+            )
+            norms = q_norm, k_norm
         self.attention_norm = norm(size, eps, source=f"{source}.layernorm_before", build=build)
         self.attention = VitAttention(
             vit, source=attention, out="projection_layer", build=build, bias=config.attention_bias, qk_norms=norms

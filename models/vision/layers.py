@@ -106,9 +106,9 @@ def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Arra
 
 
 class PatchEmbedding(nnx.Module):
-    """Map patches f32[P, F] to rows [P, D] in the model's dtype: a convolution whose stride is its width, hence a
-    product. Its weight, [D, channels, ...] in checkpoints, is read with F joined (CheckpointNames.flattened), and never
-    quantised, because no method is for convolutions.
+    """Projection of patches f32[P, F] to rows [P, D] in the model's dtype: a convolution whose stride is its width,
+    hence a product. Its weight, [D, channels, ...] in checkpoints, is read with F joined (CheckpointNames.flattened),
+    and never quantised, because no method is for convolutions.
     """
 
     def __init__(self, num_features: int, size: int, *, source: str, bias: bool, build: Build):
@@ -164,7 +164,7 @@ class TowerAttention(nnx.Module):
 
 
 class TowerMLP(nnx.Module):
-    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) with two modules in `up`."""
+    """MLP down(activation(up(x))), or down(activation(gate(x)) * up(x)) with two modules, gate first, in `up`."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class TowerMLP(nnx.Module):
 
 
 class TowerLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Layer x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, norms: tuple[nnx.Module, nnx.Module], attention: TowerAttention, mlp: TowerMLP):
         self.norm1, self.norm2 = norms
@@ -209,7 +209,8 @@ class TowerLayer(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """`merge` neighbouring patches to one row of the model: norm, then two products with a GELU between (Qwen2-VL).
+    """Merger of `merge` neighbouring patches to one row of the model: norm, then two products with a GELU between
+    (Qwen2-VL).
 
     norm: of each patch, or with `joined` of all of them at once. names: modules of the two products.
     """

@@ -25,7 +25,7 @@ from jaxengine.models.vision.vit import (
     VitNames,
     joined_neighbours,
     linear,
-    read_merge,
+    read_merge_ratio,
     read_vit,
     run_layers,
     table,
@@ -43,7 +43,6 @@ _DEFAULTS = {
     "patch_size": 14,
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
-    "pixel_shuffle_ratio": 0.5,
     "projector_input_dim": 4096,
     "projector_output_dim": 4096,
     "vision_output_dim": 7680,
@@ -78,10 +77,7 @@ def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
     vit = read_vit(vision, has_class_token=True)
     if vit.hidden_size // vit.num_heads % 4:
         raise vision.fail("num_attention_heads", "such that heads have a multiple of 4 elements")
-    ratio = vision.number("pixel_shuffle_ratio")
-    if not 0 < ratio <= 1 or 1 / ratio != int(1 / ratio):
-        raise vision.fail("pixel_shuffle_ratio", "one divided by an integer")
-    factor = read_merge(vision, "pixel_shuffle_ratio", int(1 / ratio), vit)
+    factor = read_merge_ratio(vision, "pixel_shuffle_ratio", vit)
     size = vision.integer("projector_output_dim")
     for name, wanted in (
         ("intermediate_size", vit.hidden_size * factor**2),

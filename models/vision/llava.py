@@ -122,5 +122,6 @@ class LlavaTower(nnx.Module):
         return jnp.concatenate([rows, ends], axis=1).reshape(len(patches), -1)
 
     def _project(self, states: jax.Array) -> jax.Array:
+        """Map the encoder's states [P, D of the tower] to embeddings [P, D of the model]."""
         with jax.named_scope("projector"):
             return self.projector(states)

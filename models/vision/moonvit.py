@@ -179,6 +179,7 @@ class MoonVitTower(nnx.Module):
         )
 
     def _make_layer(self, build: Build) -> TowerLayer:
+        """Make the layer with the number `build.layer`."""
         config, size = self.config, self.config.hidden_size
         before_attention, before_mlp = (LayerNorm(size, EPS, source=f"{LAYER}.norm{n}", build=build) for n in (0, 1))
         qkv = joined_qkv(f"{LAYER}.wqkv", size)

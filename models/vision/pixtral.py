@@ -114,6 +114,7 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
 
 
 def _activation(fields: ConfigFields, name: str) -> str:
+    """Read the field `name`, a name of ACTIVATIONS. Raises ModelConfigError."""
     found = fields.text(name, "gelu")
     if found not in ACTIVATIONS:
         raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
@@ -132,6 +133,7 @@ class PixtralTower(nnx.Module):
         self.projector = PixtralProjector(config, hidden_size, build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
+        """Make the layer with the number `build.layer`."""
         config, size = self.config, self.config.hidden_size
         norms = (RMSNorm(size, EPS, source=f"{LAYER}.{name}", build=build) for name in ("attention_norm", "ffn_norm"))
         before_attention, before_mlp = norms

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields, ModelConfigError
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.norm import LayerNorm, NormClass, RMSNorm
 from jaxengine.models.params.declare import Source
@@ -131,7 +131,10 @@ def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
     sizes = read_sizes(fields, width="embed_dim", **defaults)
     if fields.integer("hidden_size", hidden_size) != hidden_size:
         raise fields.fail("hidden_size", f"that of the text, {hidden_size}")
-    return Qwen2VLTowerConfig(intermediate_size=int(sizes["hidden_size"] * fields.number("mlp_ratio", 4)), **sizes)
+    inner = int(sizes["hidden_size"] * fields.number("mlp_ratio", 4))
+    if not 1 <= inner <= MAX_INTERMEDIATE:
+        raise fields.fail("mlp_ratio", f"1 to {MAX_INTERMEDIATE}, times embed_dim {sizes['hidden_size']}")
+    return Qwen2VLTowerConfig(intermediate_size=inner, **sizes)
 
 
 def read_qwen2_5_vl(
@@ -193,6 +196,7 @@ class Qwen2VLTower(nnx.Module):
         self.merger = self.make_merger(hidden_size, self.merger_names, build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
+        """Make the layer with the number `build.layer`."""
         config, size = self.config, self.config.hidden_size
         up, down = self.mlp_names
         names = [f"{LAYER}.attn.{name}" for name in self.qkv_names]
@@ -211,6 +215,7 @@ class Qwen2VLTower(nnx.Module):
         )
 
     def make_merger(self, hidden_size: int, names: tuple[str, str, str], build: Build, *, joined: bool = False) -> Any:
+        """Make a merger of patches. names: of its norm and its two products; joined: as of PatchMerger."""
         size, merge = self.config.hidden_size, self.config.merge
         norm, *products = (f"{VISUAL}.{name}" for name in names)
         return PatchMerger(
@@ -224,6 +229,7 @@ class Qwen2VLTower(nnx.Module):
         )
 
     def _norm(self, source: str, build: Build, size: int | None = None) -> nnx.Module:
+        """Make a norm over `size` elements, the tower's hidden size for None. source: its checkpoint module."""
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
@@ -266,6 +272,7 @@ class Qwen2VLTower(nnx.Module):
 
     @property
     def _scale(self) -> float:
+        """Return the factor of products of queries and keys."""
         return (self.config.hidden_size // self.config.num_heads) ** -0.5
 
 

@@ -104,6 +104,7 @@ class Qwen3VLTower(Qwen2VLTower):
         self.mergers = nnx.List([self._deepstack_merger(n, hidden_size, build) for n in range(config.num_parts - 1)])
 
     def _deepstack_merger(self, number: int, hidden_size: int, build: Build) -> Any:
+        """Make the merger for the states of layer deepstack_layers[number]."""
         owner, names = self.deepstack_names
         norm, first, second = (f"{owner}.{number}.{name}" for name in names)
         return self.make_merger(hidden_size, (norm, first, second), build, joined=True)

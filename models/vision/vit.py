@@ -125,7 +125,7 @@ def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> s
 
 
 def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
-    """Return how many layers there are below the hidden states that an index of `vision_feature_layer` means; negative
+    """Return how many layers there are before the hidden states that an index of `vision_feature_layer` means; negative
     ones count from the end: -1 is the last layer's output, -2 its input. Raises ModelConfigError for another index.
     """
     if type(index) is not int or not -num_layers - 1 <= index <= num_layers:
@@ -217,7 +217,7 @@ def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | N
 
 
 class VitMLP(nnx.Module):
-    """fc2(activation(fc1(x)))."""
+    """MLP fc2(activation(fc1(x)))."""
 
     def __init__(self, config: VitConfig, *, source: str, build: Build):
         size, inner = config.hidden_size, config.intermediate_size
@@ -231,7 +231,7 @@ class VitMLP(nnx.Module):
 
 
 class VitLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Layer x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: VitConfig, source: str, names: VitNames, build: Build):
         size, eps = config.hidden_size, config.norm_eps
@@ -281,3 +281,13 @@ def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> 
     if vit.grid % factor:
         raise fields.fail(name, f"such that it divides the {vit.grid} patches of a unit's side")
     return factor
+
+
+def read_merge_ratio(fields: ConfigFields, name: str, vit: VitConfig) -> int:
+    """Read the field `name`, one divided by the number that `read_merge` returns; a half if absent. Raises
+    ModelConfigError.
+    """
+    ratio = fields.number(name, 0.5)
+    if not 1 / MAX_SIDE <= ratio <= 1 or 1 / ratio != int(1 / ratio):
+        raise fields.fail(name, "one divided by an integer")
+    return read_merge(fields, name, int(1 / ratio), vit)

@@ -32,7 +32,9 @@ _OF_FORMATS = (VALUES, CODES, PAIRS, SCALES, ZEROS, ORDER, INPUT_SCALE)
 
 
 class _Part(NamedTuple):
-    """Part of a block that some devices get. columns: counted from the block's first; buffer: in the weight's form."""
+    """Part of a block that some devices get. columns: counted from the block's first; buffer: in the shape of these
+    devices' part of the weight.
+    """
 
     columns: slice
     devices: list[Any]
@@ -98,6 +100,7 @@ class Assembly:
         return jax.make_array_from_single_device_arrays(param.shape, self._sharding, arrays, dtype=param.dtype)
 
     def _zeros(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return zeros of the weight's dtype, which finally stay where they are on a CPU."""
         dtype = jnp.dtype(self._param.dtype)
         return np.zeros(shape, dtype) if self._memory is None else self._memory.zeros(shape, dtype)
 
@@ -122,6 +125,7 @@ class Assembly:
             yield first, source_row(source, np.arange(begin + first, begin + min(first + step, count)))
 
     def _write(self, parts: list[_Part], expert: int, first: int, rows: np.ndarray) -> None:
+        """Copy rows to the parts of a block, from its row `first` on. expert: number of the block's expert."""
         decl = self._param.decl
         for part in parts:
             target = part.buffer if decl.num_experts is None else part.buffer[expert]

@@ -48,6 +48,7 @@ class HugePages:
 
 
 def _piece(size: int) -> np.ndarray:
+    """Map so many bytes of memory, zeros, in huge pages where there are any."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them

@@ -88,8 +88,8 @@ def load_params(
 
     Raises ModelFileError when a tensor is missing, has another shape than the model, is not used by the model, or holds
     numbers of the wrong kind; its `others` are all further tensors with such a fault, as far as names and shapes tell.
-    Raises ValueError for a mesh that does not split a weight evenly, and for a model that reads
-    some rows of a tensor twice or not at all.
+    Raises ValueError for a mesh that does not split a weight evenly, and for a model that reads some rows of a tensor
+    twice or not at all.
     """
     params = list(declared_params(model_abstract))
     for param in params:
@@ -177,6 +177,7 @@ def add_tensors(model: CausalLM, param: DeclaredParam, assembly: Assembly, sourc
 
 
 def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> None:
+    """Raise ModelFileError unless a tensor has the expected shape."""
     if (shape := tuple(source.shape(name))) != expected:
         raise ModelFileError(source.path, f"shape must be {expected}, got {shape}", name)
 
@@ -214,6 +215,7 @@ class _Loader:
     chunk_bytes: int | None = None
 
     def load(self, param: DeclaredParam) -> jax.Array:
+        """Load a weight onto its devices, and wait for it. Raises ModelFileError."""
         if self.chunk_bytes is not None:
             assembly = Assembly(param, self.mesh, self.memory, self.chunk_bytes)
             assembly.add(self.read_rows)
@@ -234,6 +236,7 @@ class _Loader:
         return jax.make_array_from_single_device_arrays(param.shape, sharding, arrays, dtype=param.dtype)
 
     def _placed(self, array: np.ndarray) -> np.ndarray:
+        """Copy an array to where a CPU's weight stays; nothing is copied for other devices."""
         return array if self.memory is None else self.memory.copy(array)
 
     def _read_block(self, param: DeclaredParam, block: Block) -> np.ndarray:
@@ -291,6 +294,7 @@ def _kind_fault(dtype: Any, stored: Any) -> str:
 
 
 def _lengths(spans: tuple[slice, ...]) -> tuple[int, ...]:
+    """Return the numbers of elements of slices that have a start and a stop."""
     return tuple(span.stop - span.start for span in spans)
 
 

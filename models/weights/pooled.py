@@ -66,6 +66,7 @@ class _Linear(WrappedSource):
 
     @property
     def _stored(self) -> str:
+        """Return the name that the checkpoint has for it."""
         return next(name for name in _PROJECTION if name in self._source.names())
 
 

@@ -138,6 +138,7 @@ class _Stream:
         raise ModelFileError(PATH, text, name, others=others)
 
     def _rest(self, source: FiniteSource) -> list[nnx.State]:
+        """Load what is left, and release all tensors: each stage's state. Raises ModelFileError."""
         if len({*self._digests.values()}) > 1:
             raise ModelFileError(PATH, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
         chunk_bytes = self._chunk_bytes
@@ -150,6 +151,7 @@ class _Stream:
         return states
 
     def _sort(self, stored: str, array: Any) -> None:
+        """Put a tensor into its group, and load what can be; release what nobody needs."""
         name = self._names.renamed(stored)
         tensors = _stands_for(name, self._groups)
         of_tied = self._chunk_bytes is not None and name in (EMBEDDING, HEAD) and HEAD not in self._groups
@@ -170,6 +172,7 @@ class _Stream:
             self._load(group, self._add if in_pieces else self._place)
 
     def _load(self, group: _Group, place: Callable[[_Group], None]) -> None:
+        """Load what a group holds by `place`, unless a fault is known already, and release it. Records faults."""
         if not self.faults:
             try:
                 place(group)
@@ -204,6 +207,7 @@ class _Stream:
                 self._loaded[index] |= jax.block_until_ready(new)
 
     def _let_go(self, arrays: dict[str, Any]) -> None:
+        """Delete the jax arrays among these if they are donated."""
         if self._donate:
             for array in arrays.values():
                 if isinstance(array, jax.Array) and not array.is_deleted():

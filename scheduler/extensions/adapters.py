@@ -24,7 +24,7 @@ from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Options of LoRA adapters in the scheduler: how many adapters may run at once."""
+    """Options of LoRA adapters in the scheduler. num_slots: adapters that may run at once."""
 
     num_slots: int
 
@@ -37,6 +37,7 @@ class _Slot:
     """One adapter slot of the devices' pools.
 
     Attributes:
+      owner: the adapter that it is assigned to; None for none.
       ready: whether the devices hold the owner's matrices in it.
       used: sequence number of its last assignment or use; larger is later.
       promised: the request that it was assigned for, until that request runs.
@@ -169,6 +170,7 @@ class AdapterSlots:
             self._slots[index].used = -1
 
     def _find(self, adapter: Adapter | None) -> int | None:
+        """Return the index of the slot that an adapter owns; None if it owns none."""
         return next((index for index, slot in enumerate(self._slots) if slot.owner is adapter), None)
 
     def _is_claimed(self, slot: _Slot, request: Request) -> bool:
@@ -217,6 +219,9 @@ class AdapterSlots:
         return slot.ready and not kept and not is_running[self._slots.index(slot)]
 
     def _give(self, slot: _Slot, request: Request) -> None:
+        """Make the request's adapter the owner of a slot, promise the slot to the request, and add the upload to
+        `loads`.
+        """
         assert request.adapter is not None
         self._clock += 1
         slot.owner, slot.ready, slot.used = request.adapter, False, self._clock

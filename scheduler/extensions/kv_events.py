@@ -127,6 +127,7 @@ class RankEvents(RankExtension):
                     first = None
 
     def _stored(self, request: Request, token_ids: Any, group: int, first: int, end: int) -> Stored:
+        """Return the event of a request's pages in columns [first, end) of a group. token_ids: i32[n], its tokens."""
         size, digests = self._tables.page_size, request.page_hashes
         marks = {} if request.media is None else request.media.marks(size)
         steer = (request.params.steer_digest.hex(),) if request.params.steer else ()

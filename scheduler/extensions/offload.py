@@ -87,6 +87,7 @@ class Load:
     """Pages and state that a waiting request lacks.
 
     Attributes:
+      request: the one that waits.
       rank: replica that the request is likely to run on.
       pages: keys of the pages of the prefix, in order of their columns.
       keys: of pages that the replica lacks, then of a state.
@@ -150,7 +151,7 @@ class Offload(SchedulerExtension):
         if not offers:
             return True  # the queue waits for room, and asks again
         loads = [self._load(request, *each) for each in offers]
-        self._count_lookups(request, offers[0])
+        self._count_lookups(request, *offers[0])
         work = [rank.num_tokens - load.num_tokens for (rank, _), load in zip(offers, loads, strict=True)]
         best = loads[work.index(min(work))]
         if not best.keys or not self._is_wanted(request, best):
@@ -196,6 +197,9 @@ class Offload(SchedulerExtension):
         return not self.store.has(key) and (least < 2 or self._seen.get(key[:32], 0) >= least)
 
     def _load(self, request: Request, rank: Rank, offer: Offer) -> Load:
+        """Return what of a request's prefix is stored and would extend the replica's cached prefix, that of its
+        `offer`; `keys` is empty and `num_tokens` 0 if nothing would.
+        """
         digests = rank.findable(request, offer.known)
         found = reach(rank.pages, digests, self.store.has)
         gain = found.num_columns - offer.hits.num_columns
@@ -209,8 +213,10 @@ class Offload(SchedulerExtension):
         mode = self.options.preemption_mode
         return mode == SWAP or (mode == AUTO and self.store.pays(len(load.keys), load.num_tokens))
 
-    def _count_lookups(self, request: Request, place: tuple[Rank, Offer]) -> None:
-        rank, offer = place
+    def _count_lookups(self, request: Request, rank: Rank, offer: Offer) -> None:
+        """Count the tokens that a request looks for in the store, and, with a store_threshold, each digest of its
+        prefix; of these the _MAX_SEEN looked for last are kept.
+        """
         self.num_queries += len(offer.known) - offer.num_cached
         if self.options.store_threshold > 1:
             for digest in rank.findable(request, offer.known):

@@ -46,7 +46,7 @@ class PageTables:
     """Page tables of slots 0 .. max_num_seqs - 1 of one replica.
 
     Attributes:
-      pool: the pool that pages come from.
+      pool: the pool that pages come from; page_size: tokens of a page.
       table: i32[G, max_num_seqs, columns], page ids, -1 where a slot holds no page.
       num_groups: cache groups; whole: those that keep all keys; windowed: (group, window) of the others.
       num_columns: i32[max_num_seqs], columns that a slot has begun.
@@ -83,8 +83,8 @@ class PageTables:
 
     @property
     def num_held(self) -> np.ndarray:
-        """i32[G, max_num_seqs]: number of last columns whose pages a slot holds; earlier ones it has freed or never
-        had.
+        """Return i32[G, max_num_seqs]: the number of last columns whose pages a slot holds; it has freed the earlier
+        ones, or never had them.
         """
         held = np.tile(self.num_columns, (self.num_groups, 1))
         held[self._window_groups[:, 0]] = self._held
@@ -254,11 +254,13 @@ class PageTables:
         return deltas
 
     def _write(self, group: int, slot: int, first: int, pages: np.ndarray) -> None:
+        """Enter pages i32[n] into a slot's columns from `first` on, in the table of a group and in `deltas`."""
         columns = np.arange(first, first + len(pages), dtype=np.int32)
         self.table[group, slot, columns] = pages
         self.deltas.append((self._rows(group, np.full(len(pages), slot)), columns, pages))
 
     def _rows(self, group: int, slots: np.ndarray) -> np.ndarray:
+        """Return i32[n], the page-table rows of `slots` [n] in a group."""
         return (slots + group * self.table.shape[1]).astype(np.int32)
 
     def _columns(self, num_tokens: int) -> int:

@@ -38,6 +38,9 @@ class PagePool:
     names it.
 
     Attributes:
+      num_pages: pages of the pool, numbered from 0.
+      enable_caching: whether `register` has an effect.
+      ref_count: i32[num_pages], references to each page.
       listeners: what observes the cached pages.
     """
 
@@ -62,7 +65,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Number of pages that may be allocated now, cached ones included."""
+        """Return the number of pages that may be allocated now, cached ones included."""
         return self._num_blank + self._num_cached
 
     def allocate(self, count: int) -> np.ndarray:
@@ -114,8 +117,8 @@ class PagePool:
         self._num_blank += len(blank)
 
     def are_nameless(self, pages: np.ndarray) -> bool:
-        """Whether none of `pages` i32[n] has been registered under the hash of its content, so that prefix caching
-        cannot have shared any; -1 stands for no page.
+        """Whether all of `pages` i32[n] are pages that were never registered under a digest since they were allocated,
+        so that each has one owner; False if one is -1, which stands for no page.
         """
         return not self._named[pages].any()
 
@@ -206,6 +209,7 @@ class PagePool:
         assert not named[self._blank[: self._num_blank]].any(), "a blank page has a name"
 
     def _append_cached(self, pages: np.ndarray) -> None:
+        """Mark free pages i32[n] as cached, to be reused after all that are cached already, in this order."""
         if self._tail + len(pages) - self._head > len(self._ring):
             self._compact()
         positions = np.arange(self._tail, self._tail + len(pages))

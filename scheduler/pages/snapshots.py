@@ -137,7 +137,9 @@ class Snapshots:
         return snapshot
 
     def _make_room(self) -> bool:
-        """Whether a snapshot is free, in place of the least recently used one that the newest step does not use."""
+        """Return True once a snapshot is free, after forgetting the least recently used state if none was; False if the
+        newest step uses all of them.
+        """
         if self._free:
             return True
         unused = next((old for old, snapshot in self._of.items() if snapshot not in self._busy), None)

@@ -111,7 +111,9 @@ class FairQueue:
         self.remove(request)
 
     def charge_outputs(self, rank: int, slots: np.ndarray) -> None:
-        """Charge the clients of these running slots one output token each, since their step has been scheduled."""
+        """Charge one output token to the client of each of a replica's running `slots` i64[n], as often as a slot is
+        among them.
+        """
         counts = np.bincount(self._owner[rank, slots], minlength=len(self._service))
         self._service += OUTPUT_WEIGHT * counts
 
@@ -131,6 +133,7 @@ class FairQueue:
         return 0 if self._last is None else int(self._service[self._last])
 
     def _add(self, client: str) -> int:
+        """Give a client without a number a free one, with a counter of 0, and return it."""
         if not self._free:
             size = len(self._lines)
             more = np.full(size + 8, _NOBODY)
@@ -159,9 +162,10 @@ class FairQueue:
             self._forget_all()
 
     def _forget_all(self) -> None:
+        """Start without clients."""
         self._numbers: dict[str, int] = {}
-        # By a client's number; service is _NOBODY for a number that is free, head the arrival_index of the first in
-        # line and _NOBODY without one.
+        # By a client's number; service is _NOBODY for a number that is free, head the arrival_index of the first that
+        # waits and _NOBODY without one.
         self._service, self._running, self._head = (np.zeros(0, np.int64) for _ in range(3))
         self._lines: list[WaitingQueue] = []
         self._clients: list[str] = []

@@ -34,6 +34,7 @@ class WaitingQueue:
         return iter(self._entries)
 
     def push(self, request: Request) -> None:
+        """Queue a request, at the place that its arrival_index and priority give it."""
         self._num_pushed += 1
         self.size += 1
         self.num_tokens += request.num_prompt_tokens

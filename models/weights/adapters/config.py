@@ -61,7 +61,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class AdapterConfig:
-    """A checked adapter_config.json. Raises ModelFileError, with `path`, for an invalid or unsupported one.
+    """Content of an adapter_config.json, checked. Raises ModelFileError, with `path`, for an invalid one, and for what
+    is not supported.
 
     Names of modules are those of the adapter's file, unless said otherwise. Methods raise ModelFileError, too, where
     the expressions of the file take too many steps to match.
@@ -159,6 +160,7 @@ class AdapterConfig:
                 yield ModelFileError(self.path, named.format("target_parameters"), module)
 
     def _is_saved(self, name: str) -> bool:
+        """Whether modules_to_save names the module with this name in the file."""
         return any(self._fits("modules_to_save", each, name) for each in self._saved)
 
     def _is_in_layers(self, name: str) -> bool:
@@ -177,6 +179,7 @@ class AdapterConfig:
         return False
 
     def _matches(self, field: str, wanted: str | NamePattern | frozenset[str], name: str) -> bool:
+        """Whether a module's name is one of those that `_names` read from a field as `wanted`."""
         if isinstance(wanted, frozenset):
             return not wanted.isdisjoint(_ends(name))
         return isinstance(wanted, str) or self._fits(field, wanted, name)
@@ -199,6 +202,7 @@ class AdapterConfig:
         return value if value == _ALL_LINEAR else self._expression(field, value)
 
     def _list(self, raw: Mapping[str, Any], field: str) -> frozenset[str]:
+        """Read a field that is a list of names; empty if absent. Raises ModelFileError."""
         value = raw.get(field) or []
         if not isinstance(value, list) or len(value) > _MAX_NAMES:
             raise ModelFileError(self.path, f"{field} must be a list of names, got {short(value)}", field)
@@ -209,6 +213,9 @@ class AdapterConfig:
         return frozenset(value)
 
     def _pattern(self, raw: Mapping[str, Any], field: str, read: Callable[[str, Any], Any]) -> _Patterns:
+        """Read a field of numbers by names or regular expressions. read: checks a number, given the field's name.
+        Raises ModelFileError.
+        """
         value = raw.get(field) or {}
         if not isinstance(value, dict) or len(value) > _MAX_NAMES:
             raise ModelFileError(
@@ -220,6 +227,7 @@ class AdapterConfig:
         return _Patterns(numbers, others, partial(self._fits, field))
 
     def _expression(self, field: str, source: str) -> NamePattern:
+        """Compile a regular expression of the file's. Raises ModelFileError, which names the field."""
         try:
             return NamePattern(source)
         except PatternError as error:
@@ -232,6 +240,7 @@ class AdapterConfig:
         return [self._expression(field, rf".*\.(?:{name})") for name in names or [r"[^.]*"]]
 
     def _layer_numbers(self, raw: Mapping[str, Any]) -> frozenset[int] | None:
+        """Read layers_to_transform: numbers of layers, None for all. Raises ModelFileError."""
         value = raw.get("layers_to_transform")
         if value is None or value == []:
             return None
@@ -242,11 +251,13 @@ class AdapterConfig:
         return frozenset(value)
 
     def _rank(self, field: str, value: Any) -> int:
+        """Return a field's value, a LoRA rank. Raises ModelFileError for what is none."""
         if type(value) is not int or not 1 <= value <= 1 << 16:
             raise ModelFileError(self.path, f"{field} must be a whole number of at least 1, got {short(value)}", field)
         return value
 
     def _number(self, field: str, value: Any) -> float:
+        """Return a field's value, a number of a bounded size. Raises ModelFileError for anything else."""
         if type(value) not in (int, float) or not abs(value) < 1e9:
             raise ModelFileError(self.path, f"{field} must be a number below 1e9, got {short(value)}", field)
         return float(value)
@@ -260,8 +271,8 @@ def _ends(name: str) -> list[str]:
 class _Patterns:
     """Values by regular expressions, most of which are plain names.
 
-    others: expressions by the keys that are not plain names. fits: function that returns whether an expression matches
-    a name.
+    values: by key, in the file's order. others: expressions by the keys that are not plain names. fits: function that
+    returns whether an expression matches a name.
     """
 
     def __init__(

@@ -49,6 +49,7 @@ class AdapterWeights:
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of all matrices."""
         return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
 
 
@@ -107,6 +108,7 @@ def adapter_of(
 
 
 def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dtype) -> bytes:
+    """Return the SHA-256 of an adapter's matrices in this dtype, with their modules and shapes."""
     digest = hashlib.sha256()
     for module, (a, b) in sorted(matrices.items()):
         digest.update(f"{module} {a.shape} {b.shape} {dtype}\n".encode())
@@ -116,6 +118,7 @@ def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dty
 
 
 def _weights_file(folder: Path) -> Path:
+    """Find the weights of an adapter's folder. Raises ModelFileError."""
     path = inside(folder, WEIGHTS_FILE)
     if path.exists():
         return path
@@ -159,6 +162,7 @@ def _stored_modules(
 
 
 def _why_not(module: str, targets: AdapterTargets) -> str:
+    """Return why the model takes no adapter of a module, which an adapter has."""
     layer, _, rest = module.partition(".experts.")
     if rest and (experts := targets.experts.get(f"{layer}.experts")) is not None:
         modules = [*experts.joined[GATE_UP], *experts.joined[DOWN]]

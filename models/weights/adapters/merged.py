@@ -45,10 +45,9 @@ class MergedSource(WrappedSource):
         return array.astype(np.float32) + change
 
     def _of_stack(self, name: str, rows: slice, columns: slice) -> np.ndarray:
-        """Return the change of a stack of experts' matrices, f32 [experts, second axis, third axis], each [out, in] or
-        [in, out].
+        """Return the change of a stack of experts' matrices, f32 [experts, ., .], each [out, in] or [in, out].
 
-        rows: slice of the experts; columns: slice of their second axis.
+        rows: slice of the experts; columns: slice of the stack's second axis.
         """
         experts, modules = self._stacks[name]
         count, first, second = self._source.shape(name)

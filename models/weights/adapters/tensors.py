@@ -20,9 +20,7 @@ class AdapterTensors:
     """
 
     def __init__(self, checkpoint: WeightSource, dtype: np.dtype, faults: Faults):
-        """Sort the tensors by module. dtype: of the matrices that are read. faults: collects tensors
-        with other names.
-        """
+        """Sort the tensors by module. dtype: of matrices that are read. faults: collects tensors with other names."""
         self.path, self.modules = checkpoint.path, dict[str, set[str]]()
         self._checkpoint, self._dtype = checkpoint, dtype
         for tensor in checkpoint.names():
@@ -52,6 +50,7 @@ class AdapterTensors:
         return self._finite(module, first, 1.0), self._finite(module, second, scale)
 
     def _read(self, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Read a tensor as float32. Raises ModelFileError for another shape, and for integers."""
         found = tuple(self._checkpoint.shape(tensor))
         if found != shape:
             raise ModelFileError(self.path, f"shape must be {shape}, got {found}", tensor)
@@ -61,6 +60,9 @@ class AdapterTensors:
         return array.astype(np.float32, copy=False)
 
     def _finite(self, name: str, matrix: np.ndarray, scale: float) -> np.ndarray:
+        """Return a matrix of the module `name` times the scale, in the model's dtype. Raises ModelFileError where a
+        number of it is not finite.
+        """
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = (matrix * np.float32(scale)).astype(self._dtype, copy=False)
         if not np.isfinite(rounded.astype(np.float32, copy=False)).all():

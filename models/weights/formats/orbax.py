@@ -242,6 +242,7 @@ def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
 
 
 def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise ModelFileError unless a weight was saved with the wanted arrangement. saved: the folder's layout."""
     found = saved["weights"].get(name)
     if found is None:
         raise ModelFileError(folder, "a weight that the model needs is missing", name)
@@ -253,6 +254,6 @@ def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any
 
 
 def _name_in_whole(param: DeclaredParam) -> str:
-    """Name of the weight in the full model, given that of a stage."""
+    """Return the name in the full model of a stage's weight."""
     path = param.path if param.layer is None else (param.path[0], param.layer, *param.path[2:])
     return ".".join(map(str, path))

@@ -138,11 +138,13 @@ class SafetensorsCheckpoint:
             file.close()
 
     def _file(self, name: str) -> _SafetensorsFile:
+        """Return the file of a tensor. Raises ModelFileError for an unknown one."""
         if name not in self._where:
             raise ModelFileError(self.path, "there is no such tensor", name)
         return self._where[name]
 
     def _open(self, path: Path) -> None:
+        """Open the checkpoint's files. Raises ModelFileError where there are none that are read."""
         if path.suffix in PICKLE_SUFFIXES:
             raise ModelFileError(path, "pickle files can run code and are never read: convert to safetensors")
         if not path.is_dir():
@@ -162,16 +164,19 @@ class SafetensorsCheckpoint:
             raise ModelFileError(path, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickle weights are never read")
 
     def _add_named(self, folder: Path, name: str) -> _SafetensorsFile:
+        """Open the file `name` of the folder, wherever its files are."""
         path = inside(folder, name)
         return self._add(path, None if self._open_remote is None else partial(self._open_remote, name))
 
     def _add(self, path: Path, open_file: Callable[[], ByteFile] | None = None) -> _SafetensorsFile:
+        """Open a file, by `open_file` or on this machine, and add its tensors."""
         file = _SafetensorsFile(path, open_file or partial(LocalFile, path))
         self._files.append(file)
         self._where |= dict.fromkeys(file.tensors, file)
         return file
 
     def _open_index(self, folder: Path) -> None:
+        """Open the files that the folder's index lists. Raises ModelFileError for an invalid index."""
         index_path = folder / INDEX_FILE
         raw = read_bytes(folder, INDEX_FILE, MAX_HEADER_BYTES) or b""
         weight_map = _parse_unique(index_path, raw).get("weight_map")
@@ -235,6 +240,7 @@ class _SafetensorsFile:
             self._file.close()
 
     def read(self, name: str, rows: slice, columns: slice) -> np.ndarray:
+        """Read these rows and columns of a tensor, both ascending without gaps."""
         info = self.tensors[name]
         spans = [part.indices(size)[:2] for part, size in zip((rows, columns), info.shape, strict=False)]
         array = np.empty([end - start for start, end in spans] + list(info.shape[2:]), info.dtype)
@@ -255,6 +261,7 @@ class _SafetensorsFile:
 
     @property
     def _opened(self) -> ByteFile:
+        """Return the file, which is open."""
         assert self._file is not None
         return self._file
 
@@ -266,6 +273,7 @@ class _SafetensorsFile:
         return self._rows[1]
 
     def _fill(self, view: memoryview, offset: int) -> None:
+        """Read bytes from `offset` on until `view` is full. Raises ModelFileError."""
         while len(view):
             try:
                 count = self._opened.read_into(view, offset)
@@ -277,6 +285,7 @@ class _SafetensorsFile:
             view, offset = view[count:], offset + count
 
     def _read_header(self, file_bytes: int) -> dict[str, TensorInfo]:
+        """Read and check the tensors' descriptions, for a file of so many bytes. Raises ModelFileError."""
         if file_bytes < 8:
             raise ModelFileError(self.path, f"must be at least 8 bytes long, got {file_bytes}")
         prefix = bytearray(8)
@@ -296,6 +305,7 @@ class _SafetensorsFile:
         return tensors
 
     def _check_cover(self, tensors: dict[str, TensorInfo], data_start: int, file_bytes: int) -> None:
+        """Raise ModelFileError unless each byte from `data_start` to the end belongs to one tensor."""
         position = data_start
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
             if info.start != position:
@@ -307,6 +317,7 @@ class _SafetensorsFile:
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    """Parse a header's entry. data_start: offset of the first byte after the header. Raises ModelFileError."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ModelFileError(path, "an entry must hold exactly dtype, shape and data_offsets", name)
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -329,10 +340,12 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _short(value: Any) -> str:
+    """Shorten a header's value for an error."""
     return repr(value)[:100]
 
 
 def _is_sizes(value: Any) -> bool:
+    """Whether a header's value is a list of integers from 0 to MAX_SIZE."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_SIZE for n in value)
 
 
@@ -353,6 +366,7 @@ def _without_duplicates(path: Path) -> Callable[[list[tuple[str, Any]]], dict[st
 
 
 def _parse_unique(path: Path, raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object without keys that appear twice. Raises ModelFileError."""
     try:
         source = raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -40,12 +40,16 @@ class _Name(str):
 
 
 class _Storage(NamedTuple):
+    """Storage of `size` numbers, in the archive's file data/`key`."""
+
     dtype: np.dtype
     key: str
     size: int
 
 
 class _Tensor(NamedTuple):
+    """Tensor in a storage. offset, strides: counted in numbers."""
+
     storage: _Storage
     offset: int
     shape: tuple[int, ...]
@@ -55,7 +59,7 @@ class _Tensor(NamedTuple):
 def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
     """Read the tensors of a file by name; a tensor that is not in a dict has the name "".
 
-    limit: most bytes of all tensors together. Raises TorchFileError.
+    limit: most bytes of all tensors together, and of all their storages. Raises TorchFileError.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -69,27 +73,35 @@ def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
             if f"{folder}/byteorder" in archive.namelist() and archive.read(f"{folder}/byteorder") != b"little":
                 raise TorchFileError("must be little-endian")
             tensors = _named(_Program(archive.read(programs[0])).run())
-            sizes = {name: math.prod(each.shape) * each.storage.dtype.itemsize for name, each in tensors.items()}
-            if sum(sizes.values()) > limit:
-                raise TorchFileError(f"its tensors have {sum(sizes.values())} bytes; allowed are {limit}")
-            return {name: _array(archive, f"{folder}/data/", each) for name, each in tensors.items()}
+            storages = {each.storage for each in tensors.values()}
+            num_bytes = sum(math.prod(each.shape) * each.storage.dtype.itemsize for each in tensors.values())
+            num_bytes = max(num_bytes, sum(each.size * each.dtype.itemsize for each in storages))
+            if num_bytes > limit:
+                raise TorchFileError(f"its tensors have {num_bytes} bytes; allowed are {limit}")
+            held = {each: _numbers(archive, f"{folder}/data/", each) for each in storages}
+            return {name: _array(held[each.storage], each) for name, each in tensors.items()}
     except TorchFileError:
         raise
-    except (zipfile.BadZipFile, KeyError, EOFError, OSError, NotImplementedError, RuntimeError, struct.error) as error:
+    # ValueError: names of files that are no UTF-8, shapes beyond numpy's limits.
+    except (zipfile.BadZipFile, LookupError, EOFError, OSError, RuntimeError, ValueError, struct.error) as error:
         raise TorchFileError(f"cannot be read as a file of torch.save ({type(error).__name__})") from error
 
 
-def _array(archive: zipfile.ZipFile, folder: str, tensor: _Tensor) -> np.ndarray:
-    """Read a tensor's storage and return the tensor, an array of its own."""
-    dtype, key, size = tensor.storage
+def _numbers(archive: zipfile.ZipFile, folder: str, storage: _Storage) -> np.ndarray:
+    """Read a storage, a file of the archive's `folder`: [size]. Raises TorchFileError for one of another size."""
+    dtype, key, size = storage
     entry = archive.getinfo(folder + key)
-    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.strides, strict=True))
     if entry.file_size != size * dtype.itemsize:
         raise TorchFileError(f"storage {key} has {entry.file_size} bytes; {size * dtype.itemsize} are said")
-    if math.prod(tensor.shape) and not 0 <= tensor.offset <= tensor.offset + last < size:
-        raise TorchFileError(f"a tensor reads past the end of storage {key}")
-    flat = np.frombuffer(archive.read(entry), dtype)[tensor.offset :]
-    strides = [stride * dtype.itemsize for stride in tensor.strides]
+    return np.frombuffer(archive.read(entry), dtype)
+
+
+def _array(numbers: np.ndarray, tensor: _Tensor) -> np.ndarray:
+    """Return a tensor, an array of its own, given its storage's numbers. Raises TorchFileError."""
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if math.prod(tensor.shape) and not 0 <= tensor.offset <= tensor.offset + last < len(numbers):
+        raise TorchFileError(f"a tensor reads past the end of storage {tensor.storage.key}")
+    flat, strides = numbers[tensor.offset :], [stride * numbers.itemsize for stride in tensor.strides]
     return np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False).copy()
 
 
@@ -104,7 +116,9 @@ def _named(found: Any) -> dict[str, _Tensor]:
 
 
 class _Program:
-    """Run of a pickle's program, as far as it makes tensors."""
+    """Run of a pickle's program, as far as it makes tensors. Methods but `run` carry out instructions of _CODES, or
+    read what follows one.
+    """
 
     def __init__(self, data: bytes):
         self._data, self._at = data, 0
@@ -196,6 +210,7 @@ class _Program:
 
 
 def _count(value: Any) -> int:
+    """Return a size or an offset of the program's. Raises TorchFileError for what is none."""
     if type(value) is not int or not 0 <= value < 1 << 48:
         raise TorchFileError("has a size that is none")
     return value
@@ -242,7 +257,7 @@ class TorchCheckpoint:
         try:
             with open(open_regular(path)[0], "rb") as file:
                 self._tensors = read_torch(file, self._LIMIT)
-        except TorchFileError as error:
+        except (TorchFileError, OSError) as error:
             raise ModelFileError(self.path, str(error)) from error
 
     def names(self) -> Iterable[str]:

@@ -8,6 +8,7 @@ gguf/layout.py; headers are read by gguf/header.py, block formats by gguf/dequan
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -147,6 +148,7 @@ class GGUFFile:
         return values
 
     def _read(self, name: str, kind: str | None, rows: slice, columns: slice) -> np.ndarray:
+        """Read rows and columns, in Hugging Face order, without factors. kind: as for `_shape`."""
         info, num_heads = self._info(name), self._permuted_heads(name)
         first, last, _ = rows.indices(info.shape[0])
         if num_heads is None:
@@ -173,11 +175,13 @@ class GGUFFile:
         return values
 
     def _info(self, name: str) -> TensorInfo:
+        """Return the location of a tensor. Raises ModelFileError for an unknown one."""
         if name not in self._tensors:
             raise ModelFileError(self.path, "no such tensor in the file", name)
         return self._tensors[name]
 
     def _bytes(self, info: TensorInfo, start: int, num_bytes: int) -> bytes:
+        """Read bytes of a tensor, counted from its first. Raises ModelFileError."""
         if not self._files or self._files[info.part].closed:
             raise ModelFileError(self.path, "the file has been closed", info.name)
         try:
@@ -189,6 +193,9 @@ class GGUFFile:
         return data
 
     def _named(self, tensors: tuple[TensorInfo, ...]) -> dict[str, TensorInfo]:
+        """Return the tensors by their canonical names, and put factors of matrices into `_factors`. Raises
+        ModelFileError for a name that two tensors have, and for shapes that are not possible.
+        """
         named: dict[str, TensorInfo] = {}
         for info in tensors:
             for name, part in self._parts(info):
@@ -200,6 +207,8 @@ class GGUFFile:
                         raise ModelFileError(
                             self.path, f"stands for {name}, as does {self._factors[whole].name}", info.name
                         )
+                    if math.prod(part.shape) != 1:
+                        raise ModelFileError(self.path, f"must be one factor of {whole}, got {info.shape}", info.name)
                     self._factors[whole] = part
                     continue
                 if name in named:
@@ -222,7 +231,8 @@ class GGUFFile:
             return [(names[0], replace(info, shape=(1, *info.shape)) if is_row else info)]
         count, *shape = info.shape
         shape = shape or [1] * names[0].endswith(_SCALE)
-        if not shape or count > MAX_EXPERTS or shape[0] % len(names):
+        cut = shape[-1] % (info.format.values * (len(names) if len(shape) == 1 else 1)) if shape else 0
+        if not shape or count > MAX_EXPERTS or shape[0] % len(names) or cut:
             parts = f", each in {len(names)} equal parts," if len(names) > 1 else ""
             text = f"must be the matrices of at most {MAX_EXPERTS} experts{parts} got {info.shape}"
             raise ModelFileError(self.path, text, info.name)
@@ -243,7 +253,7 @@ class GGUFFile:
         return None
 
     def _head_count(self, key: str) -> int:
-        # Files whose key and query heads are equally many may leave out the former.
+        """Read a number of heads from the metadata; that of queries if it is absent. Raises ModelFileError."""
         key = f"{self.architecture}.{key}"
         heads = self.metadata.get(key, self.metadata.get(f"{self.architecture}.{_HEADS_KEY[Q]}"))
         if type(heads) is not int or heads < 1:
@@ -262,6 +272,7 @@ def _decoded(info: TensorInfo, kind: str | None, data: bytes) -> np.ndarray:
 
 
 def _architecture(path: str, metadata: Mapping[str, Any]) -> str:
+    """Read the file's architecture, one of LAYOUTS. Raises ModelFileError, which names the nearest one."""
     key = "general.architecture"
     architecture = metadata.get(key)
     if not isinstance(architecture, str) or architecture not in LAYOUTS:

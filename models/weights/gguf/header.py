@@ -108,9 +108,11 @@ class _Cursor:
         self._items_left = MAX_ITEMS
 
     def fail(self, what: str, where: str | None = None) -> ModelFileError:
+        """Return the error, for the caller to raise, that the file has a fault; None for `where`: here."""
         return ModelFileError(self.path, what, where or f"byte {self.position}")
 
     def take(self, num_bytes: int, where: str) -> bytes:
+        """Read bytes and move on. where: for the error, as in all methods."""
         left = self.size - self.position
         if num_bytes > left:
             raise self.fail(f"{num_bytes} bytes announced, but the file ends after {left}", where)
@@ -119,6 +121,7 @@ class _Cursor:
         return self._view[start : self.position]
 
     def integer(self, num_bytes: int, where: str) -> int:
+        """Read an unsigned integer of this size."""
         return int.from_bytes(self.take(num_bytes, where), "little")
 
     def count(self, where: str, *, least_bytes: int) -> int:
@@ -130,6 +133,7 @@ class _Cursor:
         return count
 
     def text(self, where: str, limit: int | None = None) -> str:
+        """Read a string of at most `limit` bytes; None for any length."""
         length = self.integer(8, where)
         if limit is not None and length > limit:
             raise self.fail(f"a name of {length} bytes, at most {limit} are allowed", where)
@@ -146,6 +150,7 @@ class _Cursor:
 
 
 def _read_version(cursor: _Cursor) -> int:
+    """Read the file's first bytes; return its version, one of VERSIONS."""
     magic = cursor.take(4, "magic")
     if magic != MAGIC:
         raise cursor.fail(f"not a GGUF file: it starts with {magic!r}", "magic")
@@ -158,6 +163,7 @@ def _read_version(cursor: _Cursor) -> int:
 
 
 def _read_metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
+    """Read so many keys and values."""
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         cursor.spend(1, "metadata")
@@ -169,6 +175,7 @@ def _read_metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
 
 
 def _read_value(cursor: _Cursor, kind: int, where: str, depth: int) -> Any:
+    """Read a value of GGUF's type `kind`. depth: number of arrays around it."""
     if kind == STRING:
         return cursor.text(where)
     if kind == ARRAY:
@@ -177,6 +184,7 @@ def _read_value(cursor: _Cursor, kind: int, where: str, depth: int) -> Any:
 
 
 def _read_array(cursor: _Cursor, where: str, depth: int) -> np.ndarray | list[Any]:
+    """Read an array: of numbers and bools a numpy array, of strings and arrays a list. depth: 1 for the outermost."""
     if depth > MAX_NESTING:
         raise cursor.fail(f"arrays nested deeper than {MAX_NESTING}", where)
     kind = cursor.integer(4, where)
@@ -191,6 +199,7 @@ def _read_array(cursor: _Cursor, where: str, depth: int) -> np.ndarray | list[An
 
 
 def _read_scalars(cursor: _Cursor, kind: int, count: int, where: str) -> np.ndarray:
+    """Read `count` values of GGUF's type `kind`, one of SCALARS."""
     if kind not in SCALARS:
         raise cursor.fail(f"unknown value type {kind}", where)
     raw = np.frombuffer(cursor.take(count * SCALARS[kind].itemsize, where), np.uint8)
@@ -200,6 +209,7 @@ def _read_scalars(cursor: _Cursor, kind: int, count: int, where: str) -> np.ndar
 
 
 def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
+    """Return the number of which offsets of tensors must be multiples."""
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     valid = type(alignment) is int and 8 <= alignment <= MAX_ALIGNMENT and alignment.bit_count() == 1
     if not valid:
@@ -266,4 +276,5 @@ def _locate_tensors(
 
 
 def _round_up(value: int, multiple: int) -> int:
+    """Round up to a multiple."""
     return -(-value // multiple) * multiple

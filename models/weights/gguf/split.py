@@ -45,7 +45,7 @@ def other_parts(path: str, metadata: Mapping[str, Any]) -> list[str]:
 def check_part(path: str, metadata: Mapping[str, Any], number: int, count: int) -> None:
     """Raise ModelFileError unless the file's metadata says that it is part `number` (from 0) of `count`."""
     own = metadata.get(NUMBER), metadata.get(COUNT)
-    if own != (number, count):
+    if any(type(each) is not int for each in own) or own != (number, count):
         what = f"must be file {number + 1} of {count} by its {NUMBER} and {COUNT}, got {repr(own)[:100]}"
         raise ModelFileError(path, what, NUMBER)
 
@@ -53,5 +53,5 @@ def check_part(path: str, metadata: Mapping[str, Any], number: int, count: int) 
 def check_tensors(path: str, metadata: Mapping[str, Any], found: int) -> None:
     """Raise ModelFileError if the files have more or fewer tensors than the first one, at `path`, says."""
     total = metadata.get(TENSORS, found)
-    if total != found:
+    if type(total) is not int or total != found:
         raise ModelFileError(path, f"announces {repr(total)[:50]} tensors, but all files have {found}", TENSORS)

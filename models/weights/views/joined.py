@@ -34,6 +34,7 @@ class JoinedSource(WrappedSource):
             source.close()
 
     def _of(self, name: str) -> tuple[WeightSource, str]:
+        """Return the checkpoint that has a tensor, and its name there."""
         if name not in self._where:
             return self._source, name
         prefix, own = self._where[name]

@@ -40,6 +40,7 @@ class KVScales(NamedTuple):
     v: np.ndarray | None
 
     def of_layers(self, layers: list[int]) -> KVScales:
+        """Return the scales of some layers, by number."""
         return self.each(lambda kind: kind[layers])
 
     def each(self, made: Callable[[np.ndarray], np.ndarray]) -> KVScales:
@@ -133,6 +134,10 @@ def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
 
 
 def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], shape: KVShape) -> np.ndarray | None:
+    """Read the scales of keys or of values, f32[layers, K]; None where no layer has any. Raises ModelFileError.
+
+    names: the source's. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
+    """
     stored = {layer: [name for each in kind if (name := _name(layer, each)) in names] for layer in shape.paged}
     if not any(stored.values()):
         return None
@@ -153,4 +158,5 @@ def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], sha
 
 
 def _name(layer: int, end: str) -> str:
+    """Return the full name of a layer's scale."""
     return f"model.layers.{layer}.self_attn.{end}"

@@ -69,7 +69,9 @@ def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
 
 
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
-    """Return the axes of a weight from the outermost in memory to the innermost, None if the compiler chooses."""
+    """Return the axes of a weight from the outermost in memory to the innermost; None if the compiler chooses, and for
+    devices that are not there.
+    """
     axes = tuple(range(len(decl.axes)))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return None  # sizes alone are known of devices that are not there

@@ -83,6 +83,7 @@ class QuantizedSource(WrappedSource):
         return spread(held, scheme.stored.group, module.shape[1], self._shapes[name][1])[:, columns]
 
     def _add(self, param: DeclaredParam, scheme_of: Callable[[str], Any]) -> None:
+        """Exchange a weight's tensors for those that the model declares, if it is quantised. Raises ModelFileError."""
         if self._begun is not None and self._begun.isdisjoint(_modules_of(param)):
             return
         for declared in param.decl.sources:
@@ -151,6 +152,7 @@ class QuantizedSource(WrappedSource):
                         raise ModelFileError(self.path, text, name)
 
     def _of_inputs(self, name: str) -> np.ndarray:
+        """Return the order of a module's inputs or their static scale. name: MODULE.ORDER or MODULE.INPUT_SCALE."""
         module_name, _, kind = name.rpartition(".")
         scheme, module = self.modules[module_name]
         if kind == ORDER:

@@ -32,6 +32,7 @@ class RenamedSource(WrappedSource):
             self._stored[name] = stored
 
     def _is_constant(self, stored: str, names: CheckpointNames) -> bool:
+        """Whether a tensor is a known constant, which no model reads. Raises ModelFileError for another value."""
         value = next((value for end, value in names.constants.items() if stored.endswith(end)), None)
         if value is None:
             return False
@@ -69,6 +70,8 @@ class RenamedSource(WrappedSource):
         if self._is_transposed(name, self._source.shape(stored)):
             return self._source.read(stored, columns, rows).T
         return self._source.read(stored, rows, columns)
+
+    # How CheckpointNames says that a tensor of this shape is read.
 
     def _is_raveled(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) != 1 and name.endswith(self._raveled)

@@ -170,9 +170,7 @@ class StackedSource(WrappedSource):
                     self._parts[f"{tensor}.{called}"] = part
 
     def _matrix(self, stack: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape [out, in] of an expert, for a stack [E, ...] of matrices or of the scales of
-        their blocks.
-        """
+        """Return the shape [out, in] of an expert, for a stack [E, ...] of matrices or of scales of their blocks."""
         return stack[1:] if self._stacked.out_first else stack[:0:-1]
 
     def _check_border(self, name: str, module: str, num_blocks: int) -> None:
@@ -192,6 +190,7 @@ class StackedSource(WrappedSource):
             raise ModelFileError(self.path, text, name)
 
     def _check_scales(self, name: str, blocks: tuple[int, ...]) -> None:
+        """Raise ModelFileError unless the scales `name` and the blocks of this shape belong together."""
         scales = tuple(self._source.shape(name)) if name in set(self._source.names()) else None
         if blocks[3] != 16 or scales != blocks[:3]:
             text = f"MXFP4 must have blocks [E, rows, n, 16] and scales [E, rows, n], got {blocks} and {scales}"

@@ -11,7 +11,7 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.gguf_ends import CONTROL, USER_DEFINED
+from jaxengine.models.params.gguf_ends import CONTROL, USER_DEFINED, named_turn_ends
 from jaxengine.models.registry import read_gguf
 from jaxengine.tokens.template_renderer import TemplateRenderer
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -89,6 +89,11 @@ def test_listed_ends():
             Tokenizer.from_gguf(metadata(eos_token_ids=wrong), path="some.gguf")
         with pytest.raises(ModelConfigError, match="token id"):
             read_gguf(metadata(eos_token_ids=wrong))
+
+
+def test_types_of_another_kind_do_not_count():
+    for types in (3, "3", ["3"] * (SIZE + 1), np.full(SIZE + 1, np.nan)):
+        assert named_turn_ends(metadata("<end_of_turn>", token_type=types)) in ((), (SIZE,))
 
 
 def test_names_beyond_the_embedding_do_not_count():

@@ -159,6 +159,11 @@ def test_what_means_nothing_inside_is_named():
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type must be one of"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a"),
         ({"rope_theta": "1e6"}, "rope_theta must be a"),
+        (
+            {"max_position_embeddings": 10**400, "rope_scaling": {"rope_type": "linear", "factor": 1.5}},
+            "max_position_embeddings must be an integer",
+        ),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 10**400}}, "original_max_position_embeddings"),
     ],
 )
 def test_a_rope_that_is_wrong_is_named(overrides, says):
@@ -193,3 +198,6 @@ def test_gguf_files_take_another_rope():
         assert error.value.name == name
     with pytest.raises(ModelConfigError, match="rope.scaling.type"):
         read_gguf(overridden_metadata(raw, {"rope_scaling": {"rope_type": "llama3", "factor": 2}}))
+    for wrong in (np.array([1, 2]), ["512"]):
+        with pytest.raises(ModelConfigError, match="context_length must be"):
+            read_gguf(overridden_metadata(metadata(context_length=wrong), {"rope_theta": 1e6}))

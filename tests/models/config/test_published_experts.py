@@ -379,6 +379,7 @@ def in_text(**changes: Any) -> dict[str, Any]:
         (QWEN2 | {"use_sliding_window": True}, "layer_types must be given where use_sliding_window is true"),
         (OLMOE | {"clip_qkv": 8.0}, "clip_qkv must be absent, got 8.0"),
         (MINIMAX | {"attn_type_list": [0] + [1] * 61}, "attn_type_list must be ones"),
+        (MINIMAX | {"attn_type_list": 1}, "attn_type_list must be ones"),
         (MINIMAX | {"qk_norm_type": "per_head"}, 'qk_norm_type must be "per_layer" or absent'),
         (MINIMAX | {"rotary_dim": 256}, "partial_rotary_factor must be a number > 0 and <= 1"),
         (MINIMAX | {"shared_intermediate_size": 8}, "shared_intermediate_size must be 0 or absent"),

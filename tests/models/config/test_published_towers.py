@@ -398,6 +398,8 @@ def test_glm_4_1v():
         (QWEN2_VL, "vision_config", {"hidden_size": 1024}, "hidden_size must be that of the text, 3584, got 1024"),
         (QWEN2_VL, "vision_config", {"hidden_act": "relu"}, "hidden_act must be one of quick_gelu, gelu"),
         (QWEN2_VL, "vision_config", {"depth": 10**9}, "depth must be an integer >= 1 and <= 1024"),
+        (QWEN2_VL, "vision_config", {"mlp_ratio": 1e-9}, "mlp_ratio must be 1 to 1048576, times embed_dim 1280, got"),
+        (QWEN2_VL, "vision_config", {"mlp_ratio": 3e38}, "mlp_ratio must be 1 to 1048576, times embed_dim 1280, got"),
         (QWEN2_5_VL, "vision_config", {"window_size": 13}, "window_size must be 1 to 64 times patch_size 14"),
         (QWEN2_5_VL, "vision_config", {"out_hidden_size": 5}, "out_hidden_size must be the hidden_size of the text"),
         (QWEN2_5_VL, "vision_config", {"fullatt_block_indexes": 7}, "fullatt_block_indexes must be a list of layers"),

@@ -73,11 +73,18 @@ def test_mimo_as_published():
         ("axk1", {"moe_layer_freq": 2}, "moe_layer_freq must be 1 or absent"),
         ("exaone4_5", {"text_config": {"model_type": "exaone5"}}, "model_type must be exaone4 in text_config"),
         ("nanochat", {"hidden_act": "mish"}, "hidden_act must be one of gelu"),
+        ("gpt_neo", {"attention_types": [[["global"], 10**15]]}, "attention_types must be"),
+        ("gpt_neo", {"attention_types": [[["global"] * 10**5, 2]]}, "attention_types must be"),
     ],
 )
 def test_what_is_refused(name, changes, message):
     with pytest.raises(ModelConfigError, match=message):
         read_hf(recorded(name, **changes))
+
+
+def test_dense_layers_are_layers_of_the_model():
+    experts = read_hf(recorded("lfm2_moe", num_dense_layers=2**31 - 1)).experts
+    assert experts is not None and experts.dense_layers == tuple(range(recorded("lfm2_moe")["num_hidden_layers"]))
 
 
 def test_deberta_refuses_what_it_does_not_compute():

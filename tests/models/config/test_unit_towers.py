@@ -195,6 +195,7 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
         (LLAVA | {"text_config": {"model_type": "opt"}}, "model_type must be one of llama, mistral, qwen2, qwen3"),
         (SMOLVLM | {"scale_factor": 5}, "scale_factor must be such that it divides the 32 patches"),
         (INTERNVL | {"downsample_ratio": 0.3}, "downsample_ratio must be one divided by an integer, got 0.3"),
+        (INTERNVL | {"downsample_ratio": 1e-310}, "downsample_ratio must be one divided by an integer, got 1e-310"),
         (changed(INTERNVL, norm_type="batch"), "vision_config.norm_type must be one of layer_norm, rms_norm"),
         (
             GEMMA3_VISION | {"mm_tokens_per_image": 200},

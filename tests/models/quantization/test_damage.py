@@ -125,6 +125,7 @@ DAMAGE = [
     ("bnb nf4 nested", f"{Q}.weight.nested_absmax", lambda a: a * np.nan, "must hold finite numbers"),
     ("bnb nf4 nested", f"{Q}.weight.absmax", lambda a: a.astype(np.float32), "must hold uint8, got float32"),
     ("bnb nf4 nested", f"{Q}.{NESTED}", replaced(b"0.1875", b'"abc"'), "nested_offset must be a finite number"),
+    ("bnb nf4 nested", f"{Q}.{NESTED}", replaced(b"0.1875", b"1" * 400), "nested_offset must be a finite number"),
     ("gptq 4 v2 act-order", f"{Q}.g_idx", lambda a: a[::-1].copy(), "must have the same order of inputs"),
 ]
 

@@ -13,6 +13,7 @@ from tests.fixtures.drawn_weights import draw
 from tests.fixtures.token_models import GOLDENS
 
 REBUILD = b"torch._utils\n_rebuild_tensor_v2"
+HUGE = b"\x8a\x06" + (1 << 46).to_bytes(6, "little")
 
 
 def archive(program: bytes, storage: bytes = bytes(24), *, compressed: bool = False, order: bytes = b"little"):
@@ -26,11 +27,25 @@ def archive(program: bytes, storage: bytes = bytes(24), *, compressed: bool = Fa
 
 
 def tensor(
-    offset: int = 0, shape: bytes = b"K\x02K\x03\x86", strides: bytes = b"K\x03K\x01\x86", name=REBUILD
+    offset: int = 0,
+    shape: bytes = b"K\x02K\x03\x86",
+    strides: bytes = b"K\x03K\x01\x86",
+    name=REBUILD,
+    size: bytes = b"K\x06",
 ) -> bytes:
-    """A program that makes one tensor of a storage of six floats."""
-    begin = b"\x80\x02c" + name + b"\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tQ"
+    """A program that makes one tensor of a storage of six floats, or of `size`."""
+    begin = (
+        b"\x80\x02c" + name + b"\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu" + size + b"tQ"
+    )
     return begin + b"K" + bytes([offset]) + shape + strides + b"\x89ccollections\nOrderedDict\n)RtR."
+
+
+def misnamed() -> io.BytesIO:
+    """An archive with a file whose name is said to be UTF-8, and is not."""
+    file = archive(tensor())
+    with zipfile.ZipFile(file, "a") as made:
+        made.writestr("\u00e9", b"")
+    return io.BytesIO(file.getvalue().replace("\u00e9".encode(), b"\xff\xff"))
 
 
 def test_what_torch_wrote_is_read():
@@ -70,6 +85,9 @@ def test_views_of_a_storage():
         (archive(tensor(shape=b"M\xff\xffM\xff\xff\x86", strides=b"K\0K\0\x86")), "bytes; allowed are 1000"),
         (archive(tensor(), compressed=True), "must be stored as they are"),
         (archive(tensor(), order=b"big"), "must be little-endian"),
+        (archive(tensor(shape=b"K\0" + HUGE + HUGE + b"\x87", strides=b"K\0K\0K\0\x87")), r"torch.save \(ValueError\)"),
+        (misnamed(), r"torch.save \(UnicodeDecodeError\)"),
+        (archive(tensor(shape=b"K\x01\x85", strides=b"K\x01\x85", size=b"M\xff\x7f"), bytes(4 * 0x7FFF)), "are 1000"),
         (io.BytesIO(b"\x80\x02}q\0."), "cannot be read as a file of torch.save"),
     ],
 )

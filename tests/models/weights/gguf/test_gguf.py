@@ -292,6 +292,14 @@ REFUSED = {
         file_with(tensor("blk.0.ffn_up_exps.weight", 2, 3, 4)[0], tensor("blk.0.ffn_up.1.weight", 3, 4)[0]),
         "as does blk.0.ffn_up_exps.weight",
     ),
+    "joined experts of odd blocks": (
+        file_with(("blk.0.ffn_gate_up_exps.bias", (32, 2), GGML_Q4_0, bytes(36))),
+        "each in 2 equal parts, got",
+    ),
+    "two factors of a matrix": (
+        file_with(("blk.0.attn_v.scale", (2,), GGML_F32, bytes(8))),
+        "must be one factor of model.layers.0.self_attn.v_proj.weight",
+    ),
     "odd head": (file_with(tensor("blk.0.attn_q.weight", 12, 32)[0]), "no even number for 4 heads"),
     "cut in the data": (SMALL[:-32], "cut short"),
     "cut in the header": (SMALL[:200], "announced|cut short"),
@@ -370,7 +378,7 @@ def test_no_two_files_of_a_split_model_have_the_same_tensor(tmp_path, name):
     for number in range(2):
         of_part: dict[str, writer.Value] = {"split.no": (U16, number), "split.count": (U16, 2)}
         own = llama_metadata(**of_part) if number == 0 else of_part
-        entry = name, (32,), GGML_F32, floats(np.ones(32))
+        entry = name, (1,), GGML_F32, floats(np.ones(1))
         (tmp_path / f"m-{number + 1:05}-of-00002.gguf").write_bytes(gguf_bytes(own, [entry]))
     with pytest.raises(ModelFileError, match=f"stands for .*, as does {name}"):
         GGUFFile(tmp_path / "m-00001-of-00002.gguf")
