@@ -1,4 +1,4 @@
-"""Files that hold a secret of the operator's."""
+"""Files that hold a secret."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from jaxengine.config.errors import ConfigError
 
 HOW_TO_MAKE = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 600 key`"
 _LEAST, _MOST = 16, 4096
+
+
+def read_api_key(file: str) -> str:
+    """Return a server's API key, the first word in a client's file. Raises ConfigError for a file without one."""
+    try:
+        words = Path(file).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("api_key_file", file, f"a text file with the key ({error})") from None
+    if not words:
+        raise ConfigError.because("api_key_file", f"{file} contains no key", "write one into it")
+    return words[0]
 
 
 def read_key(option: str, file: str) -> bytes:
