@@ -34,6 +34,7 @@ class AuthMiddleware:
         self._names_clients = names_clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request as an ASGI application. WebSockets are closed, as no route takes any."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

@@ -68,6 +68,7 @@ class EngineLink:
         self._context.destroy(linger=0)
 
     def _open(self) -> None:
+        """Create a socket and begin to connect."""
         self._socket = self._context.socket(zmq.DEALER)
         identity = f"{self._index}-{os.urandom(8).hex()}".encode()
         for option, value in (
@@ -87,6 +88,7 @@ class EngineLink:
         self._loop.call_soon(self._disconnected, self._monitor)
 
     def _close(self) -> None:
+        """Close the socket with its queued messages."""
         for socket in (self._socket, self._monitor):
             self._loop.remove_reader(socket.fileno())
         self._socket.disable_monitor()
@@ -94,6 +96,7 @@ class EngineLink:
         self._socket.close(linger=0)
 
     def _read(self, socket: zmq.Socket) -> None:
+        """Pass some received messages on, and come again for more."""
         for _ in range(_BURST):
             if socket is not self._socket or socket.closed:
                 return
@@ -111,5 +114,6 @@ class EngineLink:
         self._loop.call_soon(self._read, socket)
 
     def _disconnected(self, monitor: zmq.Socket) -> None:
+        """Replace a connection that has ended."""
         if monitor is self._monitor and monitor.poll(0):
             self.reopen()

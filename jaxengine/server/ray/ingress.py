@@ -47,8 +47,9 @@ _SESSIONS = "/v1/sessions/"
 
 
 class _Body(msgspec.Struct):
-    """Fields of requests by which they are routed. Of other types than these nothing is built: a value of some
-    megabytes may have millions of lists.
+    """Fields of a request's body by which it is routed.
+
+    msgspec builds no value of other fields or types: one of some megabytes may have millions of lists.
     """
 
     model: str | None = None
@@ -74,6 +75,7 @@ class Ingress:
         self._app = Front(replicas, names_of(config.model, server), server, ray_config.num_attempts, reader).app
 
     def __serve_build_asgi_app__(self) -> Any:
+        """Return the application, for Ray Serve."""
         return self._app
 
 
@@ -241,15 +243,17 @@ class Front:
 
 
 def _path(scope: Scope) -> str:
+    """Return a request's path without the root path."""
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _creates(scope: Scope) -> bool:
+    """Whether a request creates something each time."""
     return scope["method"] == "POST" and _path(scope).startswith(_CREATES)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Say that there is nothing to start, or to end."""
+    """Answer ASGI's lifespan events: there is nothing to start or to end."""
     while True:
         message: Message = await receive()
         await send({"type": f"{message['type']}.complete"})

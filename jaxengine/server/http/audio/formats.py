@@ -13,8 +13,10 @@ class Said(NamedTuple):
     """Segment of a transcript with its text.
 
     Attributes:
-      logprob: mean log-probability of the segment's tokens. no_speech: probability that its window has no speech;
-        None for a model without a token for that.
+      segment: its times and tokens.
+      text: of its tokens.
+      logprob: mean log-probability of the segment's tokens.
+      no_speech: probability that its window has no speech; None for a model without a token for that.
     """
 
     segment: Segment

@@ -1,4 +1,4 @@
-"""Base of transcripts in progress: what they ask the engine, and the forms of their answers."""
+"""Base class of transcripts in progress: their requests to the engine, and the forms of their answers."""
 
 from __future__ import annotations
 

@@ -109,6 +109,7 @@ class _Batch:
         return json_response({**self._head, "choices": choices, "usage": total, **NULL_BODY, **about})
 
     async def _answer(self, number: int) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the complete response to one conversation."""
         yield await self._completions[number].body()
 
 
