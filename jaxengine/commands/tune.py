@@ -121,7 +121,9 @@ def _problems(args: argparse.Namespace) -> list[tuple]:
 
 
 def _row_text(row: dict[str, Any]) -> str:
-    """Return a line about one result of jaxengine.check.tuning.tune."""
+    """Return a line about one result of jaxengine.check.tuning.tune: the product, its best tile sizes and their time,
+    and the time of the usual ones.
+    """
     rows, size, out, group, codes, _ = row["problem"]
     name = f"[{rows}, {size}] x [{size}, {out}] {codes}, groups of {group}"
     if row["best"] is None:

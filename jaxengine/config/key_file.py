@@ -24,7 +24,8 @@ def read_api_key(file: str) -> str:
 
 
 def read_key(option: str, file: str) -> bytes:
-    """Return the key, 16 to 4096 bytes, from a file that only its user may access. option: that names the file.
+    """Return the key, 16 to 4096 bytes without the white space around it, from a file of this user's or root's that
+    nobody else may access. option: that names the file.
 
     Raises ConfigError, which names the option, for any other file.
     """

@@ -254,7 +254,9 @@ class RequestMasks:
         self._workers[request].advance(self._keys[request], *taken, guess=drafts or ())
 
     def drop(self, request: Request) -> None:
-        """Forget a request, masked or not."""
+        """Release a request's grammar, in the worker that has it or among the trials, and all that is kept of it; do
+        nothing for a request without a grammar.
+        """
         key = self._keys.pop(request, None)
         if key is not None:
             del self._requests[key], self._num_tokens[request]

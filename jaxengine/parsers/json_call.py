@@ -74,7 +74,7 @@ class JsonCall:
         return at, progress
 
     def _read(self, char: str) -> Progress:
-        """Read one character; return the progress with it."""
+        """Read one character of the object; pass its name and arguments on. Return the progress with it."""
         scanner = self._scanner
         depth, in_string, in_key, begins_value = (
             scanner.depth,

@@ -33,7 +33,7 @@ class MessageParser:
         return events
 
     def _call_tools(self, events: list[Event]) -> list[Event]:
-        """Pass the content among these events through the tool parser."""
+        """Return these events, with what the tool parser makes of the content among them."""
         if self._reasoning is not None and self._reasoning.late_ends and self._late_end is None:
             self._late_end = LateEnd(self._reasoning.late_ends)
         if self._tools is None:

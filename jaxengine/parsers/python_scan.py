@@ -22,10 +22,10 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 class Reading(Enum):
     """State of a value after a character."""
 
-    MORE = auto()
+    MORE = auto()  # it goes on
     DONE = auto()  # the value is complete with this character
     BEFORE = auto()  # it was complete before this character, which belongs to what follows
-    WRONG = auto()
+    WRONG = auto()  # it is no literal that JSON has
 
 
 class _State(Enum):
@@ -139,7 +139,9 @@ class PythonScanner:
         return inner.bracket == "{" and inner.has_keys is None and self._state is _State.NEXT and self._was_string
 
     def _begin_value(self, char: str) -> Reading:
-        """Read the first character of a value."""
+        """Read the first character of a value: a quote, a bracket, or part of a scalar. WRONG for a key that is no
+        string.
+        """
         if char in "\"'":
             self._state, self._quote = _State.STRING, char
             self.json.append('"')
@@ -171,7 +173,9 @@ class PythonScanner:
         return Reading.MORE if self._open else Reading.DONE
 
     def _string(self, char: str) -> Reading:
-        """Read a character within a string."""
+        """Read a character within a string: its end, a backslash, or one that goes into the JSON, escaped if need
+        be.
+        """
         if char == self._quote:
             self.json.append('"')
             self._state = _State.AFTER_STRING
@@ -182,7 +186,9 @@ class PythonScanner:
         return Reading.MORE
 
     def _begin_escape(self, char: str) -> Reading:
-        """Read the character after a backslash."""
+        """Read the character after a backslash: the letter of an escape, which becomes JSON, or the first digit of one
+        with digits. An escape that Python lacks keeps its backslash.
+        """
         self._state = _State.STRING
         if char in _HEX_DIGITS or char in "01234567":
             self._state, self._escape = _State.NUMBER, char

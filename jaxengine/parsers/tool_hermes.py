@@ -83,7 +83,7 @@ class HermesToolParser(StateParser):
         return at
 
     def _object(self, text: str, at: int) -> int:
-        """State in the object of a call."""
+        """State in the object of a call; an object that is no call becomes content."""
         at, progress = self._call.read(text, at)
         if progress is Progress.REJECTED:
             self._reject()

@@ -82,7 +82,7 @@ class JsonListToolParser(StateParser):
         return at
 
     def _list(self, text: str, at: int) -> int:
-        """State in the list."""
+        """State in the list of calls; a list without any becomes content."""
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
             self._state = self._broken

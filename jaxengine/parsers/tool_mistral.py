@@ -113,7 +113,7 @@ class MistralToolParser(StateParser):
         return end
 
     def _list(self, text: str, at: int) -> int:
-        """State in the list of the older form."""
+        """State in the list of calls of the older form; a list without any becomes content."""
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
             self._state = self._broken

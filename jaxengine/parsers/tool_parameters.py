@@ -218,7 +218,9 @@ class ParameterToolParser(StateParser):
             arguments.cut_value()
 
     def _content(self, text: str, at: int) -> int:
-        """State outside of calls and sections."""
+        """State outside of calls and sections: text is content until an opening word. A section's closing word is
+        dropped after one, and content otherwise.
+        """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
         if word == self._words.call[0]:
@@ -316,7 +318,7 @@ class ParameterToolParser(StateParser):
         return at
 
     def _in_name(self, text: str, at: int) -> int:
-        """State in a parameter's name."""
+        """State in a parameter's name, up to the word that ends it."""
         plain, at, word = self._name.read(text, at)
         self._word.append(plain)
         if word:

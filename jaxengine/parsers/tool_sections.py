@@ -161,7 +161,9 @@ class SectionToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """State outside of calls and sections."""
+        """State outside of calls and sections: text is content until an opening word. A section's closing word is
+        dropped after one, and content otherwise.
+        """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
         if word == self._words.begin:
@@ -223,7 +225,7 @@ class SectionToolParser(StateParser):
         return at
 
     def _arguments(self, text: str, at: int) -> int:
-        """State in the arguments."""
+        """State in the arguments, JSON that is passed on as it comes."""
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
         if not right:

@@ -199,7 +199,7 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking the n requests of `prepared` and assign their tags."""
+        """Start tracking the n requests of `prepared`, and set their tags, by which their tokens are found."""
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)

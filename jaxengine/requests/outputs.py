@@ -99,7 +99,7 @@ class RequestMetrics:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Return the seconds from arrival to the first token."""
+        """Return the seconds from arrival to the first token; None before it."""
         return _between(self.arrival_time, self.first_token_time)
 
 

@@ -86,7 +86,7 @@ class PoolingProcessor:
         return len(self._by_id)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking a request and assign its tag."""
+        """Start tracking a prepared request, and set the `tag` of its Request, by which its vectors are found."""
         (request,), recipe = prepared.requests, prepared.params
         assert isinstance(recipe, PoolingRecipe)
         self._last_tag = request.tag = (self._last_tag + 1) % TAGS

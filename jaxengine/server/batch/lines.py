@@ -117,7 +117,9 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
 
 
 def _read_line(path: str, number: int, text: bytes) -> BatchLine:
-    """Return the request on a line. Raises LineError."""
+    """Return the request on a line of an input file. number: of the line, from 1. Raises LineError for all but a JSON
+    object with a custom_id, POST, one of URLS and a body that does not stream.
+    """
     try:
         fields = read_json(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
     except ApiError as error:  # what no body of a request may have, such as half a surrogate pair

@@ -48,7 +48,7 @@ class AdminService(WeightMethods):
         )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
-        """Return names and vocabulary of the model."""
+        """Return the model's names, vocabulary size, eos tokens, and whether it takes texts."""
         inputs = self._engine.inputs
         name, *aliases = self._model_names
         tokenizer = inputs.tokenizer

@@ -35,7 +35,7 @@ class UnloadRequest(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes; none without enable_admin and enable_lora."""
+    """Create the routes that load and unload adapters; none without enable_admin and enable_lora."""
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not (config.enable_admin and engine.inputs.config.enable_lora):
         return routes

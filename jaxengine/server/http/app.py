@@ -208,7 +208,9 @@ class TrafficMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request as an ASGI application."""
+        """Answer a request, as an ASGI application: that of the application inside, or the error response to what it
+        raises before its response has begun; what it raises later is raised. Metrics count all but requests of a batch.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -124,7 +124,7 @@ class GenerateRequest(NamedRequest):
         return self
 
     def prompt(self, inputs: InputProcessor) -> dict[str, Any]:
-        """Return the prompt for the engine. Raises RequestError."""
+        """Return token_ids, checked, and cache_salt as a prompt for the engine. Raises RequestError."""
         size, longest = inputs.model_config.vocab_size, inputs.config.max_model_len - 1
         ids = self.token_ids
         if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
@@ -298,7 +298,7 @@ def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route."""
+    """Create the route /inference/v1/generate."""
     routes = APIRouter(tags=["generate"], route_class=JsonRoute)
     names = served_names(engine, config)
 

@@ -29,7 +29,7 @@ class _PassedOn(Response):
         self._whole: bytes | None = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response of the other route."""
+        """Send the response of the other route, which reads the same body."""
 
         async def again():
             """Receive the body once more, and then what the client sends."""
@@ -43,7 +43,7 @@ class _PassedOn(Response):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route."""
+    """Create the route /invocations, for the routes that the model has."""
     routes = APIRouter(tags=["invocations"])
     pooling = engine.inputs.pooling
     paths = _PATHS if pooling is None else _POOLING_PATHS[pooling.task]

@@ -63,7 +63,7 @@ class JsonRoute(APIRoute):
             raise TypeError(f"{self.path}: the body must be one RequestModel")
 
         async def handle_json(request: Request) -> Response:
-            """Answer a request whose body is JSON."""
+            """Answer a request; raise ApiError 415 for a body that is no JSON or is compressed."""
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "Content-Type must be application/json")

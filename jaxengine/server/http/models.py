@@ -81,7 +81,7 @@ class ModelList(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes."""
+    """Create the routes that list models and describe one."""
     routes = APIRouter(tags=["models"])
     names = served_names(engine, config)
     routes_to_adapters = LoraRoutes.of(config, names).names

@@ -86,7 +86,7 @@ class DetokenizeAnswer(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes."""
+    """Create the routes /tokenize and /detokenize, and /tokenizer_info with enable_tokenizer_info_endpoint."""
     routes = APIRouter(tags=["tokenize"], route_class=JsonRoute)
     inputs = engine.inputs
     encoder = PromptEncoder(inputs)

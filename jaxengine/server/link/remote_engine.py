@@ -212,7 +212,7 @@ class RemoteEngine:
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the last periods of detokenisation in order: (start, end, outputs), seconds of time.monotonic."""
+        """Return the last periods of detokenization in order: (start, end, outputs), seconds of time.monotonic."""
         return list(self._processor.spans)
 
     async def drain(self, timeout: float) -> None:
@@ -424,7 +424,7 @@ class RemoteEngine:
         self._processor.process(EngineOutput(finished=running), time.monotonic(), self._stop)
 
     def _settle(self, reply: Reply) -> None:
-        """Give a Call's reply to its caller."""
+        """Give a Call's reply, a result or a failure, to its caller, unless that has left."""
         future = self._calls.pop(reply.number, None)
         if future is None or future.done():
             return

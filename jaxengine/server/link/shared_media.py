@@ -184,7 +184,7 @@ class SharedSender(KeepingSender):
             self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
 
     def lost(self) -> None:
-        """Begin a new epoch for the next connection."""
+        """Begin a new epoch, with an empty arena, for the next connection: the old one's messages will not be read."""
         with self._lock:
             # Messages of the old connection will not be read.
             self._unread.clear()

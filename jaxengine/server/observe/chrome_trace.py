@@ -1,7 +1,7 @@
 """Conversion of an engine's timeline to Chrome Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
 
 Tracks: the scheduler and the transfers to the device, on the engine's host thread; the device, as the host observes it;
-detokenisation, in the API process; and one for each request, with arrows to the steps that computed its prompt and
+detokenization, in the API process; and one for each request, with arrows to the steps that computed its prompt and
 its last token. There is no track for the sampler: it is part of the compiled step, and the host cannot distinguish
 it from the model. Takes the result of `Timeline.last`, and needs no engine.
 """
@@ -26,7 +26,7 @@ _NAMES = {
 def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float, int]], model: str) -> dict[str, Any]:
     """Convert the result of `Timeline.last` to a trace, to be written as JSON, with times from its first event on.
 
-    text: (start, end, outputs) of detokenisation meanwhile, in seconds of the timeline's clock. model: name to show.
+    text: (start, end, outputs) of detokenization meanwhile, in seconds of the timeline's clock. model: name to show.
     """
     steps = timeline["steps"]
     spans = _device_spans(steps)

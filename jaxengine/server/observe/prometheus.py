@@ -30,7 +30,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route."""
+    """Create the route /metrics."""
     routes = APIRouter(tags=["operations"])
     labels = {"model_name": served_names(engine, config)[0], "engine": ENGINE}
 

@@ -72,7 +72,9 @@ class CallerTraceMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request as an ASGI application."""
+        """Answer a request by the application inside; spans that begin meanwhile continue the trace that its headers
+        name.
+        """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         with caller_trace(headers):
             await self._app(scope, receive, send)
@@ -156,7 +158,7 @@ class _RequestSpan:
         self._attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items()}
 
     def add(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
-        """Record an output of the request."""
+        """Record an output of the request: its token counts and finish reasons."""
         self._last = output
         if isinstance(output, PoolingRequestOutput):
             self._num_tokens[0], self._reasons[0] = 0, output.finish_reason

@@ -28,7 +28,7 @@ MAX_TRACE_SECONDS = 600.0
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes."""
+    """Create the routes / (the page), /status.json and /trace."""
     routes = APIRouter(tags=["operations"])
     model = served_names(engine, config)[0]
     page = resources.files("jaxengine.server.observe").joinpath("status.html").read_text("utf-8")

@@ -227,7 +227,9 @@ class EngineServer:
             client.requests[member.handle] = request
 
     def _finish(self, client: _Client, message: Finish) -> None:
-        """End requests for an API process."""
+        """End requests as an API process asks; those that it does not have are skipped. Ends other than aborts are
+        settled with the numbers of tokens that were sent.
+        """
         reason = FinishReason(message.reason)
         for index, handle in enumerate(message.handles):
             request = client.requests.get(handle)
@@ -321,7 +323,7 @@ class EngineServer:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        """Forget a request of its API process."""
+        """Remove a request from the running ones of its API process, if that is connected."""
         number, handle = messages.owner_of(request)
         if number in self._by_number:
             self._by_number[number].requests.pop(handle, None)

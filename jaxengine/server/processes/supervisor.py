@@ -218,7 +218,7 @@ class Supervisor:
             child.process.kill()
 
     def _start(self, module: str, index: int) -> None:
-        """Start a process and send it its job."""
+        """Start a process, send it its job as JSON on its standard input, and watch the pipe on which it reports."""
         read, write = os.pipe()
         job = {
             "server": dataclasses.asdict(self._server),

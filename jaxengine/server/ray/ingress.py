@@ -106,7 +106,9 @@ class Front:
         self.app = TrafficMiddleware(inner, TrafficState("ingress"), server.root_path.rstrip("/"))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request: ASGI application without limits."""
+        """Answer a request by a replica, as an ASGI application without limits; refuse websockets. Raises ApiError if
+        no replica can answer.
+        """
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
@@ -176,7 +178,9 @@ class Front:
         return parts
 
     async def _hint(self, scope: Scope, call: HttpCall, request_id: str) -> Hint:
-        """Return what is known of a request for the choice of its replica."""
+        """Return what a request tells for the choice of its replica: its key's session, adapter, tokens and cache salt,
+        as far as its headers and JSON body have them.
+        """
         # Of several headers of a name the first counts, as for the replica.
         headers, path = dict(reversed(call.headers)), _path(scope)
         given = headers.get(b"x-session-id", b"").decode("latin-1")

@@ -95,7 +95,7 @@ class Joiner:
         return msgspec.msgpack.decode(document.data, ext_hook=self._restore)
 
     def _restore(self, kind: int, data: memoryview) -> Any:
-        """Return the value of a MessagePack extension."""
+        """Return the value of a MessagePack extension: an integer beyond 64 bits, or the long text with a digest."""
         if kind == _INTEGER:
             return msgspec.json.decode(data)
         digest = bytes(data)

@@ -99,7 +99,7 @@ class StoreServer:
             writer.close()
 
     async def _answer(self, call: StoreCall, worker: _RemoteWorker) -> None:
-        """Send the reply to a call."""
+        """Send the reply to a call; one reply to a read at a time for each connection."""
         if call.name != "read":
             worker.say(await answer(self._store, call, worker))
             return
@@ -269,7 +269,7 @@ class RemoteStore(StoreClient):
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Read replies and orders until the connection ends."""
+        """Read replies, and orders to stop responses, until the connection ends."""
         frames = Frames(StoreReply | Cancel)
         while data := await reader.read(_READ_BYTES):
             for message in frames.feed(data):

@@ -33,7 +33,7 @@ class Turn:
     num_links: int = 0
 
     def chain(self) -> list[Turn]:
-        """Return the turns of the conversation, oldest first."""
+        """Return the turns of the conversation up to this one, oldest first."""
         turn: Turn | None = self
         turns: list[Turn] = []
         while turn is not None:
@@ -140,7 +140,7 @@ class Share:
         return self.responses[stored.previous].turn
 
     def _take(self, documents: Iterable[Document], texts: Mapping[bytes, bytes]) -> None:
-        """Count documents and their long texts."""
+        """Count documents and their long texts, which are kept and counted once however many documents have them."""
         for document in documents:
             self.num_bytes += len(document.data)
             for digest in document.digests:

@@ -61,7 +61,7 @@ class ResponseStore:
         return None if kept is None else _found(kept)
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return a part of a response, as Responses.read."""
+        """Return a part of a response, as Responses.read; None for an unknown one."""
         kept = self._kept(response_id, owner)
         if kept is None:
             return None
@@ -75,7 +75,7 @@ class ResponseStore:
         return Reading(documents, self._shares[owner].texts_of(documents))
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, as Responses.stop."""
+        """Stop a response and wait until it no longer runs, as Responses.stop; None for an unknown one."""
         kept = self._kept(response_id, owner)
         if kept is None:
             return None
@@ -154,7 +154,9 @@ class ResponseStore:
             return oldest is not None
 
         def evict(measure: Callable[[Share], int]) -> bool:
-            """Evict from the owner that has most, of those that have anything to evict."""
+            """Evict the oldest of the owner that has most, of those that have anything to evict; return whether there
+            was one.
+            """
             return any(map(evict_from, sorted(self._shares.values(), key=measure, reverse=True)))
 
         while len(share.responses) > bounds.client_responses or share.num_bytes > bounds.client_bytes:
@@ -188,7 +190,7 @@ def _most_bytes(kept: Kept) -> int:
 
 
 def _found(kept: Kept) -> Found:
-    """Return what `find` returns of a response."""
+    """Return a response's state and the sizes of its parts, as `find` does."""
     stored = kept.stored
     sizes: dict[Part, int] = {
         "response": stored.response.num_bytes,

@@ -136,7 +136,7 @@ class _Transcript(Transcript):
         return self.tokenizer.decode([token for token in tokens if token < self._eos])
 
     async def whole(self) -> Response:
-        """Return the complete response."""
+        """Return the complete response in the request's format: srt, vtt, json, text or verbose_json."""
         said = [each async for each in self.said()]
         text = "".join(each.text for each in said).strip()
         seconds = self._recording.seconds

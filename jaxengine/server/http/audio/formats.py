@@ -34,7 +34,7 @@ def srt(said: Iterable[Said]) -> str:
 
 
 def vtt(said: Iterable[Said]) -> str:
-    """Write segments as WebVTT subtitles."""
+    """Return segments as WebVTT subtitles, a cue for each."""
     cues = (
         f"{_clock(each.segment.start, '.')} --> {_clock(each.segment.end, '.')}\n{_line(each.text)}\n\n"
         for each in said
@@ -43,7 +43,7 @@ def vtt(said: Iterable[Said]) -> str:
 
 
 def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str, Any]]:
-    """Return the `segments` of verbose_json."""
+    """Return the `segments` of verbose_json. temperature: the request's, repeated in each."""
     return [
         {
             "id": number,

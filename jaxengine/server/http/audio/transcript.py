@@ -43,7 +43,9 @@ class Transcript:
         """Yield the text of a stream as it comes."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
+        """Yield the server-sent events of a stream: a delta for each piece of text, then the whole text, with the token
+        counts if the request asks for them.
+        """
         text, pieces = "", self.pieces()
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
@@ -62,7 +64,7 @@ class Transcript:
         yield event({"type": "transcript.text.done", "text": text.rstrip(), "usage": included})
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a prompt."""
+        """Yield the engine's outputs of a prompt. Ends the request if the caller leaves early."""
         outputs = self.engine.stream(prompt, params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             async for output in outputs:

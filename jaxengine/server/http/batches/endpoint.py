@@ -116,7 +116,7 @@ class BatchList(Listed):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes; none without enable_batch_api."""
+    """Create the routes of batches; none without enable_batch_api."""
     routes = APIRouter(tags=["batches"], route_class=JsonRoute)
     if not config.enable_batch_api:
         return routes

@@ -64,7 +64,7 @@ class FileDeleted(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes; none without enable_batch_api."""
+    """Create the routes of files; none without enable_batch_api."""
     routes = APIRouter(tags=["batches"])
     if not config.enable_batch_api:
         return routes

@@ -144,7 +144,7 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        """Raise RequestError for fields that contradict each other."""
+        """Raise RequestError for fields that contradict each other, empty messages, and counts out of range."""
         if not self.messages:
             raise RequestError(f"messages is empty; allowed are 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:

@@ -49,7 +49,7 @@ class ChatServer:
 
     @classmethod
     def open(cls, engine: EngineClient, config: ServerConfig) -> ChatServer:
-        """Create the state. Raises ConfigError for an unknown parser."""
+        """Create the state of a server's chat routes. Raises ConfigError for an unknown parser."""
         return cls(
             engine,
             config,

@@ -198,7 +198,7 @@ def _without_output(output: CompletionOutput) -> CompletionOutput:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route."""
+    """Create the route /v1/completions."""
     routes = APIRouter(tags=["completions"], route_class=JsonRoute)
     encoder = PromptEncoder(engine.inputs)
     names = served_names(engine, config)

@@ -25,7 +25,7 @@ _MANY_NUMBERS = 20_000  # they take a few milliseconds to write
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes."""
+    """Create the routes /v1/embeddings, /pooling and /classify."""
     routes = APIRouter(tags=["pooling"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 

@@ -25,7 +25,7 @@ from jaxengine.server.options import ServerConfig
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes."""
+    """Create the routes of score and rerank, under each of their paths."""
     routes = APIRouter(tags=["scores"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
