@@ -4,6 +4,7 @@ return_hidden_states).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ def read_capture_layers(value: Any) -> tuple[int, ...]:
     numbers: Any = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, str):
         words = [word.strip() for word in value.strip("[]() ").split(",")]
-        numbers = [int(word) if word.removeprefix("-").isdecimal() else word for word in words]
+        numbers = [int(word) if re.fullmatch(r"-?\d{1,9}", word) else word for word in words]
     listed = isinstance(numbers, (list, tuple, range)) and len(numbers) > 0
     if not listed or not all(type(number) is int for number in numbers):
         raise ConfigError(NAME, value, 'a list of at least one integer, or such as "0,5,-1"')

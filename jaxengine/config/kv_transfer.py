@@ -25,7 +25,8 @@ def is_host(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     try:
-        return not ipaddress.ip_address(value.strip("[]")).is_unspecified
+        literal = value[1:-1] if value[:1] + value[-1:] == "[]" else value
+        return not ipaddress.ip_address(literal).is_unspecified
     except ValueError:
         return bool(_HOST.fullmatch(value))
 

@@ -143,7 +143,7 @@ def _pairs(name: str, value: Any) -> Mapping[str, Any]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             pairs = [pair.partition("=") for pair in value.split(",")]
-            if not all(key.strip() and count.strip().isdecimal() for key, _, count in pairs):
+            if not all(key.strip() and re.fullmatch(r"\s*\d{1,9}\s*", count) for key, _, count in pairs):
                 raise ConfigError(name, value, '{"image": 2, "video": 0} or image=2,video=0') from None
             value = {key.strip(): int(count) for key, _, count in pairs}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

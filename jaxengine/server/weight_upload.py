@@ -45,7 +45,8 @@ async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIte
     _num_uploads += 1
     descriptor, path = -1, ""
     try:
-        descriptor, path = await asyncio.to_thread(_created, folder)
+        # Not on a thread, whose file a cancelled caller would leave behind.
+        descriptor, path = _created(folder)
         await _receive(descriptor, folder, pieces)
         yield path
     finally:
