@@ -67,7 +67,9 @@ class CompilationConfig:
 
     @classmethod
     def read(cls, value: Any) -> CompilationConfig:
-        """Return the config for a dict of its fields, a mode, or None for the defaults. Raises ConfigError."""
+        """Return a CompilationConfig as it is; otherwise one for a dict of its fields, a mode, or None for the
+        defaults. Raises ConfigError.
+        """
         value = whole_number(plain(value))
         if value is None or isinstance(value, cls):
             return value or cls()

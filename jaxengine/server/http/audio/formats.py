@@ -26,7 +26,7 @@ class Said(NamedTuple):
 
 
 def srt(said: Iterable[Said]) -> str:
-    """Write segments as SubRip subtitles."""
+    """Return segments as SubRip subtitles, a numbered cue for each."""
     return "".join(
         f"{number}\n{_clock(each.segment.start, ',')} --> {_clock(each.segment.end, ',')}\n{_line(each.text)}\n\n"
         for number, each in enumerate(said, 1)

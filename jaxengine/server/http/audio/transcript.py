@@ -71,7 +71,7 @@ class Transcript:
                 yield output
 
     async def last(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        """Return the last output of a prompt. Raises RequestError if time ran out."""
+        """Return the last output of a prompt. Raises RequestError if the request's time ran out."""
         last: RequestOutput | None = None
         async for output in self.outputs(prompt, params):
             last = output

@@ -132,7 +132,7 @@ class _Message:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes. Raises ConfigError for an unknown parser."""
+    """Create the routes of messages. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["messages"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
