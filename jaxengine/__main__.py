@@ -1,4 +1,4 @@
-"""The Python API: LLM, AsyncLLM and the engine core that both run on."""
+"""Entry point of `python -m jaxengine`: the command line."""
 
 from jaxengine.commands.process import main
 

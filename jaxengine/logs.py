@@ -50,6 +50,7 @@ class _Lines(logging.Formatter):
         self._before = logging.Formatter(process + _FORMAT, _TIME)
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the lines of a record, each with the prefix."""
         record.asctime = self._before.formatTime(record, _TIME)
         before = self._before.formatMessage(record)
         return "\n".join(before + line for line in super().format(record).split("\n"))
@@ -63,6 +64,7 @@ class _JsonLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a JSON object in one line."""
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -81,6 +83,7 @@ class _BesideBars(logging.StreamHandler):
     """Log handler on standard error that clears progress bars while it writes a line."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, with progress bars cleared meanwhile if tqdm is in use."""
         tqdm = sys.modules.get("tqdm")  # without it there are no bars, and `--help` need not import it
         if tqdm is None:
             super().emit(record)

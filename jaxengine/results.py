@@ -36,6 +36,7 @@ def record(values: dict[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
+    """Return a value as text: "-" for None, floats with three digits, or one decimal from 10 on."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -44,8 +45,8 @@ def _cell(value: Any) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of `values`, at least one, that is not below a share `share` (0 to 1) of them
-    (nearest rank).
+    """Return the percentile by nearest rank: the smallest of `values`, which must not be empty, that at least a
+    fraction `share` (0 to 1) of them do not exceed.
     """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]

@@ -39,8 +39,11 @@ class UnresolvedError(ValueError):
 
 
 class Place(NamedTuple):
-    """A part of a JSON schema document, with the URI (`base`) that references within it are relative to ("" without
-    `$id`).
+    """A part of a JSON schema document.
+
+    Attributes:
+      schema: the part.
+      base: URI that references within it are relative to; "" without `$id`.
     """
 
     schema: Any
@@ -212,10 +215,13 @@ def with_definitions(schema: dict[str, Any], definitions: dict[str, Any]) -> dic
 
 @dataclass
 class _Mover:
-    """Copies schemas of `document` for another document, whose `$defs` are `definitions`.
+    """Copier of schemas for another document.
 
     Attributes:
+      document: from which schemas are copied.
+      definitions: `$defs` of the other document.
       waiting: (name in `definitions`, schema to copy there) of references that were met but not copied yet.
+      _names: name in `definitions` by id of the schema.
     """
 
     document: SchemaDocument
@@ -224,6 +230,9 @@ class _Mover:
     _names: dict[int, str] = field(default_factory=dict)
 
     def copy(self, place: Place, depth: int = 0) -> Any:
+        """Return a copy of a schema with its references rewritten; below 64 levels, parts are not copied. Raises
+        UnresolvedError.
+        """
         schema = place.schema
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return schema

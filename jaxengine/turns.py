@@ -1,4 +1,4 @@
-"""Thread pool whose clients take turns, so that slow files of one client do not hold up those of another.
+"""Thread pool whose clients take turns, so that slow files of one client do not delay those of another.
 
 An owner is the holder of an API key; all requests with that key share a turn. Work without an owner (from Python, or
 from a server with one key) has nobody to leave room for and may use all threads.
@@ -36,41 +36,41 @@ class Turns(Generic[_T]):
 
     def __init__(self, num_places: int):
         self._num_places = num_places
-        # Lines that are not empty; the owner whose turn is next comes first.
-        self._lines: OrderedDict[str | None, deque[_T]] = OrderedDict()
+        # Queues that are not empty; the owner whose turn is next comes first.
+        self._queues: OrderedDict[str | None, deque[_T]] = OrderedDict()
         self._running: Counter[str | None] = Counter()
 
     def push(self, owner: str | None, item: _T) -> None:
         """Put an item at the end of its owner's queue."""
-        self._lines.setdefault(owner, deque()).append(item)
+        self._queues.setdefault(owner, deque()).append(item)
 
     def remove(self, owner: str | None, item: _T) -> None:
         """Take an item out of its owner's queue, if it is still there."""
-        line = self._lines.get(owner, deque())
-        if item in line:
-            line.remove(item)
-            if not line:
-                del self._lines[owner]
+        queue = self._queues.get(owner, deque())
+        if item in queue:
+            queue.remove(item)
+            if not queue:
+                del self._queues[owner]
 
     def start(self) -> tuple[str | None, _T] | None:
         """Give a place to the next waiting item and return (owner, item); None if no place is free for any item."""
         if self._running.total() >= self._num_places:
             return None
-        free = (owner for owner in self._lines if self._running[owner] < share_of(owner, self._num_places))
+        free = (owner for owner in self._queues if self._running[owner] < share_of(owner, self._num_places))
         for owner in free:
             return owner, self._take(owner)
         return None
 
     def _take(self, owner: str | None) -> _T:
-        """Return the first item of an owner's queue, counting a place as occupied; the owner moves
-        behind the others.
+        """Return the first item of an owner's queue, counting a place as occupied; the owner's next turn is after the
+        others'.
         """
-        line = self._lines[owner]
-        item = line.popleft()
+        queue = self._queues[owner]
+        item = queue.popleft()
         self._running[owner] += 1
-        self._lines.move_to_end(owner)
-        if not line:
-            del self._lines[owner]
+        self._queues.move_to_end(owner)
+        if not queue:
+            del self._queues[owner]
         return item
 
     def end(self, owner: str | None) -> None:
@@ -89,6 +89,7 @@ class _Work:
         self._call: Callable[[], Any] | None = call
 
     def run(self) -> None:
+        """Make the call, unless it was cancelled, and settle its future."""
         call, self._call = self._call, None
         if call is None or not self.future.set_running_or_notify_cancel():
             return

@@ -156,9 +156,14 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
+    """Import finder and loader of the modules in MODULES, asked after Python's own finders."""
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of a module in MODULES, None for others. Raises NotBuiltImportError for a module that vLLM
+        has and this engine does not.
+        """
         root, _, name = fullname.partition(".")
         if root != _ROOT or not name:
             return None
@@ -169,6 +174,7 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
+        """Give a new module its names, which are looked up when they are used."""
         names = sorted(_homes(module.__name__.removeprefix(f"{_ROOT}.")))
         module.__doc__ = f"Names that vLLM has in this module; see {__name__}."
         vars(module).update(__getattr__=look_up(module.__name__), __all__=names, __dir__=lambda: names)

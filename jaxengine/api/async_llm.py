@@ -51,6 +51,7 @@ class _Reader:
         self._stream = stream
 
     def put(self, item: AnyOutput | BaseException) -> None:
+        """Pass an output, or the error that ends the stream, to the reader's event loop; drop it if that is closed."""
         try:
             self._loop.call_soon_threadsafe(self._stream.put, item)
         except RuntimeError:  # the reader's event loop is gone, and the reader with it
@@ -246,7 +247,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs of a request like `generate`, for callers that already have RequestOptions; implements
+        """Yield the outputs of a request as `generate` does, for callers that already have RequestOptions; implements
         `EngineClient.stream`.
         """
         params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
@@ -259,7 +260,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield the one output of a request to a pooling model like `encode`, for callers that already have
+        """Yield the one output of a request to a pooling model as `encode` does, for callers that already have
         RequestOptions; implements `EngineClient.pool`.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
@@ -389,6 +390,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str,
         options: RequestOptions,
     ) -> None:
+        """Prepare and queue a request on the engine's thread. Errors go to its reader."""
         if self._dead is not None:
             reader.put(self._dead)
             return
@@ -399,7 +401,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             return
         try:
             self.core.add(prepared)
-        except RequestError as error:
+        except (RequestError, EngineDeadError) as error:
             reader.put(error)
         else:
             self._readers[request_id] = reader
@@ -417,6 +419,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._deliver(output)
 
     def _loop(self) -> None:
+        """Run commands and steps until shutdown or an error, then end all streams. Runs on the engine's thread."""
         error = EngineDeadError("the engine was shut down")
         try:
             while not self._closing:
@@ -442,6 +445,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._end(error)
 
     def _deliver(self, output: AnyOutput) -> None:
+        """Pass an output to its reader, if it still has one; forget the reader of a finished request."""
         reader = self._readers.get(output.request_id)
         if reader is not None:
             reader.put(output)

@@ -133,6 +133,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether a request waits or runs, so that `step` has work."""
         return self.engine.has_unfinished
 
     def rest(self) -> float:
@@ -224,6 +225,9 @@ class EngineCore:
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:
+        """Return the callers' outputs of an engine step, record ended requests, and queue refused ones for
+        `pop_rejected`.
+        """
         if not any(vars(result).values()):  # most steps bring nothing that a caller waits for
             return []
         for request, error in result.refused:

@@ -98,16 +98,21 @@ class EngineWrapper:
 
     @property
     def errored(self) -> bool:
+        """Whether the wrapped engine is currently unable to answer."""
         return self._engine.errored
 
     async def abort(self, request_id: str) -> None:
+        """End a request of the wrapped engine, as EngineClient.abort."""
         await self._engine.abort(request_id)
 
     async def check_health(self) -> None:
+        """Raise EngineDeadError when the wrapped engine cannot answer."""
         await self._engine.check_health()
 
     async def utility(self, name: str, *arguments: Any) -> Any:
+        """Call a utility of the wrapped engine, as EngineClient.utility."""
         return await self._engine.utility(name, *arguments)
 
     def text_spans(self) -> list[tuple[float, float, int]]:
+        """Return the wrapped engine's periods of detokenization, as EngineClient.text_spans."""
         return self._engine.text_spans()

@@ -27,10 +27,13 @@ class FairLock:
         self._guard = threading.Lock()
         self._is_taken = False
         # One lock per waiting thread, in order of arrival, released when it is that thread's turn.
-        self._line: deque[threading.Lock] = deque()
+        self._queue: deque[threading.Lock] = deque()
         self._ctrl_c: _CtrlC | None = None
 
     def __enter__(self) -> None:
+        """Wait for the lock in order of arrival, with Ctrl-C deferred until `__exit__`. Raises the errors of
+        `check`.
+        """
         self._check()
         ctrl_c = _CtrlC.held()
         try:
@@ -49,13 +52,14 @@ class FairLock:
             ctrl_c.let_go()
 
     def _take(self) -> None:
+        """Acquire the lock, after all threads that already wait."""
         with self._guard:
             if not self._is_taken:
                 self._is_taken = True
                 return
             mine = threading.Lock()
             mine.acquire()
-            self._line.append(mine)
+            self._queue.append(mine)
         try:
             mine.acquire()
         except BaseException:  # Ctrl-C while waiting
@@ -63,21 +67,25 @@ class FairLock:
             raise
 
     def _leave(self, mine: threading.Lock) -> None:
+        """Give up a place in the queue, or the lock if it was passed on meanwhile. mine: the lock that this thread
+        waits for.
+        """
         with self._guard:
-            if mine in self._line:
-                self._line.remove(mine)
+            if mine in self._queue:
+                self._queue.remove(mine)
             else:
                 self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._line:
-            self._line.popleft().release()
+        """Give the lock to the first waiting thread, or mark it free. The caller holds `_guard`."""
+        if self._queue:
+            self._queue.popleft().release()
         else:
             self._is_taken = False
 
 
 class _CtrlC:
-    """Deferral of Ctrl-C."""
+    """Deferral of Ctrl-C: the first SIGINT is remembered, a second one is passed to the earlier handler."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]):
         self._handler, self._waits = handler, False
@@ -98,6 +106,7 @@ class _CtrlC:
         return ctrl_c
 
     def let_go(self) -> None:
+        """Restore the earlier handler, and raise SIGINT if it came meanwhile."""
         signal.signal(signal.SIGINT, self._handler)
         if self._waits:
             signal.raise_signal(signal.SIGINT)

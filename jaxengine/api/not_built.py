@@ -44,7 +44,7 @@ NOT_BUILT: dict[str, str] = {
 
 
 class NotBuiltError(NotImplementedError, AttributeError):
-    """Raised for a method or attribute that vLLM has and this engine lacks. To `hasattr` it is absent."""
+    """Error for a method or attribute that vLLM has and this engine lacks. To `hasattr` it is absent."""
 
 
 class VllmMethods:

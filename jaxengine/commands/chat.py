@@ -75,8 +75,8 @@ def chat(
 
     engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams; others have the model's
     defaults, and an answer may fill the context. system: text of the system message. images: files and addresses of
-    images to send with the first message. remote: model that answers in place of one loaded here; None loads one with
-    `engine_options`. quick: the one message to answer, with status 1 if it is refused; None to read messages.
+    images to send with the first message. remote: model of a server that answers; None loads one with `engine_options`.
+    quick: the only message to answer, with status 1 if it is refused; None to read messages.
     """
     answer = _local(engine_options, sampling_options) if remote is None else remote.chat
     conversation = Conversation(system, images)
@@ -136,6 +136,7 @@ def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piec
 
 
 def _obey(conversation: Conversation, command: str, text: str | None) -> None:
+    """Carry out a command of the user, given without its slash; `text` follows it, None for nothing."""
     if command == "image" and text:
         conversation.images.append(text)
         print("It will be sent with the next message.")

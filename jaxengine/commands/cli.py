@@ -76,6 +76,7 @@ class _Parser(FlexibleArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; a parsed command has its function as `run`."""
     parser = _Parser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -99,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "trace", "Save a server's timeline to a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not present.", check.add_arguments)
     command(commands, "build", "Compile every step for chips that are not present, into a bundle.", build.add_arguments)
-    command(commands, "plan", "Tell what fits on chips that are not present, and how much.", plan.add_arguments)
+    command(commands, "plan", "Report what fits on chips that are not present, and how much.", plan.add_arguments)
     command(commands, "simulate", "Run a trace through the scheduler, with costs for a device.", simulate.add_arguments)
     about = "Measure what steps cost here, for simulate."
     command(commands, "calibrate-costs", about, calibrate_command.add_arguments)
@@ -154,6 +155,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine convert`."""
     add_model(parser)
     parser.add_argument("output", metavar="FOLDER", help="a new folder, to be used as --model with the same options")
     parser.add_argument(
@@ -171,6 +173,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    """Run `jaxengine convert`. Raises ConfigError for options that contradict each other."""
     from jaxengine.commands.convert import convert
     from jaxengine.commands.quantize import quantize
 
@@ -190,6 +193,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine calibrate`."""
     add_model(parser)
     parser.add_argument("prompts", metavar="TEXTS", help="a file with a prompt on each line")
     parser.add_argument("output", metavar="FILE", help="file to write, for --kv-cache-scales")
@@ -221,6 +225,7 @@ def _worker(args: argparse.Namespace) -> int:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine generate`."""
     parser.add_argument(
         "prompts",
         nargs="*",
@@ -241,6 +246,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    """Run `jaxengine generate`; return 1 if any output ended with an error."""
     if args.prompts and not hasattr(args, MODEL) and looks_like_model(args.prompts[0]):
         setattr(args, MODEL, args.prompts.pop(0))
     prompts = _prompts(args)
@@ -268,6 +274,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
+    """Return a line of counts and rates of tokens."""
     from jaxengine.api.progress import count_tokens, speed_text
 
     prompt, generated = count_tokens(outputs)
@@ -278,6 +285,7 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
 
 
 def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
+    """Return one output as plain JSON values, with log-probabilities by token id."""
     result = {
         "prompt": prompt,
         "text": completion.text,
@@ -294,6 +302,9 @@ def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
+    """Return the prompts of the arguments, a file or standard input. Raises RequestError without any, ConfigError for a
+    file that cannot be read.
+    """
     if args.prompts and args.file:
         raise RequestError("prompts were given as arguments and with --file; one of the two", param="file")
     if args.prompts:
@@ -321,6 +332,7 @@ def _load(args: argparse.Namespace) -> LLM:
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine chat`."""
     add_model(parser)
     add_url_options(parser)
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message")
@@ -333,6 +345,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    """Run `jaxengine chat`. Raises RequestError for sampling options, before a model is loaded."""
     from jaxengine.commands.chat import chat
 
     engine, sampling = given_options(args, EngineConfig), given_options(args, SamplingParams)

@@ -39,10 +39,12 @@ _GPUS = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine collect-env`: none."""
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the text and return 0."""
     for line in collected():
         print(line, flush=True)
     return 0
@@ -81,6 +83,7 @@ def _ours() -> Iterator[str]:
 
 
 def _system() -> Iterator[str]:
+    """Yield lines about the operating system, the processor, memory and a container."""
     yield f"platform: {platform.platform()}"
     release = _read("/etc/os-release")
     if found := re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE):
@@ -113,6 +116,7 @@ def _devices() -> Iterator[str]:
 
 
 def _output(command: list[str], failure: str) -> Iterator[str]:
+    """Yield the lines that a command prints, and one with `failure` if it fails or takes too long."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=_DEVICE_SECONDS, stdin=subprocess.DEVNULL

@@ -22,6 +22,7 @@ from jaxengine.scheduler.errors import RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine complete`."""
     add_model(parser)
     add_url_options(parser)
     parser.add_argument("--quick", metavar="TEXT", help="continue this text and leave")
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Callable[[str], Iterator[Piece]]:
+    """Load a model; return a function that streams the continuation of a text."""
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)

@@ -1,4 +1,4 @@
-"""Creates a new folder for a command's output, which appears under its name only when complete."""
+"""Creation of a new folder for a command's output, which appears under its name only when complete."""
 
 from __future__ import annotations
 

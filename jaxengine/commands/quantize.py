@@ -74,6 +74,7 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
 
 
 def _read(path: str) -> str:
+    """Return the text of a file. Raises ConfigError for one that cannot be read, and for a blank one."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:

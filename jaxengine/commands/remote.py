@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.key_file import read_api_key
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.version import __version__
@@ -95,13 +96,7 @@ def remote_model(
     if args.api_key_file is not None:
         if key is not None:
             raise ConfigError("api_key_file", args.api_key_file, "absent with --api-key")
-        try:
-            words = Path(args.api_key_file).read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("api_key_file", args.api_key_file, f"a text file with the key ({error})") from None
-        if not words:
-            raise ConfigError.because("api_key_file", f"{args.api_key_file} contains no key", "write one into it")
-        key = words[0]
+        key = read_api_key(args.api_key_file)
     return RemoteModel(args.url, args.model_name, key, sampling_options)
 
 
@@ -109,6 +104,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """URL handler that follows no redirection, which would send the API key to another host."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
+        """Return None: the redirection becomes an error."""
         return None
 
 
@@ -146,6 +142,7 @@ class RemoteModel:
         return self._stream("/completions", {"prompt": prompt})
 
     def _first_model(self) -> str:
+        """Return the name of the first model that the server lists. Raises ConfigError if it lists none."""
         try:
             with self._open("/models", None, _CONNECT_SECONDS) as answer:
                 return str(json.load(answer)["data"][0]["id"])
@@ -156,6 +153,9 @@ class RemoteModel:
             raise ConfigError.because("url", f"no model is found at {self._base} ({why})", "see --url") from None
 
     def _stream(self, route: str, body: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield the pieces of the answer to a POST of `body` with the model's name and the sampling options. Raises as
+        `chat`.
+        """
         options = {"stream": True, "stream_options": {"include_usage": True}}
         payload = json.dumps({"model": self.name, **body, **self._fields, **options}).encode()
         with self._open(route, payload, _ANSWER_SECONDS) as answer:
@@ -173,6 +173,9 @@ class RemoteModel:
         raise RequestError(f"the answer of {self._base} was cut off", param="url")
 
     def _open(self, route: str, payload: bytes | None, timeout: float) -> Any:
+        """Send a request and return the open response. Raises RequestError for an HTTP error, ConfigError without an
+        answer.
+        """
         request = urllib.request.Request(self._base + route, payload, dict(self._headers))
         if payload is not None:
             request.add_header("Content-Type", "application/json")
@@ -215,6 +218,9 @@ def _as_openai(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part of a message in OpenAI's form; a file of an image becomes a data URL. Raises RequestError for one
+    that cannot be read.
+    """
     if part["type"] != "image":
         return part
     image = part["image"]
@@ -248,6 +254,7 @@ def _pieces(chunk: Any) -> Iterator[Piece]:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
+    """Return the message in the body of an HTTP error, or else its status text."""
     text = error.read(_MAX_ERROR_BYTES)
     try:
         return str(json.loads(text)["error"]["message"])

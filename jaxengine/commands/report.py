@@ -21,11 +21,12 @@ from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
 
 DEFAULT_FILE = "jaxengine-report.zip"
-# Options whose values are nobody else's business.
+# Options whose values are secret.
 _SECRET = ("hf_token", "cluster_key_file", "bundle_key_file")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine report`."""
     add_model(parser)
     parser.add_argument(
         "-o", "--output", type=output_file, default=DEFAULT_FILE, metavar="FILE", help=f"default: {DEFAULT_FILE}"

@@ -1,4 +1,4 @@
-"""`jaxengine tune`: tries tile sizes for products with quantised matrices and writes the kernels' table of sizes.
+"""`jaxengine tune`: search of tile sizes for products with quantised matrices, written to the kernels' table of sizes.
 
 jaxengine.check.tuning, imported on demand, compiles and times them.
 """
@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[tuple[int, int, int, int, str, dict[str, int]], ...]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine tune`."""
     chips = ", ".join(CLOCKS)
     parser.add_argument("--target", required=True, metavar="NAME", help=f"{chips}; timed if this machine has one")
     parser.add_argument("--shapes", default=SHAPES, metavar="KxN,KxN,...", help="inputs and outputs of matrices")
@@ -120,6 +121,9 @@ def _problems(args: argparse.Namespace) -> list[tuple]:
 
 
 def _row_text(row: dict[str, Any]) -> str:
+    """Return a line about one result of jaxengine.check.tuning.tune: the product, its best tile sizes and their time,
+    and the time of the usual ones.
+    """
     rows, size, out, group, codes, _ = row["problem"]
     name = f"[{rows}, {size}] x [{size}, {out}] {codes}, groups of {group}"
     if row["best"] is None:

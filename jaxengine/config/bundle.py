@@ -64,6 +64,7 @@ def compiled_options(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as plain JSON; a dataclass becomes a dict without its field `model`, other objects their repr."""
     if is_dataclass(value) and not isinstance(value, type):
         # A draft model's shapes are part of its programs; where its files lie is not.
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.name != "model"}

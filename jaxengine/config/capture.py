@@ -4,6 +4,7 @@ return_hidden_states).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ def read_capture_layers(value: Any) -> tuple[int, ...]:
     numbers: Any = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, str):
         words = [word.strip() for word in value.strip("[]() ").split(",")]
-        numbers = [int(word) if word.removeprefix("-").isdecimal() else word for word in words]
+        numbers = [int(word) if re.fullmatch(r"-?\d{1,9}", word) else word for word in words]
     listed = isinstance(numbers, (list, tuple, range)) and len(numbers) > 0
     if not listed or not all(type(number) is int for number in numbers):
         raise ConfigError(NAME, value, 'a list of at least one integer, or such as "0,5,-1"')
@@ -112,6 +113,10 @@ def hidden_state_taps(layers: tuple[int, ...], num_layers: int) -> tuple[Tap, ..
 
 
 def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
+    """Return layers counted from 0, in the order given: -1 is num_layers. Raises ConfigError for a layer that the model
+    does
+    not have, one named twice, and for one before the last of a model with several hidden states per token.
+    """
     last = model.num_layers
     if outside := [layer for layer in layers if not -last - 1 <= layer <= last]:
         allowed = f"0 (the embeddings) to {last} (after the last of {last} layers), or -{last + 1} to -1 from the end"
@@ -126,7 +131,10 @@ def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ..
 
 
 def refuse_engine(option: str, options: Mapping[str, Any], model: ModelConfig, *sizes: str) -> None:
-    """Raise ConfigError where the option is given to an engine that cannot have it. sizes: options that must be 1."""
+    """Raise ConfigError if `option` is given for a pooling model, or with one of the options `sizes` above 1.
+
+    options: of the engine, by name.
+    """
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),
         *((f"{name} is more than 1", options[name] > 1) for name in sizes),

@@ -36,6 +36,9 @@ def read_chat_template(value: Any) -> Any:
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file, at most 1 MiB of UTF-8. Raises OSError; ValueError for a larger file, other bytes, and
+    anything but a regular file.
+    """
     path.stat()  # raises OSError with the reason if there is none
     if not path.is_file():
         raise ValueError("it is not a regular file")

@@ -102,6 +102,7 @@ def field_texts(docstring: str) -> dict[str, str]:
 
 
 def _help(text: str, default: Any) -> str:
+    """Return the help of a flag: its text and its default, if there is one to show."""
     shown = default is not None and not dataclasses.is_dataclass(default) and default not in ((), dataclasses.MISSING)
     # argparse expands percent signs.
     return (text + (f" (default: {default})" if shown else "")).strip().replace("%", "%%")
@@ -139,10 +140,14 @@ def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union of types, or the type itself alone."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def _whole(text: str, words: Mapping[str, int]) -> int:
+    """Parse an integer, a size such as "4k", or one of `words`, which stands for its number. Raises
+    argparse.ArgumentTypeError.
+    """
     if text in words:
         return words[text]
     try:
@@ -159,6 +164,10 @@ def _int_list(text: str) -> tuple[int, ...]:
 
 
 def _json(shape: Callable[[Any], Any]) -> Callable[[str], Any]:
+    """Return a parser of JSON texts that passes the value through `shape`; both failing is an
+    argparse.ArgumentTypeError.
+    """
+
     def read(text: str) -> Any:
         try:
             return shape(json.loads(text))

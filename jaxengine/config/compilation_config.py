@@ -67,7 +67,9 @@ class CompilationConfig:
 
     @classmethod
     def read(cls, value: Any) -> CompilationConfig:
-        """Return the config for a dict of its fields, a mode, or None for the defaults. Raises ConfigError."""
+        """Return a CompilationConfig as it is; otherwise one for a dict of its fields, a mode, or None for the
+        defaults. Raises ConfigError.
+        """
         value = whole_number(plain(value))
         if value is None or isinstance(value, cls):
             return value or cls()
@@ -83,7 +85,7 @@ class CompilationConfig:
         return cls(**value)
 
     def divided(self, parts: int) -> CompilationConfig:
-        """Return a copy with the sizes for each of `parts` ranks that split a batch, rounded up."""
+        """Return a copy whose sizes are divided by the number of replicas that share a batch, `parts`, rounded up."""
         names = ("cudagraph_capture_sizes", "prefill_sizes")
         sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
@@ -97,7 +99,7 @@ class CompilationConfig:
         *,
         sections: tuple[str, ...] = (),
     ) -> Buckets:
-        """Return the step shapes of one rank under these limits; sizes that were not given are the platform's.
+        """Return the step shapes of one replica under these limits; sizes that were not given are the platform's.
 
         widths: numbers of tokens, besides 1, that a decode may have. sections: message sections that some steps with
         prefill have in addition to the usual ones. Raises ConfigError for sizes beyond the limits.

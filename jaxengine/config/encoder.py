@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
     from jaxengine.models.config.tower import TowerConfig
 
-# Caches of preprocessed pictures; names as in vLLM's guide to optimisation.
+# Caches of preprocessed images; names as in vLLM's guide to optimisation.
 OFF, PROCESSOR, KEY_REPLICATED, SHARED_MEMORY = KINDS = ("off", "processor", "key-replicated", "shared memory")
 # What the API process (or the process that reads prompts) caches, and what the engine caches.
 _PLACES = {
@@ -33,20 +33,20 @@ _WINDOWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """The fields of EngineConfig about the vision tower, which encodes pictures.
+    """The fields of EngineConfig about the vision tower, which encodes images.
 
     Attributes:
       mm_encoder_tp_mode: "weights": tensor-parallel devices split the tower's weights; "data": each device has all
         weights and encodes different images, with one exchange at the end.
       disable_chunked_mm_input: schedule all tokens of an image in one step; always the case for models that attend to
         images in both directions.
-      max_num_batched_encoder_tokens: limit of image embeddings that one step computes, rounded up to the smallest
-        call of the tower; no image may have more. None for the largest image that the model accepts and
-        max_model_len has room for.
-      encoder_cache_size: image embeddings that are kept on the devices, also for later requests with the same
-        image. None for twice the largest image, at least max_num_batched_tokens.
-      mm_processor_cache_gb: GiB of preprocessed images and videos to keep; 0 for none. With several API processes
-        each of them keeps this much.
+      max_num_batched_encoder_tokens: limit of image embeddings that one step computes, rounded up to the smallest call
+        of the tower; no image may have more. None for the largest image that the model accepts and max_model_len has
+        room for.
+      encoder_cache_size: image embeddings that are kept on the devices, also for later requests with the same image.
+        None for twice the largest image, at least max_num_batched_tokens.
+      mm_processor_cache_gb: GiB of preprocessed images and videos to keep; 0 for none. With several API processes each
+        of them keeps this much.
       mm_processor_cache_type: where a server with one API process keeps them: "lru" in the engine's process, with their
         keys also in the API process; "shm" in memory that both share (Linux). Pixels are sent at most once.
       mm_shm_cache_max_object_size_mb: MiB of the largest item in shared memory; a larger one is sent each time.
@@ -76,8 +76,10 @@ class EncoderOptions:
         return SHARED_MEMORY if self.mm_processor_cache_type == "shm" else KEY_REPLICATED
 
     def mm_cache_placement(self, num_api_processes: int) -> dict[str, Any]:
-        """Return what each process caches, in the terms of vLLM's guide, and the limit of all caches; plain JSON
-        values.
+        """Return the cache's name ("kind"), what an API process and the engine's keep in it, and the limit of all its
+        copies in bytes ("max_bytes").
+
+        num_api_processes: as of `mm_cache_kind`.
         """
         kind = self.mm_cache_kind(num_api_processes)
         api, engine = _PLACES[kind]
@@ -87,7 +89,7 @@ class EncoderOptions:
 
 
 def check_encoder(options: EncoderOptions) -> None:
-    """Raise ConfigError for values that are not allowed."""
+    """Raise ConfigError for a value that is not allowed, or that this system does not support."""
     if options.mm_encoder_tp_mode not in TP_MODES:
         raise ConfigError("mm_encoder_tp_mode", options.mm_encoder_tp_mode, ", ".join(TP_MODES))
     for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):

@@ -29,8 +29,9 @@ class EngineArgs(EngineConfig):
         super().__init__(**chosen_options(_FIELDS, {"model": model, **options}))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option; an earlier vLLM name sets the field that replaced it. Raises ConfigError for
-        an unknown name.
+        """Set an option without checking its value; an earlier vLLM name sets the field that replaced it.
+
+        Raises ConfigError for an unknown name.
         """
         for field, chosen in chosen_options(_FIELDS, {name: value}).items():
             object.__setattr__(self, field, chosen)

@@ -282,7 +282,7 @@ class EngineConfig(
     def resolved(
         self, model: ModelConfig, platform: Platform, pictures: Mapping[str, tuple[int, int]] | None = None
     ) -> ResolvedConfig:
-        """Return a config with all defaults filled in for a model and platform, and with the limits of one rank.
+        """Return a config with all defaults filled in for a model and platform, whose limits are those of one replica.
 
         pictures: `sizes` of settle_encoder; a model with a vision tower needs them.
 
@@ -361,8 +361,8 @@ class EngineConfig(
         )
 
     def _read(self, field: dataclasses.Field[Any]) -> Any:
-        """Normalise a field's value; None becomes its default, and most values of a wrong form stay unchanged, to be
-        refused later.
+        """Return a field's value in the form that is stored: None becomes the default; a value of a wrong form is
+        mostly returned unchanged, for `check_options` to refuse.
 
         Raises ConfigError for a value that an option's own reader refuses, or a text that is not a size.
         """
@@ -388,7 +388,8 @@ class EngineConfig(
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """A config with all defaults filled in. Its limits are those of one replica.
+    """A config with all defaults filled in, whose limits are those of one replica. Fields of EngineConfig that are
+    declared again here are never None.
 
     Attributes:
       default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform.
@@ -447,7 +448,7 @@ class ResolvedConfig(EngineConfig):
     ) -> SchedulerConfig:
         """Return the scheduler's options.
 
-        num_pages: of each rank. num_ranks: ranks that have sequences and pages of their own. windows: of each cache
+        num_pages: of each replica. num_ranks: replicas, each with its own sequences and pages. windows: for each cache
         group, how many keys a token sees, itself included; None for all.
         """
         return SchedulerConfig(

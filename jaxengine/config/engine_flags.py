@@ -88,10 +88,8 @@ def add_model(
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether a positional argument, which may also be a prompt, names a model: a GGUF file, a model folder or a hub
-    id.
-
-    Of files only a folder is looked for; any word that ends in .gguf or has the form org/name counts.
+    """Whether a positional argument, which may also be a prompt, names a model: it ends in .gguf, has the form
+    org/name, or is a folder with a config.json.
     """
     if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
         return True
@@ -171,6 +169,7 @@ def _take_config(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser] | None:
+    """Return the parsers of a parser's subcommands by name, None if it has none."""
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return actions[0].choices if actions else None
 
@@ -185,6 +184,7 @@ def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
 
 
 def _read(path: str) -> Mapping[str, Any]:
+    """Return the options in a YAML file of at most 1 MiB; empty for an empty file. Raises ConfigError."""
     import yaml
 
     try:
@@ -210,6 +210,11 @@ def _read(path: str) -> Mapping[str, Any]:
 
 
 def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentParser, given: set[str]) -> list[str]:
+    """Return the options of a config file as words of a command line.
+
+    Left out are values of None, and options among `given` that the command line has set. path: the file's name, for
+    errors. Raises ConfigError for an option that `parser` does not have.
+    """
     words = []
     for key, value in content.items():
         flag = flag_of(key)

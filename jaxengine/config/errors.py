@@ -56,4 +56,5 @@ def _shown(value: Any) -> str:
 
 
 def _cut(text: str, most: int) -> str:
+    """Return a text without its middle if it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"

@@ -124,8 +124,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return next((each for each in others if each in self._option_string_actions), found[0]) + word[found.end() :]
 
     def _merge_dotted(self, words: list[str]) -> list[str]:
-        """Replace all `--OPTION.key VALUE` of an option by one `--OPTION=JSON` after the other words; returns the
-        words.
+        """Return the words with all `--OPTION.key VALUE` of an option replaced by one `--OPTION=JSON` at the end.
 
         The JSON includes the dict that the words give to the option itself. Ends the program with an error for a
         missing value, and for a key below one whose value is not a dict.
@@ -152,6 +151,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return kept + [f"{flag}={json.dumps(value)}" for flag, value in merged.items()]
 
     def _set_key(self, target: dict[str, Any], path: str, text: str, word: str) -> None:
+        """Set the value at a dotted path of a dict, or append to the list there if the path ends with "+".
+
+        target: the dict, changed in place. text: the value, JSON or text. word: the whole argument, for errors, which
+        end the program.
+        """
         *keys, last = path.removesuffix("+").replace("-", "_").split(".")
         for key in keys:
             target = target.setdefault(key, {})
@@ -159,7 +163,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 self.error(f"argument {word}: {key} has a value of its own")
         value = json_or_text(text)
         if path.endswith("+"):
-            value = [*target.get(last, []), *(value if isinstance(value, list) else [value])]
+            if not isinstance(first := target.get(last, []), list):
+                self.error(f"argument {word}: {last} has a value that is not a list")
+            value = [*first, *(value if isinstance(value, list) else [value])]
         target[last] = value
 
 

@@ -1,4 +1,4 @@
-"""Files that hold a secret of the operator's."""
+"""Files that hold a secret."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ HOW_TO_MAKE = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 60
 _LEAST, _MOST = 16, 4096
 
 
+def read_api_key(file: str) -> str:
+    """Return a server's API key, the first word in a client's file. Raises ConfigError for a file without one."""
+    try:
+        words = Path(file).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("api_key_file", file, f"a text file with the key ({error})") from None
+    if not words:
+        raise ConfigError.because("api_key_file", f"{file} contains no key", "write one into it")
+    return words[0]
+
+
 def read_key(option: str, file: str) -> bytes:
-    """Return the key, 16 to 4096 bytes, from a file that only its user may access. option: that names the file.
+    """Return the key, 16 to 4096 bytes without the white space around it, from a file of this user's or root's that
+    nobody else may access. option: that names the file.
 
     Raises ConfigError, which names the option, for any other file.
     """

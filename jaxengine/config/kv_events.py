@@ -1,4 +1,4 @@
-"""kv_events_config: where an engine tells which pages of prefixes it has."""
+"""kv_events_config: where an engine publishes which pages of prefixes it has."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _IPC = re.compile(r"ipc://[^\0]{1,100}")
 
 @dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """How the events of an engine's pages are published, in vLLM's form. Fields are vLLM's.
+    """How the events of an engine's pages are published. Fields are vLLM's.
 
     Attributes:
       enable_kv_cache_events: publish any.
-      publisher: one of PUBLISHERS; None for "zmq" where events are enabled.
+      publisher: one of PUBLISHERS; None for "zmq".
       endpoint: ZeroMQ address that subscribers connect to: one with a "*" or of ipc is bound, any other connected to.
         Replicas after the first use the following ports.
-      replay_endpoint: address that is asked for earlier batches; None for none.
+      replay_endpoint: address at which earlier batches can be requested; None for none.
       buffer_steps: batches that are kept for that.
       hwm: messages that wait for a slow subscriber at most; later ones are dropped, and leave a gap in the numbers.
       topic: of the messages.
@@ -97,13 +97,14 @@ class KVEventOptions:
 
     @property
     def publishes_kv_events(self) -> bool:
-        """Whether the engine tells which pages it has."""
+        """Whether the engine publishes which pages it has."""
         return self.kv_events_config is not None and self.kv_events_config.publishes
 
 
 def settle_kv_events(options: Mapping[str, Any], model: Any) -> None:
-    """Raise ConfigError for an engine without pages of prefixes that asks for their events. options: of the engine,
-    resolved.
+    """Raise ConfigError if events are published without enable_prefix_caching.
+
+    options: of the engine, resolved. model: unused, as of the other checks of a resolved config.
     """
     config = options[_OPTION]
     if config is not None and config.publishes and not options["enable_prefix_caching"]:

@@ -25,20 +25,22 @@ def is_host(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     try:
-        return not ipaddress.ip_address(value.strip("[]")).is_unspecified
+        literal = value[1:-1] if value[:1] + value[-1:] == "[]" else value
+        return not ipaddress.ip_address(literal).is_unspecified
     except ValueError:
         return bool(_HOST.fullmatch(value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVHandover:
-    """How an engine hands pages over to others, or takes theirs. Fields named kv_* and engine_id are vLLM's.
+    """How an engine sends KV pages to other engines, or receives theirs. Fields named kv_* and engine_id are vLLM's.
 
     Attributes:
       kv_role: one of ROLES.
-      kv_load_failure_policy: what becomes of a request whose pages do not come: one of POLICIES.
-      transport: how pages go, one of TRANSPORTS.
-      kv_ip, kv_port: where a producer listens, and what it tells consumers; port 0 for any free one. Only with "tcp".
+      kv_load_failure_policy: whether a request whose pages do not arrive is recomputed or fails: one of POLICIES.
+      transport: how pages are sent, one of TRANSPORTS.
+      kv_ip, kv_port: where a producer listens, also the address that its answers give to consumers; port 0 for any free
+        one. Only with "tcp".
       shared_storage_path: folder that all engines share. Only with "folder".
       kv_lease_duration: seconds for which a producer keeps pages for a consumer.
       engine_id: name of this engine.
@@ -55,12 +57,12 @@ class KVHandover:
 
     @property
     def produces(self) -> bool:
-        """Whether the engine hands pages over."""
+        """Whether the engine sends pages."""
         return self.kv_role != CONSUMER
 
     @property
     def consumes(self) -> bool:
-        """Whether the engine takes pages of others."""
+        """Whether the engine receives pages."""
         return self.kv_role != PRODUCER
 
 

@@ -9,7 +9,7 @@ WORDS = {"auto": AUTO_LENGTH}
 
 
 def given_length(max_model_len: int | None) -> int | None:
-    """The number that the option is; None where the length follows from the model, or from what fits."""
+    """Return the number that max_model_len is; None where the length follows from the model, or from what fits."""
     return None if max_model_len == AUTO_LENGTH else max_model_len
 
 

@@ -72,6 +72,9 @@ def processors_digest(names: Sequence[str]) -> str | None:
 
 
 def _name_of(each: Any) -> str:
+    """Return a class's name, module:Class, and remember the class under it; a text is returned unchanged. Raises
+    ConfigError for other values.
+    """
     if isinstance(each, str):
         return each
     if not isinstance(each, type) or not issubclass(each, LogitsProcessor):
@@ -82,6 +85,7 @@ def _name_of(each: Any) -> str:
 
 
 def _imported(name: str) -> type[LogitsProcessor]:
+    """Import the class named module:Class. Raises ConfigError if that fails or it is not a LogitsProcessor."""
     module, _, qualname = name.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -33,7 +33,7 @@ _WHITE = (255, 255, 255)
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """The fields of EngineConfig about pictures, videos and sounds in requests.
+    """The fields of EngineConfig about images, videos and sounds in requests.
 
     Attributes:
       limit_mm_per_prompt: limits of images, videos and sounds ("audio") per prompt, {"image": 2, "video": 0} or
@@ -98,10 +98,12 @@ class MediaOptions:
         return chosen.get("num_frames", 32), chosen.get("fps", -1)
 
     def _limits(self, modality: str) -> Mapping[str, int]:
+        """Return the "count", "height" and "width" that limit_mm_per_prompt gives for a modality; {} for none."""
         limits: Any = self.limit_mm_per_prompt or {}
         return limits.get(modality, {})
 
     def _io(self, modality: str) -> Mapping[str, Any]:
+        """Return the options of media_io_kwargs for a modality; {} for none."""
         return (self.media_io_kwargs or {}).get(modality, {})
 
 
@@ -141,7 +143,7 @@ def _pairs(name: str, value: Any) -> Mapping[str, Any]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             pairs = [pair.partition("=") for pair in value.split(",")]
-            if not all(key.strip() and count.strip().isdecimal() for key, _, count in pairs):
+            if not all(key.strip() and re.fullmatch(r"\s*\d{1,9}\s*", count) for key, _, count in pairs):
                 raise ConfigError(name, value, '{"image": 2, "video": 0} or image=2,video=0') from None
             value = {key.strip(): int(count) for key, _, count in pairs}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -210,6 +212,7 @@ def _read_kwargs(value: Any) -> dict[str, Any]:
 
 
 def _read_folder(value: Any) -> str:
+    """Return allowed_local_media_path, an absolute path or "". Raises ConfigError."""
     name = "allowed_local_media_path"
     if not isinstance(value, str):
         raise ConfigError(name, value, "a folder, or '' for none")
@@ -225,6 +228,7 @@ def _read_seconds(value: Any) -> float:
 
 
 def _read_proxy(value: Any) -> str:
+    """Return media_proxy without a final slash; "" for none. Raises ConfigError, which does not repeat credentials."""
     allowed = "http://HOST:PORT, or '' for none"
     if not isinstance(value, str):
         raise ConfigError("media_proxy", value, allowed)
@@ -235,6 +239,8 @@ def _read_proxy(value: Any) -> str:
 
 
 def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
+    """Return a reader of an option that is an integer from `least` to `most`, or a size such as "4k"."""
+
     def read(value: Any) -> int:
         if isinstance(value, str):
             try:

@@ -79,6 +79,9 @@ class KVTransferConfig:
 
 
 def _root_dir(tiers: Any) -> str | None:
+    """Return the folder of secondary_tiers, None without tiers. Raises ConfigError for more than one, and for one not
+    of type "fs".
+    """
     if not isinstance(tiers, list | tuple) or len(tiers) > 1:
         raise ConfigError(f"{_NAME}.secondary_tiers", tiers, "a list of one tier at most")
     for tier in tiers:
@@ -93,6 +96,7 @@ def _root_dir(tiers: Any) -> str | None:
 
 
 def _only(value: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
+    """Raise ConfigError for a key that is not among `known`; prefix: of the key's name in the message."""
     for name in value:
         if name not in known:
             problem = f"{_NAME} has {prefix}{name}, which is not supported"
@@ -100,17 +104,17 @@ def _only(value: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None
 
 
 def _check(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless a value of kv_transfer_config is one of those allowed."""
     if value not in allowed:
         raise ConfigError(f"{_NAME}.{name}", value, ", ".join(allowed))
 
 
 def _number(name: str, value: Any, least: int, most: int) -> int:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or value != int(value)
-        or not least <= value <= most
-    ):
+    """Return a number of kv_transfer_config as an int. Raises ConfigError unless it is whole and from `least` to
+    `most`.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or value != int(value):
         raise ConfigError(f"{_NAME}.{name}", value, f"an integer from {least} to {most}")
     return int(value)
 
@@ -149,7 +153,7 @@ class KVOffloadOptions:
 
     @property
     def hands_over_kv(self) -> bool:
-        """Whether pages are handed over between engines."""
+        """Whether pages are sent to or received from other engines."""
         return self.kv_transfer_config is not None and self.kv_transfer_config.handover is not None
 
     @property

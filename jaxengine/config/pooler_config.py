@@ -133,6 +133,9 @@ def settle_names(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_task(task: Any) -> dict[str, str]:
+    """Return `runner` and `convert`, as far as vLLM's earlier option `task` determines them. Raises ConfigError for an
+    unknown task.
+    """
     by_task: dict[str, dict[str, str]] = {
         "auto": {},
         "generate": {"runner": "generate"},
@@ -144,6 +147,6 @@ def _read_task(task: Any) -> dict[str, str]:
     }
     if task is None:
         return {}
-    if task not in by_task:
+    if not isinstance(task, str) or task not in by_task:
         raise ConfigError("task", task, ", ".join(by_task))
     return by_task[task]

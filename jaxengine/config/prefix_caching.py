@@ -17,10 +17,10 @@ _OPTIONS = ("enable_prefix_caching", "num_state_snapshots", "enable_chunked_pref
 
 
 def settle_snapshots(options: Mapping[str, Any], model: ModelConfig, max_num_seqs: int) -> dict[str, Any]:
-    """Return final values of enable_prefix_caching and num_state_snapshots. Raises ConfigError if they cannot be
-    honoured.
+    """Return enable_prefix_caching and num_state_snapshots with defaults filled in, as a dict.
 
-    options: fields of EngineConfig by name. max_num_seqs: its resolved value.
+    options: fields of EngineConfig by name. max_num_seqs: its resolved value. Raises ConfigError for a number of
+    snapshots on a model without recurrent states, or without prefix caching and chunked prefill.
     """
     caching, asked, chunked = (options[name] for name in _OPTIONS)
     caching = caching and model.is_causal  # the keys of a prefix depend on what follows it

@@ -131,4 +131,5 @@ def replayed_options(config: Any) -> dict[str, Any]:
 
 
 def _is_record(value: Any) -> bool:
+    """Whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

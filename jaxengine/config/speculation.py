@@ -122,7 +122,7 @@ class SpeculativeConfig:
 
     @property
     def guesses(self) -> bool:
-        """Whether there are drafts other than those that a grammar determines."""
+        """Whether drafts are proposed, besides those that a grammar leaves no alternative to."""
         return self.method != GRAMMAR
 
     def guides(self, num_stages: int, max_in_flight: int) -> bool:
@@ -145,6 +145,7 @@ class SpeculativeConfig:
 
 
 def _read_streams(given: Any) -> tuple[int, ...]:
+    """Return the field `streams`, which another config's dict may have, as a tuple. Raises ConfigError."""
     if not isinstance(given, list | tuple) or any(type(each) is not int for each in given):
         raise ConfigError(f"{NAME}.streams", given, "whole numbers, or nothing: the head says them")
     return tuple(given)

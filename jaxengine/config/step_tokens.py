@@ -23,8 +23,8 @@ def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len:
 
 
 def rank_tokens(tokens: int, asked: int | None, num_ranks: int, max_model_len: int, chunks: bool) -> int:
-    """Return the limit of tokens in a step of one of `num_ranks` ranks that split a batch of `tokens`: an equal share,
-    but without chunks at least a whole prompt (max_model_len).
+    """Return the limit of tokens in a step of one of `num_ranks` replicas that split a batch of `tokens`: an equal
+    share, but without chunks at least a whole prompt (max_model_len).
 
     asked, chunks: as in step_tokens. Raises ConfigError if the number was asked for and its share holds no whole
     prompt.

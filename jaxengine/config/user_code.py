@@ -94,9 +94,7 @@ def changed_code() -> list[Any]:
 
 
 class _Walk:
-    """Writes values into one hash, in the order in which they are reached; a value met before is
-    written as its number.
-    """
+    """Hash of values in the order in which they are reached; a value met before is written as its number."""
 
     def __init__(self):
         self._hash, self._waiting = hashlib.sha256(), deque[tuple[Any, str, frozenset[str]]]()
@@ -137,6 +135,7 @@ class _Walk:
         self._hash.update(text.encode("utf-8", "surrogatepass"))
 
     def _visit(self, value: Any, name: str) -> None:
+        """Write what a value that was not met before is, and queue what it refers to. Raises UnknownCodeError."""
         if isinstance(value, _FUNCTION_LIKE):
             self._write(str(type(value).__name__))
             if isinstance(value, types.MethodType):
@@ -163,6 +162,10 @@ class _Walk:
             self._object(value, name)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
+        """Write a function's code, defaults, closure and the globals that it reads; of a library's function only its
+        name and what it wraps. Raises UnknownCodeError for a function that reads the environment, files or names at run
+        time.
+        """
         module = function.__globals__.get("__name__")
         wrapped = getattr(function, "__wrapped__", None)
         if is_library(module):
@@ -201,6 +204,7 @@ class _Walk:
         return names
 
     def _class(self, cls: type, name: str) -> None:
+        """Write a class's name; of a user's class also its bases and members."""
         self._write(f"class {cls.__qualname__}")
         if is_library(cls.__module__):
             self._write(cls.__module__)
@@ -213,12 +217,16 @@ class _Walk:
                 self.add(value, f"{name}.{key}")
 
     def _module(self, module: types.ModuleType, name: str, read: frozenset[str]) -> None:
+        """Write a module's name; of a user's module also the values among `read`."""
         self._write(module.__name__)
         if not is_library(module.__name__):
             for each in sorted(read & vars(module).keys()):
                 self.add(vars(module)[each], f"{module.__name__}.{each}", read)
 
     def _object(self, value: Any, name: str) -> None:
+        """Write an array's content, or an object's class and attributes. Raises UnknownCodeError for an object without
+        readable attributes.
+        """
         kind = type(value)
         self._write(f"{kind.__module__}.{kind.__qualname__}")
         array = np.asarray(value) if hasattr(value, "__array__") else None
@@ -237,9 +245,10 @@ class _Walk:
             self._attributes(value, name)
 
     def _attributes(self, value: Any, name: str) -> None:
+        """Queue an object's class, slots and attributes. Raises UnknownCodeError for an object that has neither."""
         slots = [slot for base in type(value).__mro__ for slot in _slots_of(base) if hasattr(value, slot)]
         if not hasattr(value, "__dict__") and not slots:
-            raise UnknownCodeError(f"the value of {name}, of type {type(value).__qualname__}, cannot be told")
+            raise UnknownCodeError(f"the value of {name}, of type {type(value).__qualname__}, cannot be read")
         self.add(type(value), f"{name}'s class")
         for slot in slots:
             self.add(getattr(value, slot), f"{name}.{slot}")
@@ -248,6 +257,7 @@ class _Walk:
 
 
 def _slots_of(cls: type) -> list[str]:
+    """Return the names in a class's own __slots__."""
     slots = vars(cls).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -210,7 +210,7 @@ _HARMLESS_SWITCHES = """
 """
 NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *GONE, *EARLIER))
 
-# Names that nobody should be pointed to: what they ask for is not built, or changes nothing here.
+# Names that are not suggested for a misspelt one: they are refused, or change nothing here.
 WITHOUT_EFFECT = NAMES - EARLIER
 
 

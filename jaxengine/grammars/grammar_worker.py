@@ -1,5 +1,4 @@
-"""Engine's client of the process that computes token masks; it never waits for the process unless told to, and survives
-it.
+"""Engine's client of the process that computes token masks, which it waits for only in `wait` and `wait_for`.
 
 A process that takes too long, or dies, is replaced; the sequence that it worked on fails, and every other grammar is
 compiled again and advanced by the tokens kept here. This module handles tokens and masks, never requests.
@@ -51,8 +50,12 @@ class NextMask(NamedTuple):
 
 
 class GrammarFailure(NamedTuple):
-    """Failure of a sequence, which gets no more masks, with the reason. compiled: whether its grammar was compiled, so
-    that it had a first mask.
+    """Failure of a sequence, which gets no more masks.
+
+    Attributes:
+      key: of the sequence, as given to `GrammarWorker.open`.
+      compiled: whether its grammar was compiled, so that it had a first mask.
+      reason: why it failed.
     """
 
     key: int
@@ -64,9 +67,13 @@ class GrammarFailure(NamedTuple):
 class _Sequence:
     """Grammar in use, and the state of its sequence.
 
-    trace: tokens that it is known to take. opened: whether the present process has compiled it; compiled: whether any
-    process had; awaited: whether a mask is due; guess: tokens guessed with it; suspect: whether a process ended while
-    it worked on this sequence.
+    Attributes:
+      kind, text, options: the grammar, as of worker_process.compile_grammar.
+      tokens: tokens that it has taken.
+      trace: tokens that it is known to take.
+      opened: whether the present process has compiled it; compiled: whether any process had.
+      awaited: whether a mask is due; guess: tokens guessed with it.
+      suspect: whether a process ended while it worked on this sequence.
     """
 
     kind: str
@@ -208,6 +215,7 @@ class GrammarWorker:
         self._pump()
 
     def _launch(self) -> None:
+        """Start a process and open all sequences in it."""
         self._process = WorkerProcess(worker.__name__, worker.Answer)
         self._process.send(self.start)
         self._compiling: collections.deque[int] = collections.deque()
@@ -218,6 +226,7 @@ class GrammarWorker:
             self._open(key)
 
     def _open(self, key: int) -> None:
+        """Have the process compile a sequence's grammar and take the tokens so far."""
         sequence = self._sequences[key]
         sequence.opened = False
         if not self._compiling:
@@ -227,6 +236,7 @@ class GrammarWorker:
         self._send(Open(key, sequence.kind, sequence.text, sequence.options, tokens, trace))
 
     def _send_advance(self, key: int, tokens: list[int]) -> None:
+        """Have the process take tokens and compute the mask after them and along the sequence's guess."""
         if not self._masking:
             self._masking_since = time.monotonic()
         self._masking.append(key)
@@ -254,6 +264,7 @@ class GrammarWorker:
         self._lose()
 
     def _handle(self, message: worker.Answer) -> None:
+        """Record one answer of the process; a mask that is due, or a failure, is kept for `take`."""
         now = time.monotonic()
         if isinstance(message, Ready):
             self._is_ready, self._num_lost_starts, self._compiling_since = True, 0, now

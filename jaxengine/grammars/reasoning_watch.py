@@ -19,7 +19,9 @@ UNLIMITED = 1 << 62
 
 
 class Vocabulary(Protocol):
-    """Interface of the tokenizer, as far as it is used here."""
+    """Interface of the tokenizer, as far as it is used here: encode returns the token ids of a text, text_bytes the
+    UTF-8 bytes that a token stands for.
+    """
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -142,4 +144,5 @@ class ReasoningWatch:
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:
+    """Whether a mask in packed int32 allows a token."""
     return bool(mask.view(np.uint8)[token_id // 8] >> token_id % 8 & 1)

@@ -30,12 +30,17 @@ from jaxengine.workers.process import wait_for_any
 # A compilation is slow from here on.
 _SLOW_SECONDS = 0.25
 
-# (request, tokens of its output) -> the drafts that a step in flight has behind these; None if there is none with any.
+# (request, tokens of its output) -> the drafts that a step in flight has after these; None if no step has any.
 Guess = Callable[[Request, int], Sequence[int] | None]
 
 
 class MaskEnd(NamedTuple):
-    """Request that its grammar ended, with the finish reason and stop_reason."""
+    """Request that its grammar ended.
+
+    Attributes:
+      request: the engine's request.
+      reason, stop_reason: finish reason and stop_reason, None for an ordinary end.
+    """
 
     request: Request
     reason: FinishReason
@@ -44,11 +49,15 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """Knowledge about the tokens that a request has not sampled yet: first come `forced`, each the only one allowed.
+    """What is known about the tokens that a request has not sampled yet.
 
-    words: mask of the tokens that may follow the forced ones, i32[num_words], None for every token; is_end: none may
-    follow; guessed: masks after each token of a guess that continues there; num_free: how many of the next tokens may
-    be any; taken: tokens that the request has sampled since this became known.
+    Attributes:
+      forced: the next tokens, each the only one allowed at its position.
+      words: mask of the tokens that may follow the forced ones, i32[num_words], None for every token.
+      is_end: none may follow the forced ones.
+      guessed: each token of a guess that continues there, with the mask after it.
+      num_free: how many of the next tokens may be any.
+      taken: tokens that the request has sampled since this became known.
     """
 
     forced: tuple[int, ...]
@@ -58,9 +67,9 @@ class _Known:
     num_free: int = 0
     taken: list[int] = field(default_factory=list)
 
-    def tells(self, place: int) -> bool:
-        """Whether the mask is known for the token that comes `place` tokens after the request's last one."""
-        return place < max(self.num_free, len(self.forced) + (not self.is_end))
+    def covers(self, offset: int) -> bool:
+        """Whether the mask is known for the token that comes `offset` tokens after the request's next one."""
+        return offset < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
         """Advance by the next token that the request got; return whether the mask after it is known.
@@ -80,7 +89,13 @@ class _Known:
 
 @dataclass
 class MaskEvents:
-    """Result of `RequestMasks.take`: requests that may run, that are over, and that could not begin."""
+    """Result of `RequestMasks.take`.
+
+    Attributes:
+      ready: requests that may run.
+      ended: requests that are over.
+      refused: requests that could not begin, with the errors for their callers.
+    """
 
     ready: list[Request]
     ended: list[MaskEnd]
@@ -239,7 +254,9 @@ class RequestMasks:
         self._workers[request].advance(self._keys[request], *taken, guess=drafts or ())
 
     def drop(self, request: Request) -> None:
-        """Forget a request, masked or not."""
+        """Release a request's grammar, in the worker that has it or among the trials, and all that is kept of it; do
+        nothing for a request without a grammar.
+        """
         key = self._keys.pop(request, None)
         if key is not None:
             del self._requests[key], self._num_tokens[request]
@@ -288,7 +305,7 @@ class RequestMasks:
             return False
         # Bad words of several tokens have a say in what may be taken, and that is known token by token.
         place = self._place(request, num_output)
-        return known.tells(place) and not (place and request.params.has_long_bad_words)
+        return known.covers(place) and not (place and request.params.has_long_bad_words)
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
         """Return the tokens, at most `most`, that must follow num_output tokens of output, as far as the masks after
@@ -376,6 +393,7 @@ class RequestMasks:
         return words
 
     def _news(self) -> Iterator[NextMask | GrammarFailure]:
+        """Yield the masks and failures that have come, and open the grammars whose trials have ended."""
         for key, reason, seconds in self._trials.take():
             if reason is not None:
                 yield GrammarFailure(key, False, reason)
@@ -406,6 +424,7 @@ class RequestMasks:
         return ()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
+        """Add a failed request to the events: as ended if it has run, else as refused."""
         message = f"structured_outputs cannot be used: {failure.reason}"
         if failure.compiled:
             events.ended.append(MaskEnd(request, FinishReason.ERROR, message))

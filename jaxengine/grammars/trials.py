@@ -30,8 +30,12 @@ _FORGIVEN_SECONDS = 600.0
 
 
 class Verdict(NamedTuple):
-    """Verdict about a key's grammar: why it cannot be used (None if it can), and the seconds that it
-    takes to compile.
+    """Verdict about a key's grammar.
+
+    Attributes:
+      key: as given to `GrammarTrials.add`.
+      reason: why the grammar cannot be used; None if it can.
+      seconds: how long it takes to compile.
     """
 
     key: int
@@ -41,7 +45,14 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Candidate:
-    """Grammar to be tried, and the client's keys that wait for it. attempts: number of processes that ended at it."""
+    """Grammar to be tried.
+
+    Attributes:
+      digest: SHA-256 of the grammar.
+      message: the order to the process that compiles it.
+      keys: the client's keys that wait for the verdict.
+      attempts: number of processes that ended while they compiled it.
+    """
 
     digest: bytes
     message: Open
@@ -51,8 +62,14 @@ class _Candidate:
 
 @dataclass
 class _Trial:
-    """Process and the grammar that it tries; None when it is idle. since: start time of this trial, or
-    of the process.
+    """Process for trials.
+
+    Attributes:
+      process: the process.
+      since: time.monotonic when the trial began, or the process if it is not ready.
+      is_ready: whether it has read the tokenizer.
+      client: whose grammar it tries.
+      candidate: the grammar that it tries; None when it is idle.
     """
 
     process: WorkerProcess
@@ -66,12 +83,14 @@ class _Trial:
 class GrammarTrials:
     """Queue of grammars to be tried (compiled within limits) in separate processes before they are used.
 
-    start: starts a process for trials, as the process that serves grammars was started.
+    Attributes:
+      start: first message to a process for trials, as to the process that serves grammars.
     """
 
     start: Start
+    # By digest of a grammar: (reason, seconds) of its verdict, and time.monotonic of the verdict.
     _known: OrderedDict[bytes, tuple[str | None, float, float]] = field(default_factory=OrderedDict)
-    # By client; whose turn is next comes first.
+    # By client; the one whose turn is next comes first.
     _waiting: OrderedDict[str, deque[_Candidate]] = field(default_factory=OrderedDict)
     _trials: list[_Trial] = field(default_factory=list)
     _verdicts: list[Verdict] = field(default_factory=list)
@@ -146,12 +165,13 @@ class GrammarTrials:
                 return
             candidates = self._waiting.pop(client)
             candidate = candidates.popleft()
-            if candidates:  # behind all others
+            if candidates:  # after all others
                 self._waiting[client] = candidates
             if candidate.keys and not self._judge(candidate.keys, candidate.digest):
                 self._try(client, candidate)
 
     def _try(self, client: str, candidate: _Candidate) -> None:
+        """Begin to compile a grammar, in an idle process or a new one."""
         trial = next((each for each in self._trials if each.candidate is None), None)
         if trial is None:
             trial = _Trial(WorkerProcess(worker.__name__, worker.Answer), time.monotonic())

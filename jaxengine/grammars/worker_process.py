@@ -40,8 +40,14 @@ _NICE, _NICE_IF_LONG, _LONG_SECONDS = 10, 19, 0.1
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """First message to the process. tokenizer: a tokenizer.json; num_words: packed int32 (little-endian) of a mask, a
-    bit for each token; looks_ahead: masks come with the tokens that must follow.
+    """First message to the process.
+
+    Attributes:
+      tokenizer: text of a tokenizer.json.
+      vocab_size: number of the model's tokens.
+      num_words: packed int32 (little-endian) of a mask, a bit for each token.
+      eos_token_ids: tokens that may end a text.
+      looks_ahead: masks come with the tokens that must follow.
     """
 
     tokenizer: str
@@ -52,10 +58,13 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """Message: compile a grammar, take `tokens`, and return the mask of the next one. kind and text as of
-    `compile_grammar`.
+    """Message: compile a grammar, take `tokens`, and return the mask of the next one.
 
-    trace: tokens that the text is known to consist of.
+    Attributes:
+      key: of the sequence, in later messages and answers.
+      kind, text, options: as of `compile_grammar`.
+      tokens: taken before the mask.
+      trace: tokens that the text is known to consist of.
     """
 
     key: int
@@ -67,7 +76,13 @@ class Open(msgspec.Struct, tag=True, array_like=True):
 
 
 class Advance(msgspec.Struct, tag=True, array_like=True):
-    """Message: take more tokens and return the mask of the next one; guess: tokens that may follow these."""
+    """Message: take more tokens and return the mask of the next one.
+
+    Attributes:
+      key: of the sequence.
+      tokens: the tokens that it has taken since the last message.
+      guess: tokens that may follow these.
+    """
 
     key: int
     tokens: list[int]
@@ -75,7 +90,7 @@ class Advance(msgspec.Struct, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
-    """Message that ends a sequence. The only message without an answer."""
+    """Message that ends the sequence `key`. The only message without an answer."""
 
     key: int
 
@@ -85,11 +100,16 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class Mask(msgspec.Struct, tag=True, array_like=True):
-    """Answer: tokens allowed after `num_tokens`, and after `forced`, which follow these and are each the only one
-    allowed at their position. Nothing is forced and words is empty if the grammar can only end there.
+    """Answer: the tokens that a sequence may take next.
 
-    guessed: if `forced` are the first tokens of the guess, the masks after each further one that is allowed. opened:
-    whether this answers an Open. seconds: time that it took.
+    Attributes:
+      key: of the sequence.
+      opened: whether this answers an Open.
+      num_tokens: tokens that it has taken, after which `forced` come.
+      forced: tokens that must follow, each the only one allowed at its position.
+      words: mask of the tokens allowed after `forced`; empty, with nothing forced, if the grammar can only end there.
+      guessed: if `forced` are the first tokens of the guess, the masks after each further one that is allowed.
+      seconds: time that it took.
     """
 
     key: int
@@ -219,6 +239,9 @@ class Matchers:
         return Failed(key, opened, reason[:_MAX_REASON])
 
     def _compile(self, message: Open) -> llguidance.LLMatcher:
+        """Return the matcher of a grammar at its beginning, compiled unless it is among the last 16. Raises
+        ValueError.
+        """
         name = repr((message.kind, message.text, message.options))
         matcher = self._cached.pop(name, None)
         if matcher is None:
@@ -283,7 +306,7 @@ class Matchers:
 def _check_trace(matcher: llguidance.LLMatcher, trace: list[int]) -> None:
     """Raise GrammarError if a matcher at the beginning does not allow a text of these tokens."""
     if trace and (count := matcher.deep_copy().try_consume_tokens(trace)) < len(trace):
-        problem = f"it does not allow token {trace[count]} of trace_decode_token_ids behind {count} tokens of its text"
+        problem = f"it does not allow token {trace[count]} of trace_decode_token_ids after {count} tokens of its text"
         raise GrammarError(problem)
 
 
@@ -294,10 +317,12 @@ def _only(words: bytes) -> int | None:
 
 
 def _allows(words: bytes, token_id: int) -> bool:
+    """Whether a mask in little-endian bytes allows a token."""
     return token_id // 8 < len(words) and words[token_id // 8] >> token_id % 8 & 1 > 0
 
 
 def _be_nice(thread: int, value: int) -> None:
+    """Set the priority (niceness) of a thread, given by its native id, on Linux."""
     if sys.platform == "linux":  # where threads have priorities of their own
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.setpriority(os.PRIO_PROCESS, thread, value)
@@ -320,6 +345,7 @@ def main() -> None:
     connection.send(Ready())
 
     def read() -> None:
+        """Pass the parent's messages to the threads that answer them; end the process with the connection."""
         try:
             for message in messages:
                 if isinstance(message, Open):
@@ -333,6 +359,7 @@ def main() -> None:
             os._exit(1)
 
     def compile_one(message: Open) -> None:
+        """Compile a grammar and send its first mask, with less priority."""
         try:
             _be_nice(threading.get_native_id(), _NICE)
             connection.send(matchers.open(message))
@@ -340,6 +367,7 @@ def main() -> None:
             os._exit(1)
 
     def compile_all() -> None:
+        """Compile grammars one at a time; one that takes long continues with still less priority."""
         try:
             while True:
                 # Of its own, because a thread cannot have its priority back.

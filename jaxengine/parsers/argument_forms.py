@@ -98,6 +98,7 @@ def _forms(
 
 
 def _joined(forms: list[ArgumentForm], others: list[ArgumentForm]) -> list[ArgumentForm]:
+    """Return each form of one list joined with each of the other. Raises ValueError for more than 64."""
     if len(forms) * len(others) > _MAX_FORMS:
         raise ValueError(f"the arguments of a function may have at most {_MAX_FORMS} combinations of alternatives")
     return [form.joined(other) for form in forms for other in others]

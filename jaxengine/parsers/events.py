@@ -9,21 +9,27 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """A piece of content, the answer itself."""
+    """A piece of content: `text` of the answer itself."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of reasoning, which precedes the answer."""
+    """A piece of reasoning: `text` before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """Start of a tool call. index: 0 for the first call of an output."""
+    """Start of a tool call.
+
+    Attributes:
+      index: 0 for the first call of an output.
+      id: identifies the call in the messages that answer it.
+      name: of the function.
+    """
 
     index: int
     id: str
@@ -32,7 +38,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """A piece of the arguments of call `index`: JSON as the model wrote it, unchecked."""
+    """A piece, `text`, of the arguments of call `index`: JSON as the model wrote it, unchecked."""
 
     index: int
     text: str
@@ -79,6 +85,7 @@ class Collector:
         self._gap: list[str] | None = []
 
     def content(self, text: str) -> None:
+        """Add a piece of content; white space at the start or after a call is held until other content follows."""
         if self._gap is not None:
             self._gap.append(text)
             if not text or text.isspace():
@@ -95,6 +102,7 @@ class Collector:
         self._gap = []
 
     def arguments(self, text: str) -> None:
+        """Add a piece of the arguments of the last call."""
         self._add(ArgumentsDelta, self._num_calls - 1, text)
 
     def take(self) -> list[Event]:
@@ -109,6 +117,7 @@ class Collector:
         return self.take()
 
     def _add(self, kind: type, index: int, text: str) -> None:
+        """Append a piece of text, merged with the last one if both are of the same kind and call."""
         if not text:
             return
         if self._pieces and self._pieces[-1][:2] == (kind, index):
@@ -126,6 +135,8 @@ def _event(kind: type, index: int, texts: list[str]) -> Event:
 
 @dataclass(slots=True)
 class ParsedCall:
+    """A tool call of a complete output: its id, the function's name, and its arguments, JSON as the model wrote it."""
+
     id: str
     name: str
     arguments: str = ""
@@ -133,7 +144,12 @@ class ParsedCall:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """Complete output, parsed. content and reasoning are None if empty."""
+    """Complete output, parsed.
+
+    Attributes:
+      content, reasoning: None if empty.
+      tool_calls: in the order of the output.
+    """
 
     content: str | None = None
     reasoning: str | None = None

@@ -35,6 +35,7 @@ class Header:
 
     @property
     def channel(self) -> str:
+        """Name of the message's channel; "" for none."""
         found = _CHANNEL_NAME.search(self.text)
         return "" if found is None else found.group(1)
 
@@ -59,7 +60,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Piece of the current message's body."""
+    """Piece `text` of the current message's body."""
 
     text: str
 
@@ -75,7 +76,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """Text outside of any message."""
+    """Piece `text` outside of any message."""
 
     text: str
 
@@ -97,12 +98,14 @@ class HarmonyReader:
         self._state = self._first
 
     def feed(self, text: str) -> list[Part]:
+        """Read a piece of the output; return the parts that are certain."""
         at = 0
         while at < len(text):
             at = self._state(text, at)
         return self._take()
 
     def finish(self) -> list[Part]:
+        """End the output; return the parts of text that was held back."""
         if self._state == self._first:
             self._outside(self._opening.held)
         elif self._state == self._between:
@@ -141,6 +144,9 @@ class HarmonyReader:
         return at
 
     def _between(self, text: str, at: int) -> int:
+        """State between messages: text up to a word that begins a message is outside. Arguments and result as of
+        `_first`.
+        """
         plain, at, word = self._begin.read(text, at)
         self._outside(plain)
         if word:
@@ -158,6 +164,9 @@ class HarmonyReader:
         self._state = self._in_body
 
     def _in_header(self, text: str, at: int) -> int:
+        """State in a header, up to <|message|>; a header that is cut off or too long is outside text. Arguments and
+        result as of `_first`.
+        """
         plain, read, word = self._message.read(text[at : at + self._room], 0)
         self._header += [plain, word]
         self._room -= read
@@ -171,6 +180,9 @@ class HarmonyReader:
         return at + read
 
     def _in_body(self, text: str, at: int) -> int:
+        """State in a body, up to a word that ends the message or begins the next one. Arguments and result as of
+        `_first`.
+        """
         plain, at, word = self._end.read(text, at)
         self._body(plain)
         if word in (START, CHANNEL):

@@ -15,6 +15,8 @@ from jaxengine.parsers.json_scan import JsonScanner
 
 
 class Progress(Enum):
+    """State of a reader of calls after a piece of text."""
+
     MORE = auto()
     DONE = auto()  # a call, and its object is closed
     CUT = auto()  # a call with complete arguments, whose object is invalid after them
@@ -72,6 +74,7 @@ class JsonCall:
         return at, progress
 
     def _read(self, char: str) -> Progress:
+        """Read one character of the object; pass its name and arguments on. Return the progress with it."""
         scanner = self._scanner
         depth, in_string, in_key, begins_value = (
             scanner.depth,
@@ -144,6 +147,7 @@ class JsonCall:
         return self._key != "name"
 
     def _send(self) -> None:
+        """Send what is certain of a call to `out`: its start, once, and the arguments since the last time."""
         if not self._is_call:
             return
         if not self._started:

@@ -17,6 +17,8 @@ _HEX = "0123456789abcdefABCDEF"
 
 
 class _State(Enum):
+    """What the next character may be, or what it is part of."""
+
     VALUE = auto()
     FIRST_ITEM = auto()  # a value or the end of the array
     FIRST_KEY = auto()  # a key or the end of the object
@@ -31,7 +33,7 @@ class _State(Enum):
 
 
 class JsonScanner:
-    """Scans one value.
+    """Scanner of one value.
 
     Attributes:
       depth: number of open arrays and objects.
@@ -118,6 +120,7 @@ class JsonScanner:
         return char in _SPACE or self._structure(state, char)
 
     def _structure(self, state: _State, char: str) -> bool:
+        """Read a character that is neither white space nor within a string or scalar; return False if it is wrong."""
         closes = bool(self._open) and char == _CLOSING[self._open[-1]]
         if state in (_State.KEY, _State.FIRST_KEY) and char == '"':
             self._state, self.in_key = _State.STRING, True
@@ -135,6 +138,7 @@ class JsonScanner:
         return True
 
     def _begin_value(self, char: str) -> bool:
+        """Read the first character of a value; return False if it begins none."""
         if char in _CLOSING:
             self._open.append(char)
             self._state = _State.FIRST_KEY if char == "{" else _State.FIRST_ITEM

@@ -17,12 +17,14 @@ class MessageParser:
         self._late_end: LateEnd | None = None
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         events: list[Event] = [ContentDelta(text)] if text else []
         if self._reasoning is not None:
             events = self._reasoning.feed(text)
         return self._call_tools(events)
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         events = self._call_tools([] if self._reasoning is None else self._reasoning.finish())
         if self._tools is not None:
             events += self._without_late_end(self._tools.finish())
@@ -31,6 +33,7 @@ class MessageParser:
         return events
 
     def _call_tools(self, events: list[Event]) -> list[Event]:
+        """Return these events, with what the tool parser makes of the content among them."""
         if self._reasoning is not None and self._reasoning.late_ends and self._late_end is None:
             self._late_end = LateEnd(self._reasoning.late_ends)
         if self._tools is None:
@@ -44,6 +47,7 @@ class MessageParser:
         return found
 
     def _without_late_end(self, events: list[Event]) -> list[Event]:
+        """Return the events with a late end word removed from content, if a call has ended the reasoning."""
         if self._late_end is None:
             return events
         found: list[Event] = []
@@ -87,6 +91,7 @@ class LateEnd:
         return "" if self._end is None else self._released(self._end.take())
 
     def _released(self, text: str) -> str:
+        """Return a text that follows held white space; white space alone is held until other content follows."""
         if self._space is None:
             return text
         self._space.append(text)

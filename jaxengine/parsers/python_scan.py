@@ -20,13 +20,17 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class Reading(Enum):
-    MORE = auto()
+    """State of a value after a character."""
+
+    MORE = auto()  # it goes on
     DONE = auto()  # the value is complete with this character
     BEFORE = auto()  # it was complete before this character, which belongs to what follows
-    WRONG = auto()
+    WRONG = auto()  # it is no literal that JSON has
 
 
 class _State(Enum):
+    """What the next character may be, or what it is part of."""
+
     VALUE = auto()
     FIRST = auto()  # an item, a key, or the end of what was opened
     LATER = auto()  # the same after a comma
@@ -41,8 +45,13 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Open:
-    """An open bracket: its character, index of its JSON piece, whether a comma followed, and whether a brace holds
-    keys.
+    """An open bracket.
+
+    Attributes:
+      bracket: its character.
+      place: index of its piece in PythonScanner.json.
+      has_comma: whether a comma has come in it.
+      has_keys: whether a brace holds keys; None until that is known.
     """
 
     bracket: str
@@ -102,6 +111,7 @@ class PythonScanner:
         return Reading.MORE if char.isspace() else self._structure(char)
 
     def _structure(self, char: str) -> Reading:
+        """Read a character that is neither white space nor within a string or scalar."""
         state = self._state
         inner = self._open[-1] if self._open else None
         if inner is None or state is _State.VALUE:
@@ -129,6 +139,9 @@ class PythonScanner:
         return inner.bracket == "{" and inner.has_keys is None and self._state is _State.NEXT and self._was_string
 
     def _begin_value(self, char: str) -> Reading:
+        """Read the first character of a value: a quote, a bracket, or part of a scalar. WRONG for a key that is no
+        string.
+        """
         if char in "\"'":
             self._state, self._quote = _State.STRING, char
             self.json.append('"')
@@ -143,6 +156,7 @@ class PythonScanner:
         return Reading.MORE
 
     def _close(self, inner: _Open, is_empty: bool) -> Reading:
+        """Close the bracket `inner`, and decide whether it is a list, a dict or parentheses around a value."""
         self._open.pop()
         if inner.bracket == "(" and not inner.has_comma and not is_empty:
             self.json[inner.place] = ""  # parentheses around a value
@@ -159,6 +173,9 @@ class PythonScanner:
         return Reading.MORE if self._open else Reading.DONE
 
     def _string(self, char: str) -> Reading:
+        """Read a character within a string: its end, a backslash, or one that goes into the JSON, escaped if need
+        be.
+        """
         if char == self._quote:
             self.json.append('"')
             self._state = _State.AFTER_STRING
@@ -169,6 +186,9 @@ class PythonScanner:
         return Reading.MORE
 
     def _begin_escape(self, char: str) -> Reading:
+        """Read the character after a backslash: the letter of an escape, which becomes JSON, or the first digit of one
+        with digits. An escape that Python lacks keeps its backslash.
+        """
         self._state = _State.STRING
         if char in _HEX_DIGITS or char in "01234567":
             self._state, self._escape = _State.NUMBER, char
@@ -179,6 +199,7 @@ class PythonScanner:
         return Reading.MORE
 
     def _number(self, char: str) -> Reading:
+        """Read a digit of an escape by number; an octal one may be followed by any character."""
         kind, digits = self._escape[0], self._escape[1:]
         if kind not in _HEX_DIGITS:
             if char in "01234567" and len(self._escape) < 3:

@@ -69,12 +69,15 @@ class HarmonyReasoningParser:
         self._said: set[type] = set()
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         return self._events(self._reader.feed(text))
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         return self._events(self._reader.finish())
 
     def _events(self, parts: list[Part]) -> list[Event]:
+        """Return the events of these parts, adjacent ones of one kind merged, empty ones left out."""
         events = [event for part in parts if (event := self._event(part)).text]
         joined: list[Event] = []
         for event in events:
@@ -85,6 +88,7 @@ class HarmonyReasoningParser:
         return joined
 
     def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
+        """Return the event of one part, with an empty text for a part that is not part of any message's text."""
         if isinstance(part, Header):
             self._header, self._is_call = part, part.function(self._functions) is not None
             if self._is_call:

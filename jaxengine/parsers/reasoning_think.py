@@ -27,7 +27,7 @@ class ThinkFormat:
 
     Attributes:
       begins, ends: words around reasoning, and alternative spellings; the model writes the first one.
-      calls: words around calls that reasoning never mentions: they end it without a look at the call.
+      calls: words around calls that reasoning never mentions: such a word ends it, whatever follows.
       answer: words around the answer, if there are any.
       always: an output begins with reasoning, with or without the opening word in prompt or output.
       shown: reasoning stays in the content, between <think> and the end word.
@@ -123,10 +123,12 @@ class ThinkParser:
         self.late_ends: tuple[str, ...] = ()
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         self._read(text)
         return self._take()
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._state == self._first:
             (self._reasoning if self._inside else self._content).append(self._opening.held)
         elif self._state == self._thoughts:
@@ -158,6 +160,7 @@ class ThinkParser:
         return at
 
     def _thoughts(self, text: str, at: int) -> int:
+        """State in reasoning, up to a word that ends it or may begin a call. Arguments and result as of `_first`."""
         plain, at, word = self._end.read(text, at)
         self._reasoning.append(plain)
         if word in self._ends:
@@ -203,10 +206,12 @@ class ShownParser:
         self._before = before
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         before, self._before = self._before, ""
         return _events("", before + text)
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         return self.feed("")
 
 
@@ -225,17 +230,21 @@ class AnswerParser:
 
     @property
     def late_ends(self) -> tuple[str, ...]:
+        """Words of the inner parser, as ReasoningParser.late_ends."""
         return self._inner.late_ends
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         return self._unwrap(self._inner.feed(text))
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         events = self._unwrap(self._inner.finish())
         held = self._opening.held if self._state == self._before else self._end.take()
         return events + _events("", held)
 
     def _unwrap(self, events: list[Event]) -> list[Event]:
+        """Return the events with the words around the answer removed from content."""
         found: list[Event] = []
         for event in events:
             if isinstance(event, ContentDelta):

@@ -49,7 +49,7 @@ class ToolFormat:
 
     Attributes:
       parser: class that is called with new ids; for a typed format also with the functions' schemas.
-      models: names of the models that use it, for people.
+      models: names of the models that use it, for documentation.
       grammar: yields rules for calls, with the top rule `calls`; raises ValueError for functions that the format cannot
         call. None: calls are separate from the answer, and only the answer is constrained by a grammar.
       forced_grammar: yields rules for entire outputs, with the top rule `start`, when a call is required; None: a
@@ -127,8 +127,12 @@ class ReasoningFormat(Protocol):
 
 @dataclass(frozen=True)
 class ReasoningRow:
-    """A reasoning format, the models that use it, and the template words by which "auto" selects it (see
-    ToolFormat).
+    """Row of the table of reasoning parsers.
+
+    Attributes:
+      format: the reasoning format.
+      models: names of the models that use it, for documentation.
+      template: words of a chat template by which "auto" selects it (see ToolFormat).
     """
 
     format: ReasoningFormat
@@ -137,6 +141,7 @@ class ReasoningRow:
 
 
 def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool = False, **fields: Any) -> ToolFormat:
+    """Return the format of calls in a JSON list. begins, end, bare: as of JsonListToolParser; fields: of ToolFormat."""
     return ToolFormat(
         partial(tool_json_list.JsonListToolParser, begins=begins, end=end, bare=bare),
         models,
@@ -147,6 +152,7 @@ def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool =
 
 
 def _section(models: str, words: tool_sections.SectionWords, template: tuple[str, ...]) -> ToolFormat:
+    """Return the format of calls in a section with these words."""
     return ToolFormat(
         partial(tool_sections.SectionToolParser, words=words),
         models,
@@ -159,6 +165,7 @@ def _section(models: str, words: tool_sections.SectionWords, template: tuple[str
 
 
 def _parameters(models: str, words: tool_parameters.ParameterWords, template: tuple[str, ...]) -> ToolFormat:
+    """Return the format of calls with plain-text arguments and these words."""
     return ToolFormat(
         partial(tool_parameters.ParameterToolParser, words=words),
         models,
@@ -171,6 +178,9 @@ def _parameters(models: str, words: tool_parameters.ParameterWords, template: tu
 
 
 def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fields: Any) -> ToolFormat:
+    """Return the format of calls in Python's notation. words, brackets: as of PythonicToolParser; fields: of
+    ToolFormat.
+    """
     return ToolFormat(
         partial(tool_pythonic.PythonicToolParser, words=words, brackets=brackets),
         models,
@@ -181,6 +191,7 @@ def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fiel
 
 
 def _objects(models: str, begin: str, end: str, space: str, **fields: Any) -> ToolFormat:
+    """Return the format of JSON objects between two words. space: text inside of the words; fields: of ToolFormat."""
     return ToolFormat(
         partial(tool_hermes.HermesToolParser, begin=begin, end=end),
         models,

@@ -20,6 +20,7 @@ class StateParser:
         self._out = Collector(new_id)
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         self._read(text)
         return self._out.take()
 

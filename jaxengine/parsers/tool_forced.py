@@ -27,12 +27,15 @@ def text_arguments(text: str) -> str:
 
 
 class RequiredToolParser:
+    """Parser of an output that is a JSON list of calls, {"name": ..., "parameters": {...}} each."""
+
     def __init__(self, new_id: Iterable[str]):
         self._out = Collector(new_id)
         self._calls = JsonCallList(self._out, ("parameters",))
         self._progress = Progress.MORE
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         at = 0
         if self._progress is Progress.MORE:
             at, self._progress = self._calls.read(text, 0)
@@ -45,17 +48,21 @@ class RequiredToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._progress is Progress.MORE:
             self._out.content(self._calls.held)
         return self._out.finish()
 
 
 class NamedToolParser:
+    """Parser of an output that is the arguments of the function `name`."""
+
     def __init__(self, new_id: Iterable[str], name: str):
         self._out = Collector(new_id)
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         if text and self._name is not None:  # an output that ends within reasoning has no call
             self._out.start(self._name)
             self._name = None
@@ -63,17 +70,19 @@ class NamedToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         return self._out.finish()
 
 
 class NamedTextParser:
-    """Parses an output that is the text of the text tool `name`: one call with the arguments {"input": text}."""
+    """Parser of an output that is the text of the text tool `name`: one call with the arguments {"input": text}."""
 
     def __init__(self, new_id: Iterable[str], name: str):
         self._out = Collector(new_id)
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         if not text:
             return []
         if self._name is not None:
@@ -84,13 +93,14 @@ class NamedTextParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._name is None:
             self._out.arguments(_END)
         return self._out.finish()
 
 
 class RequiredTextParser:
-    """Parses an output that is either RequiredToolParser's list, or the name of a text tool and its text."""
+    """Parser of an output that is either RequiredToolParser's list, or the name of a text tool and its text."""
 
     def __init__(self, new_id: Iterable[str]):
         self._ids = new_id
@@ -98,6 +108,7 @@ class RequiredTextParser:
         self._head = ""
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         if self._parser is not None:
             return self._parser.feed(text)
         self._head += text
@@ -110,12 +121,14 @@ class RequiredTextParser:
         return [] if self._parser is None else self._parser.feed(rest)
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._parser is None:
             self._parser = RequiredToolParser(self._ids)
             return self._parser.feed(self._head) + self._parser.finish()
         return self._parser.finish()
 
     def _opened(self, line: str) -> RequiredToolParser | NamedTextParser:
+        """Return the parser of what follows the first line, {"name": ...} for a text tool."""
         try:
             name: Any = json.loads(line)["name"]
         except (ValueError, KeyError, RecursionError):

@@ -46,7 +46,7 @@ def forced_grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 class HarmonyToolParser:
-    """Parses the calls of one output. functions: names of the request's functions."""
+    """Parser of the calls of one output. functions: names of the request's functions."""
 
     def __init__(self, new_id: Iterable[str], functions: Collection[str]):
         self._out = Collector(new_id)
@@ -57,14 +57,17 @@ class HarmonyToolParser:
         self._is_blank = True
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         self._read(self._reader.feed(text))
         return self._out.take()
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         self._read(self._reader.finish())
         return self._out.finish()
 
     def _read(self, parts: list[Part]) -> None:
+        """Pass parts of the output on as content or as calls."""
         for part in parts:
             if isinstance(part, Header):
                 self._begin(part)

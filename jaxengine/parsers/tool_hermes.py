@@ -47,6 +47,7 @@ class HermesToolParser(StateParser):
         self._call = self._new_call()
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state == self._before_object:
@@ -71,6 +72,7 @@ class HermesToolParser(StateParser):
         self._state = self._before_object
 
     def _before_object(self, text: str, at: int) -> int:
+        """State after the opening word, before the brace of a call; other text is content, with the word."""
         at, found = self._opening.read(text, at)
         if found:
             self._call.read("{", 0)
@@ -81,6 +83,7 @@ class HermesToolParser(StateParser):
         return at
 
     def _object(self, text: str, at: int) -> int:
+        """State in the object of a call; an object that is no call becomes content."""
         at, progress = self._call.read(text, at)
         if progress is Progress.REJECTED:
             self._reject()
@@ -107,6 +110,7 @@ class HermesToolParser(StateParser):
         return at
 
     def _after_object(self, text: str, at: int) -> int:
+        """State after the object, where the closing word may follow."""
         at, found = self._closing.read(text, at)
         if found is not None:
             self._state = self._content

@@ -45,6 +45,7 @@ class JsonListToolParser(StateParser):
         self._state = self._before_list if bare else self._content
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state == self._before_list:
@@ -68,6 +69,7 @@ class JsonListToolParser(StateParser):
         self._before, self._opening, self._state = word, Opening("["), self._before_list
 
     def _before_list(self, text: str, at: int) -> int:
+        """State before the opening bracket; other text is content, with the word before it."""
         at, found = self._opening.read(text, at)
         if found:
             self._before += self._opening.held[:-1]
@@ -80,6 +82,7 @@ class JsonListToolParser(StateParser):
         return at
 
     def _list(self, text: str, at: int) -> int:
+        """State in the list of calls; a list without any becomes content."""
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
             self._state = self._broken
@@ -92,6 +95,7 @@ class JsonListToolParser(StateParser):
         return at
 
     def _after_list(self, text: str, at: int) -> int:
+        """State after the list, where the closing word may follow."""
         at, found = self._closing.read(text, at)
         if found is not None:
             self._state = self._content

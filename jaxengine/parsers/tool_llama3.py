@@ -39,6 +39,8 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 class Llama3ToolParser(StateParser):
+    """Parser of JSON objects and lists that are calls, wherever they stand."""
+
     def __init__(self, new_id: Iterable[str]):
         super().__init__(new_id)
         # A tag or a separator, which is content unless a call follows.
@@ -49,6 +51,7 @@ class Llama3ToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._state == self._tag:
             self._out.content(_TAG[: self._num_of_tag])
         elif self._state == self._gap:
@@ -58,6 +61,7 @@ class Llama3ToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
+        """State in content, up to a character that may begin a tag or a call."""
         start = _START.search(text, at)
         end = len(text) if start is None else start.start()
         self._out.content(text[at:end])
@@ -70,6 +74,7 @@ class Llama3ToolParser(StateParser):
         return self._open(text, end)
 
     def _tag(self, text: str, at: int) -> int:
+        """State in what may be <|python_tag|>; reads one character."""
         if text[at] != _TAG[self._num_of_tag]:
             self._out.content(_TAG[: self._num_of_tag])
             self._state = self._content
@@ -102,6 +107,7 @@ class Llama3ToolParser(StateParser):
         return at + 1
 
     def _reading(self, text: str, at: int) -> int:
+        """State in an object or a list that may be a call."""
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
             self._state = self._broken

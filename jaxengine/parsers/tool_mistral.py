@@ -44,6 +44,8 @@ def starts(name: str) -> Iterator[tuple[str, ...]]:
 
 
 class MistralToolParser(StateParser):
+    """Parser of both forms of calls after [TOOL_CALLS]."""
+
     def __init__(self, new_id: Iterable[str]):
         super().__init__(new_id)
         self._begin = Marker(_BEGIN)
@@ -53,6 +55,7 @@ class MistralToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state in (self._after_marker, self._name):
@@ -71,6 +74,7 @@ class MistralToolParser(StateParser):
         return at
 
     def _after_marker(self, text: str, at: int) -> int:
+        """State after the marker, where a bracket begins the older form and other text a name."""
         if text[at].isspace():
             self._word.append(text[at])
             return at + 1
@@ -99,6 +103,7 @@ class MistralToolParser(StateParser):
         return at + 1
 
     def _arguments(self, text: str, at: int) -> int:
+        """State in the arguments of a call in the newer form."""
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
         if not right:
@@ -108,6 +113,7 @@ class MistralToolParser(StateParser):
         return end
 
     def _list(self, text: str, at: int) -> int:
+        """State in the list of calls of the older form; a list without any becomes content."""
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
             self._state = self._broken

@@ -133,6 +133,7 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
 
 
 def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, name: str, rule: str) -> Iterator[str]:
+    """Yield Lark rules for one parameter, with the top rule `rule`."""
     begin, middle, end = map(calls.word, words.parameter)
     types, texts = form.types(name), form.texts(name)
     line = literal("\n") if words.lines else ""
@@ -157,6 +158,10 @@ def starts(name: str, words: ParameterWords) -> Iterator[tuple[str, ...]]:
 
 
 class ParameterToolParser(StateParser):
+    """Parser of calls with plain-text arguments. functions: schemas of arguments, by function name; words: of the
+    format.
+    """
+
     def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema], words: ParameterWords):
         super().__init__(new_id)
         self._functions = functions
@@ -180,6 +185,7 @@ class ParameterToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._state == self._content:
             self._out.content(self._outside.take())
         elif self._state == self._section:
@@ -212,6 +218,9 @@ class ParameterToolParser(StateParser):
             arguments.cut_value()
 
     def _content(self, text: str, at: int) -> int:
+        """State outside of calls and sections: text is content until an opening word. A section's closing word is
+        dropped after one, and content otherwise.
+        """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
         if word == self._words.call[0]:
@@ -242,6 +251,7 @@ class ParameterToolParser(StateParser):
         self._held, self._word, self._room, self._state = held, [], _MAX_NAME, self._in_call_name
 
     def _in_call_name(self, text: str, at: int) -> int:
+        """State in a function's name; text that is no name, or is too long, is content."""
         plain, read, word = self._call_name.read(text[at : at + self._room], 0)
         self._word.append(plain)
         self._room -= read
@@ -308,6 +318,7 @@ class ParameterToolParser(StateParser):
         return at
 
     def _in_name(self, text: str, at: int) -> int:
+        """State in a parameter's name, up to the word that ends it."""
         plain, at, word = self._name.read(text, at)
         self._word.append(plain)
         if word:
@@ -345,6 +356,7 @@ class ParameterToolParser(StateParser):
         return name.partition('"')[0], {"": None, "true": _STRING}.get(says_string, _NO_STRING)
 
     def _in_value(self, text: str, at: int) -> int:
+        """State in a value, up to a word that may end it."""
         assert self._arguments is not None
         plain, at, word = self._value_end.read(text, at)
         self._arguments.add(plain)

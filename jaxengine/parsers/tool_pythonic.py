@@ -18,6 +18,8 @@ from jaxengine.parsers.python_scan import PythonScanner, Reading
 
 
 class _State(Enum):
+    """Part of a call that the next character belongs to."""
+
     SEEK = auto()  # the word before calls, if there is one
     LIST = auto()
     CALL = auto()  # a call, or the end of the list after a comma
@@ -100,6 +102,7 @@ class PythonicToolParser:
         self._value = PythonScanner()
 
     def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output, as OutputParser.feed."""
         at = 0
         while at < len(text):
             if self._state is _State.CONTENT:
@@ -117,6 +120,7 @@ class PythonicToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._state is not _State.AFTER_CALL:
             self._release()
         if self._outside is not None:
@@ -124,6 +128,7 @@ class PythonicToolParser:
         return self._out.finish()
 
     def _seek(self, text: str, at: int) -> int:
+        """Pass text on as content up to the word before calls; return the position after what it read."""
         assert self._outside is not None
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -188,6 +193,7 @@ class PythonicToolParser:
         return True
 
     def _read_word(self, char: str) -> bool:
+        """Read a character of a function's or parameter's name, or the one that ends it."""
         if char.isidentifier() or char.isdigit() or (char == "." and self._state is _State.NAME):
             self._word.append(char)
             return True
@@ -208,6 +214,7 @@ class PythonicToolParser:
         return char == "="
 
     def _read_value(self, char: str) -> bool:
+        """Read a character of a value, or the one that ends it."""
         reading = self._value.read(char)
         if reading in (Reading.MORE, Reading.WRONG):
             return reading is Reading.MORE

@@ -125,6 +125,8 @@ def starts(name: str, words: SectionWords) -> Iterator[tuple[str, ...]]:
 
 
 class SectionToolParser(StateParser):
+    """Parser of calls in a section. functions: names of the request's functions; words: of the format."""
+
     def __init__(self, new_id: Iterable[str], functions: Collection[str], words: SectionWords):
         super().__init__(new_id)
         self._functions = functions
@@ -143,6 +145,7 @@ class SectionToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
+        """End the output, as OutputParser.finish."""
         if self._state == self._content:
             self._out.content(self._outside.take())
         elif self._state == self._section:
@@ -158,6 +161,9 @@ class SectionToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
+        """State outside of calls and sections: text is content until an opening word. A section's closing word is
+        dropped after one, and content otherwise.
+        """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
         if word == self._words.begin:
@@ -188,6 +194,7 @@ class SectionToolParser(StateParser):
         self._held, self._head, self._room, self._state = held, [], _MAX_HEAD, self._in_head
 
     def _in_head(self, text: str, at: int) -> int:
+        """State in the head of a call; text that is no head, or is too long, is content."""
         plain, read, word = self._middle.read(text[at : at + self._room], 0)
         self._head.append(plain)
         self._room -= read
@@ -199,6 +206,7 @@ class SectionToolParser(StateParser):
         return at + read
 
     def _before_object(self, text: str, at: int) -> int:
+        """State before the arguments, which may be missing; other text makes all of it content."""
         at, found = self._opening.read(text, at)
         if found is False:
             self._reject("".join(self._head) + self._opening.held)
@@ -217,6 +225,7 @@ class SectionToolParser(StateParser):
         return at
 
     def _arguments(self, text: str, at: int) -> int:
+        """State in the arguments, JSON that is passed on as it comes."""
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
         if not right:

@@ -1,4 +1,4 @@
-"""Converts plain-text arguments to JSON by the schema of their parameter."""
+"""Conversion of plain-text arguments to JSON by the schema of their parameter."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str
 
 
 def _own_types(schema: Schema) -> set[str]:
+    """Return the JSON types that a schema itself names by "type", or else by the values of "enum" or "const"."""
     kind = schema.get("type")
     found = {_TYPE_NAMES.get(each.lower(), each) for each in (*_list(kind), kind) if isinstance(each, str)}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
@@ -68,6 +69,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _is_of(text: str, types: frozenset[str]) -> bool:
+    """Whether a text is JSON of one of `types` other than string."""
     try:
         # The values of numbers do not matter, and may exceed Python's limit of digits.
         value = json.loads(text, parse_int=lambda _: 0, parse_float=_number, parse_constant=_no_constant)
@@ -87,6 +89,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _from_python(text: str) -> str:
+    """Return the JSON of a text that is a Python literal; "" for other texts."""
     scanner = PythonScanner()
     for at, char in enumerate(text):
         reading = scanner.read(char)

@@ -106,6 +106,9 @@ def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
 
 
 def _entry(name: str, value: Any) -> Steer:
+    """Return one entry of `steer`, a Steer or a dict of its fields, as a Steer with its vector as f32 bytes. Raises
+    RequestError.
+    """
     if isinstance(value, (list, tuple)) and len(value) == len(_KEYS):  # a Steer, also one from a message
         value = dict(zip(_KEYS, value, strict=True))
     if not isinstance(value, Mapping) or "vector" not in value or not set(value) <= set(_KEYS):
@@ -123,6 +126,7 @@ def _entry(name: str, value: Any) -> Steer:
 
 
 def _check_at(name: str, at: Any) -> None:
+    """Raise RequestError unless `at` is a name of taps that can be steered, in form."""
     try:
         if not isinstance(at, str):
             raise TapError(at, "text")
@@ -134,6 +138,9 @@ def _check_at(name: str, at: Any) -> None:
 
 
 def _numbers(name: str, vector: Any) -> bytes:
+    """Return a vector, f32 bytes or numbers, as the bytes of a float32 array. Raises RequestError unless it has one
+    dimension and finite numbers.
+    """
     import numpy as np
 
     try:

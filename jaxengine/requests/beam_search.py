@@ -6,6 +6,7 @@ cache holds what the beams share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,7 @@ class BeamSearchSequence:
       cum_logprob: sum of the output's log-probabilities.
       text: of prompt and output; None without a tokenizer, and before the search has ended.
       finish_reason: "stop" at an end-of-sequence token, else "length".
+      stop_reason: always None, as vLLM has the field.
     """
 
     tokens: list[int]
@@ -180,12 +182,18 @@ class BeamSearch:
         return self._shown(beam, self._num_prompt)
 
     def _shown(self, beam: BeamSearchSequence, first: int) -> list[int]:
+        """Return a beam's tokens from number `first` on, without an end-of-sequence token that is to be left out."""
         ended = beam.finish_reason == "stop" and not self._params.include_stop_str_in_output
         return beam.tokens[first : len(beam.tokens) - ended]
 
     def _score(self, beam: BeamSearchSequence) -> float:
-        ended = beam.tokens[-1] in self._eos
-        return beam.cum_logprob / float(len(beam.tokens) - ended) ** self._params.length_penalty
+        """Return a number that orders beams as cum_logprob / length ** length_penalty does: log length times the
+        penalty, minus log(-cum_logprob). The quotient itself leaves the range of a float for long prompts.
+        """
+        length = len(beam.tokens) - (beam.tokens[-1] in self._eos)
+        if not length or beam.cum_logprob >= 0:
+            return math.inf
+        return self._params.length_penalty * math.log(length) - math.log(-beam.cum_logprob)
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:

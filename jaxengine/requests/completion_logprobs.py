@@ -91,6 +91,9 @@ class KnownCompletions:
             self._add(index, prompts[index], inputs)
 
     def _add(self, index: int, prompt: Prompt, inputs: InputProcessor) -> None:
+        """Append the request of a completion that has tokens. Raises RequestError for media, or beyond
+        max_model_len.
+        """
         if has_media(prompt):
             raise RequestError("get_logprobs takes prompts of text or tokens, not images", param="multi_modal_data")
         _, prompt_ids, salt = inputs.read_prompt(prompt)

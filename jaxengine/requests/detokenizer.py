@@ -107,10 +107,12 @@ class _ByteDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return the complete characters that these ids add."""
         skipped = self._skipped
         return self._utf8.decode(b"".join([self._token_bytes(i) for i in token_ids if i not in skipped]))
 
     def flush(self) -> str:
+        """Return held bytes, an incomplete character as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -126,14 +128,17 @@ class _WindowDecoder:
         self._num_known = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these ids add and that later ones do not change."""
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def flush(self) -> str:
+        """Return the text of the ids that were held back, which then are the window's known ones."""
         text = self._decode(self._window)[len(self._decode(self._window[: self._num_known])) :]
         self._window, self._num_known = self._window[self._num_known :], len(self._window) - self._num_known
         return text
 
     def _push(self, token_id: int) -> str:
+        """Return the text that one id adds, "" while it may end within a character."""
         if token_id in self._joined and self._window and self._window[-1] in self._joined:
             held = self.flush()
             self._window, self._num_known = [token_id], 1

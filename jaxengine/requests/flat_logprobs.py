@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxengine.requests.outputs import Logprob, PositionLogprobs
 
-# What a position is: None too in a prompt.
+# Type of a position: in a prompt it may also be None.
 Position = TypeVar("Position", PositionLogprobs, PositionLogprobs | None)
 
 

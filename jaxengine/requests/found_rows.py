@@ -31,6 +31,7 @@ class FoundRows:
         return new if new.dtype.names is None else {name: new[name] for name in new.dtype.names}
 
     def _take_new(self, count: int) -> np.ndarray:
+        """Return the rows up to `count` that were not returned before, and drop them."""
         rows = _joined(self._parts)
         new = rows[: max(0, count - self._num_sent)]
         self._num_sent += len(new)
@@ -38,6 +39,7 @@ class FoundRows:
         return new
 
     def _take_all(self, count: int) -> np.ndarray:
+        """Return the first `count` rows, a view of a buffer that later rows are appended to."""
         parts, self._parts, kept = self._parts, [], self._kept
         if kept is None:
             kept = _joined(parts)

@@ -312,6 +312,9 @@ class InputProcessor:
         return self.media.made_ready(prompt, text, token_ids)
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
+        """Return token ids as a list of ints. Raises RequestError for other values, an empty list, and ids outside the
+        vocabulary.
+        """
         vocab_size = self.model_config.vocab_size
         if isinstance(token_ids, np.ndarray):
             token_ids = token_ids.tolist()
@@ -365,7 +368,7 @@ class InputProcessor:
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
-        """Return the seed of output `index` of request `number`, which has none of its own: it differs per request, and
+        """Return the seed of output `number` of the request counted as `index`: it differs per request and output, and
         is equal in every run with the same engine seed.
         """
         origin = f"/{self._origin}" if self._origin else ""

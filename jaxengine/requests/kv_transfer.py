@@ -20,6 +20,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _are_columns(value: Any) -> bool:
+    """Whether a value is a list of lists of small integers, one list for each cache group."""
     return (
         isinstance(value, list | tuple)
         and len(value) <= _MAX_GROUPS

@@ -1,4 +1,4 @@
-"""Options of a request other than its prompt and sampling: when it runs, and for whom; and one of each for a batch.
+"""Options of a request other than its prompt and sampling: when it runs, and for whom; and those of a batch's prompts.
 
 All parts between caller and engine pass this record on unchanged. A new field is added here, with its rule, and where
 it takes effect.
@@ -75,7 +75,7 @@ class RequestOptions:
             return
         if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
             allowed = f"a string of 1 to {MAX_CLIENT_LENGTH} printable characters"
-            raise _refuse("client", client, f"client is {client!r}; allowed is {allowed}")
+            raise _refuse("client", client, f"client is {show_value(client)}; allowed is {allowed}")
         if scheduling_policy != "fair":
             raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
 

@@ -49,9 +49,12 @@ class _Sequence:
     Attributes:
       group: the caller's request. index: number of the output in it. request: the engine's request that generates it.
       detokenizer: None without texts. repetition: None if repetitions do not end the output.
+      token_ids: output tokens so far.
       logprobs, masses: of each token, as far as requested: log-probabilities, and the numbers of return_sampling_mass.
+      cumulative_logprob: sum of the log-probabilities of the output tokens; 0 if none were requested.
       num_sent: tokens that earlier outputs of a stream had.
       found: rows that capabilities returned, by field of CompletionOutput.
+      finish_reason, stop_reason: as of CompletionOutput.
     """
 
     group: _Group
@@ -85,6 +88,9 @@ class _Sequence:
         return None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """End the output for these reasons: settle its text and, if tokens were not reported step by step, take them
+        from the engine's request.
+        """
         self.finish_reason, self.stop_reason = reason.value, stop_reason
         if not self.request.per_step:
             known = self.request.output_token_ids
@@ -129,6 +135,7 @@ class _Sequence:
         )
 
     def _logprobs(self, first: int) -> Sequence[PositionLogprobs]:
+        """Return the log-probabilities from token `first` on, in the form that the request asks for."""
         found = self.logprobs[first:]
         return FlatLogprobs.of(found) if self.group.params.flat_logprobs else found
 
@@ -148,7 +155,13 @@ class _Group:
     """A caller's request: its n sequences.
 
     Attributes:
+      request_id, params: as given or chosen when it was prepared.
       prompt: the text, if known.
+      prompt_token_ids: token ids of the prompt.
+      metrics: times of the request, filled in as it proceeds.
+      sequences: one for each of n outputs, ended ones included.
+      prompt_logprobs: of each prompt token, None where there is none yet; None unless requested.
+      flat_prompt_logprobs: the same as FlatLogprobs, made when first needed.
       num_running: sequences that have not ended.
     """
 
@@ -159,7 +172,7 @@ class _Group:
     metrics: RequestMetrics
     sequences: list[_Sequence] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    flat_prompt_logprobs: FlatLogprobs[PositionLogprobs | None] | None = None  # the same, made when first needed
+    flat_prompt_logprobs: FlatLogprobs[PositionLogprobs | None] | None = None
     num_running: int = 0
 
 
@@ -186,7 +199,7 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking the n requests of `prepared` and assign their tags."""
+        """Start tracking the n requests of `prepared`, and set their tags, by which their tokens are found."""
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
@@ -270,6 +283,9 @@ class OutputProcessor:
         return outputs
 
     def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
+        """Return the outputs for callers of these sequences, which changed at time `now`; forget requests that have
+        ended.
+        """
         outputs = []
         # Several of a request's n may have ended together: only the last of them reports that all have.
         last_of = {sequence.group.request_id: sequence for sequence in changed}
@@ -294,6 +310,7 @@ class OutputProcessor:
         return outputs
 
     def _output(self, group: _Group, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
+        """Return a RequestOutput of a group with the given completions."""
         cached = group.sequences[0].request.num_cached_tokens
         return RequestOutput(
             request_id=group.request_id,
@@ -308,6 +325,7 @@ class OutputProcessor:
         )
 
     def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:
+        """Return the prompt's log-probabilities in the form that the request asks for, None unless requested."""
         if group.prompt_logprobs is None or not group.params.flat_logprobs:
             return group.prompt_logprobs
         if group.flat_prompt_logprobs is None:
@@ -320,6 +338,7 @@ class OutputProcessor:
         sequence.group.num_running -= 1
 
     def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
+        """Return the detokenizer of one output, None for a request or an engine without texts."""
         if self._tokenizer is None or not params.detokenize:
             return None
         return IncrementalDetokenizer(
@@ -333,6 +352,7 @@ class OutputProcessor:
         )
 
     def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
+        """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence."""
         params = sequence.group.params
         count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
         assert count is not None
@@ -343,6 +363,7 @@ class OutputProcessor:
             sequence.masses.append(scores.given_logprobs[row, -len(SAMPLING_FIELDS) :])
 
     def _score_prompt(self, scores: PromptScores) -> None:
+        """Store the log-probabilities of a chunk of a prompt, from the first of the request's n sequences."""
         sequence = self._sequences.get(scores.request.tag)
         if sequence is None or sequence.index != 0:
             return
@@ -361,6 +382,9 @@ class OutputProcessor:
     def _position(
         self, token_id: int, scores: TokenScores, row: int, count: int, given: Sequence[tuple[int, float]] = ()
     ) -> PositionLogprobs:
+        """Return the log-probabilities of the position that `row` of the scores has. count, given: as of
+        position_logprobs.
+        """
         return position_logprobs(
             token_id,
             float(scores.logprobs[row]),

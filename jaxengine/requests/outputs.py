@@ -19,8 +19,10 @@ from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutp
 class Logprob:
     """A token at a position.
 
-    rank: 1 is the likeliest of the vocabulary; None of tokens that were only asked for by id. decoded_token: None
-    without a tokenizer.
+    Attributes:
+      logprob: its log-probability, or logit if logprobs_mode says so.
+      rank: 1 is the likeliest of the vocabulary; None of tokens that were only requested by id.
+      decoded_token: its text; None without a tokenizer.
     """
 
     logprob: float
@@ -73,7 +75,13 @@ def sampling_columns(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
 class RequestMetrics:
     """Times of a request in seconds of one monotonic clock; None if not reached.
 
-    queued_time: when the engine queued the request, after tokenization.
+    Attributes:
+      arrival_time: when the caller's request arrived.
+      queued_time: when the engine queued it, after tokenization.
+      first_scheduled_time: when it was first part of a step.
+      first_token_time, last_token_time: when the first and the latest of its tokens arrived, of all n outputs.
+      finished_time: when the last output ended.
+      num_preemptions: how often its n sequences were preempted, together.
     """
 
     arrival_time: float
@@ -91,7 +99,7 @@ class RequestMetrics:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Return the seconds from arrival to the first token."""
+        """Return the seconds from arrival to the first token; None before it."""
         return _between(self.arrival_time, self.first_token_time)
 
 
@@ -164,9 +172,11 @@ class CompletionOutput:
     routed_experts: np.ndarray | None = None
 
     def finished(self) -> bool:
+        """Whether the output has ended."""
         return self.finish_reason is not None
 
     def _append(self, later: CompletionOutput) -> None:
+        """Append a later output of the same sequence, which holds only what is new, to this one."""
         self.text += later.text
         self.token_ids = [*self.token_ids, *later.token_ids]
         if later.logprobs is not None:
@@ -189,11 +199,14 @@ class RequestOutput:
     """The state of a request, or the new part of it in a stream.
 
     Attributes:
+      request_id: as given, or chosen when it was prepared.
       prompt: None if the request was given as token ids.
+      prompt_token_ids: token ids of the prompt, placeholders of media included.
       prompt_logprobs: one entry per prompt token, the first None (nothing precedes it), and those up to
         prompt_logprob_start; None unless requested.
       outputs: those of the `n` outputs that changed, by ascending index.
       finished: whether all `n` have finished.
+      metrics: times of the request so far; None where they are not known.
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
       kv_transfer_params: by which another engine gets the pages of the prompt; None unless requested, and until it has
         ended.
@@ -210,8 +223,8 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
-        """Merge a later output of the same request into this one, per output: appended (aggregate, for DELTA) or
-        replaced.
+        """Merge a later output of the same request into this one: each of its completions is appended to that of the
+        same index (aggregate, for DELTA) or replaces it.
 
         So a reader slower than the engine holds one output, never a queue. Raises ValueError for another request's
         output.

@@ -1,4 +1,4 @@
-"""Turns pooled vectors into the caller's outputs; the counterpart of OutputProcessor for a pooling model.
+"""Conversion of pooled vectors to the caller's outputs; the counterpart of OutputProcessor for a pooling model.
 
 A request has one output, at its end.
 """
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Followed:
-    """Tracked request, and its vector once computed, or the rows of its tokens so far."""
+    """Tracked request to a pooling model.
+
+    Attributes:
+      request: the engine's request.
+      request_id, prompt_token_ids: of the caller's output.
+      recipe: how the answer is computed.
+      vector: f32[N], once computed.
+      rows: the rows of the prompt's tokens so far, f32[tokens, N] of each step.
+    """
 
     request: Request
     request_id: str
@@ -35,6 +43,9 @@ class _Followed:
     rows: list[np.ndarray] = field(default_factory=list)
 
     def output(self) -> PoolingRequestOutput[PoolingOutput]:
+        """Return the caller's output of an ended request. Token rows that are not finite change its finish reason to
+        "error".
+        """
         request = self.request
         assert request.finish_reason is not None
         # A request aborted after its vector was computed has no answer either.
@@ -75,7 +86,7 @@ class PoolingProcessor:
         return len(self._by_id)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking a request and assign its tag."""
+        """Start tracking a prepared request, and set the `tag` of its Request, by which its vectors are found."""
         (request,), recipe = prepared.requests, prepared.params
         assert isinstance(recipe, PoolingRecipe)
         self._last_tag = request.tag = (self._last_tag + 1) % TAGS

@@ -31,7 +31,10 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids of the model's vocabulary. prompt: its text, if known, only for the output."""
+    """A prompt as token ids of the model's vocabulary.
+
+    prompt: its text, if known, only for the output. Other keys: as of TextPrompt.
+    """
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -42,7 +45,7 @@ class TokensPrompt(TypedDict):
 
 class EmbedsPrompt(TypedDict):
     """A prompt as embeddings, what the first layer gets of each token: an array [n, hidden_size], or a file of one or
-    its base64. Needs enable_prompt_embeds.
+    its base64. Needs enable_prompt_embeds. cache_salt: as of TextPrompt.
     """
 
     prompt_embeds: Any
@@ -70,7 +73,14 @@ def is_token_ids(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """Checked and tokenized request that has not changed any state yet. params: a recipe for a pooling model."""
+    """Checked and tokenized request that has not changed any state yet.
+
+    Attributes:
+      request_id: as given or chosen.
+      prompt: the text; None if it was given as token ids.
+      params: the caller's, or a recipe for a pooling model.
+      requests: the engine's requests, one for each of n outputs.
+    """
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""The `repetition_detection` of a request, as in vLLM: ends an output that repeats the same tokens again and again."""
+"""Parameters of `repetition_detection`, as in vLLM, by which an output that repeats the same tokens is ended."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _FIELDS = ("max_pattern_size", "min_pattern_size", "min_count")
 
 @dataclass(frozen=True)
 class RepetitionDetectionParams:
-    """Ends an output whose last tokens are one pattern of tokens, several times in a row.
+    """Parameters by which an output ends whose last tokens are one pattern of tokens, several times in a row.
 
     Attributes:
       max_pattern_size: tokens of the longest pattern that is looked for, at most 1024; 0 looks for none.
       min_pattern_size: tokens of the shortest one; 0 means 1.
       min_count: how often the pattern must occur, one occurrence right after the other, at least 2.
-
     Raises RequestError for other values.
     """
 

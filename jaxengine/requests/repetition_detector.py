@@ -1,4 +1,4 @@
-"""Detects that an output repeats itself, see RepetitionDetectionParams. A module of its own, as it needs numpy."""
+"""Detection of an output that repeats itself, see RepetitionDetectionParams. A module of its own, as it needs numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STOP_REASON = "repetition_detected"
 
 
 class RepetitionDetector:
-    """Detects repetitions in one output, token by token. The cost per token does not depend on the output."""
+    """Detector of repetitions in one output, token by token, at a cost per token proportional to max_pattern_size."""
 
     def __init__(self, params: RepetitionDetectionParams):
         sizes = np.arange(1, params.max_pattern_size + 1)

@@ -1,4 +1,4 @@
-"""Runs slow parts of request preparation in a thread, off the event loop: media, and tokenization of long texts."""
+"""Slow parts of request preparation, run in a thread, off the event loop: media, and tokenization of long texts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LONG_TEXT = 8192  # characters
 
 
 async def make_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
-    """Do a prompt's slow preparation in a thread, and return the prompt for a fast `inputs.prepare`. Raises
-    RequestError.
+    """Preprocess a prompt's media or embeddings, or tokenize a long text, in a thread; return the prompt for a fast
+    `inputs.prepare`. Raises RequestError.
     """
     if has_media(prompt) or (isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None):
         return await inputs.media_reader.loader.process(inputs.make_ready, prompt)

@@ -41,7 +41,7 @@ _ID_FIELDS = (
     "trace_decode_token_ids",
 )
 
-
+# (name of a field, value) -> the checked and normalised value. Rules raise RequestError.
 Rule = Callable[[str, Any], Any]
 
 
@@ -124,6 +124,7 @@ def _texts(at_most: int, max_chars: int) -> Rule:
 
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
+    """Return at most `most` token ids, 0 to 2**31 - 1, as a tuple without repeats; () for None. Raises RequestError."""
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
         raise _refuse(name, value, f"a list of at most {most} token ids")
@@ -135,8 +136,7 @@ def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = _token_ids(name, value)
-    if not ids:
+    if not (ids := _token_ids(name, value)):
         raise _refuse(name, value, "None or a list with at least one token id")
     return ids
 
@@ -146,11 +146,12 @@ def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _trace(name: str, value: Any) -> tuple[int, ...]:
+    """Return trace_decode_token_ids, a list or an array, as a tuple. Raises RequestError for other values."""
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
         raise _refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
-    known = {token_id: token_id for token_id in _token_ids(name, ids)}
-    return tuple(known[token_id] for token_id in ids)
+    _token_ids(name, ids)
+    return tuple(map(int, ids))
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
@@ -370,6 +371,7 @@ class SamplingParams(SamplingFields):
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken: a temperature below 1e-5."""
         return self.temperature < limits.GREEDY_BELOW
 
     @property

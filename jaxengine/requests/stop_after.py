@@ -101,6 +101,7 @@ class AnswerStops:
         return self._answer_from_beginning() + self._stops.release()
 
     def _at_opening(self, text: str, counts: bool) -> str:
+        """Read text until it is known whether the output begins with the opening word; return settled text."""
         assert self._opening is not None
         at, found = self._opening.read(text, 0)
         if not found:
@@ -111,12 +112,14 @@ class AnswerStops:
         return before + text[:at] + self._in_reasoning(text[at:], counts)
 
     def _answer_from_beginning(self) -> str:
+        """Treat the held pieces as part of an answer without reasoning; return their settled text."""
         pieces, self._pieces = self._pieces, []
         if self._read == self._at_opening:
             self._read = self._in_answer
         return "".join([self._stops.feed(text, counts=counts) for text, counts in pieces])
 
     def _in_reasoning(self, text: str, counts: bool) -> str:
+        """Return text of the reasoning, which is settled, and search it for the words that end it."""
         found = [at for words in self._ends if (at := _end(words, text)) is not None]
         if not found:
             return text
@@ -124,6 +127,9 @@ class AnswerStops:
         return text[: min(found)] + self._before_answer(text[min(found) :], counts)
 
     def _before_answer(self, text: str, counts: bool) -> str:
+        """Read white space after the reasoning, in which no stop string counts, and what follows it. Returns settled
+        text.
+        """
         answer = text.lstrip()
         space = self._stops.feed(text[: len(text) - len(answer)], counts=False)
         if not answer:

@@ -62,9 +62,16 @@ class AdapterSources:
         return await asyncio.shield(search)
 
     async def _search(self, engine: EngineClient, name: str) -> bool:
+        """Load the adapter of a name if there is one, else remember a name that the hub does not have; return whether
+        there is one.
+        """
         path = await asyncio.to_thread(self._path_of, name)
         if path is not None:
             await load_adapter(engine.utility, name, str(path))
+        elif self._owners:
+            while len(self._missing) >= _MOST_MISSING:
+                self._missing.pop(next(iter(self._missing)))
+            self._missing[name] = time.monotonic() + _MISSING_SECONDS
         return path is not None
 
     def _path_of(self, name: str) -> Path | None:
@@ -79,8 +86,4 @@ class AdapterSources:
                 return download("model", name, FILES)
             except ConfigError as error:
                 logger.warning("no adapter: %s", error)
-        if self._owners:
-            while len(self._missing) >= _MOST_MISSING:
-                self._missing.pop(next(iter(self._missing)), None)
-            self._missing[name] = time.monotonic() + _MISSING_SECONDS
         return None

@@ -41,11 +41,12 @@ async def beam_search(
     inputs.prepare(prompt, one, options=options)
     search = BeamSearch(token_ids, params, inputs.eos_token_ids(), inputs.config.max_model_len)
     num_cached: int | None = None
-    places = asyncio.Semaphore(max(1, inputs.config.max_num_seqs))
+    slots = asyncio.Semaphore(max(1, inputs.config.max_num_seqs))
 
     async def follow(number: int, index: int, beam: list[int]) -> RequestOutput:
+        """Return the output of one step of a beam."""
         own = {"prompt_token_ids": beam, "cache_salt": salt}
-        async with places:
+        async with slots:
             return await _last(engine.stream(own, one, f"{request_id}-{number}-{index}", options))
 
     number, aborted = 0, None
@@ -82,6 +83,7 @@ async def beam_search(
 
 
 async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """Return the last output of a stream, and close it."""
     async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
         async for output in outputs:
             if output.finished:

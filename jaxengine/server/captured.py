@@ -34,20 +34,19 @@ def check_captured(
         field = "capture" if names else "return_hidden_states"
         problem = (
             f"{field} asks for up to {rows} rows of {row_bytes} bytes; the server allows {allowed} bytes in an answer "
-            "(max_captured_bytes): name fewer places, lower max_tokens, or send fewer prompts"
+            "(max_captured_bytes): name fewer taps, lower max_tokens, or send fewer prompts"
         )
         raise RequestError(problem, param=field)
 
 
 def captured_file(output: CompletionOutput) -> bytes:
-    """Return a safetensors file whose tensors have the names of places, and "hidden_states"; empty where there are no
-    rows."""
+    """Return a safetensors file whose tensors have the names of taps, and "hidden_states"; b"" if there are no rows."""
     tensors = dict(output.captured or {})
     if output.hidden_states is not None:
         tensors[HIDDEN_STATES] = output.hidden_states
     if not any(len(each) for each in tensors.values()):
         return b""
-    # A row has all places side by side; safetensors writes memory as it lies.
+    # A row has all taps side by side; safetensors writes memory as it lies.
     return save({name: np.ascontiguousarray(each) for name, each in tensors.items()})
 
 

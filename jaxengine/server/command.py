@@ -18,6 +18,7 @@ _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine serve`."""
     add_model(parser)
     add_options(parser, "server options", ServerConfig, short={"api_server_count": "-asc"})
     add_engine_options(parser)
@@ -62,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_together(server: ServerConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError for server options that need another one of the engine, and for adapters that cannot be."""
+    """Raise ConfigError for server options that need an engine option which is not given, and for unusable lora_dirs
+    and lora_routes.
+    """
     from jaxengine.server.adapter_sources import AdapterSources
     from jaxengine.server.lora_routes import LoraRoutes
     from jaxengine.server.names import names_of

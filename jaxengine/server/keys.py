@@ -22,6 +22,7 @@ class Keys:
         self._admins = [digest_of(key.encode()) for key in admin_keys]
 
     def is_admin(self, digest: bytes) -> bool:
+        """Whether a key is an operator's."""
         return _among(digest, self._admins)
 
     def is_client(self, digest: bytes) -> bool:
@@ -79,11 +80,13 @@ def owner_tag(digest: bytes) -> str:
 
 
 def _bearer(value: bytes) -> bytes:
+    """Return the key in one header's value; b"" for another scheme."""
     scheme, _, key = value.strip().replace(b"\t", b" ").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _among(digest: bytes, digests: Iterable[bytes]) -> bool:
+    """Whether a digest is one of these."""
     return _index(digest, digests) is not None
 
 

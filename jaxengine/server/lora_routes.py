@@ -33,7 +33,7 @@ def route_key(session: str, request_id: str) -> str:
 class LoraRoutes:
     """Routes from names to adapters.
 
-    rows: route's name -> (adapters, sums of their weights up to each).
+    rows: by the route's name, (adapters, sums of their weights up to each).
     """
 
     def __init__(self, rows: Mapping[str, tuple[list[str], list[float]]]):
@@ -64,6 +64,7 @@ class LoraRoutes:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the routes."""
         return tuple(self._rows)
 
     def pick(self, name: str, key: str) -> str:

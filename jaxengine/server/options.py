@@ -305,6 +305,9 @@ class ServerConfig:
 
 
 def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
+    """Return the keys in a file, one a line; () for None. Raises ConfigError for a file that cannot be read, that
+    others may write, or without a key. name: of the option.
+    """
     if path is None:
         return ()
     try:
@@ -325,6 +328,7 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
 
 
 def _is(value: object, kind: str) -> bool:
+    """Whether a value is of the type of this name; an integer is a float, too."""
     if kind == "float":
         return type(value) in (int, float)
     return type(value).__name__ == kind

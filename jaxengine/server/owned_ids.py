@@ -63,6 +63,7 @@ class OwnedEngine(EngineWrapper):
         return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
 
     async def utility(self, name: str, *arguments: Any) -> Any:
+        """Call a utility, one of the two of this class or the engine's."""
         if name == "find_adapter":
             return self._sources is not None and await self._sources.find(self._engine, *arguments)
         if name == "route_model":
@@ -77,12 +78,14 @@ class OwnedEngine(EngineWrapper):
     def _named(
         self, run: Any, prompt: Any, params: Any, request_id: str | None, options: RequestOptions | None
     ) -> AsyncIterator[Any]:
+        """Return the outputs of `run`, under the owner's id in the engine where there is an owner."""
         if request_id is None or options is None or not options.owner:
             return run(prompt, params, request_id, options)
         engine_id = f"{request_id}{_AT}{options.owner}"
         return self._outputs(run(prompt, params, engine_id, options), request_id, engine_id)
 
     async def _outputs(self, stream: AsyncIterator[Any], request_id: str, engine_id: str) -> AsyncGenerator[Any, None]:
+        """Yield the outputs of a stream with the id that the client knows; close the stream in every case."""
         running = self._running.setdefault(request_id, [])
         running.append(engine_id)
         try:
@@ -113,9 +116,9 @@ def owned(engine: EngineClient, config: ServerConfig | None = None) -> OwnedEngi
     """
     if isinstance(engine, OwnedEngine):
         return engine
-    finds = config is not None and engine.inputs.config.enable_lora and (config.lora_dirs or config.lora_hub_owners)
     if config is None:
         return OwnedEngine(engine)
+    finds = engine.inputs.config.enable_lora and (config.lora_dirs or config.lora_hub_owners)
     routes = LoraRoutes.of(config, names_of(engine.inputs.config.model, config))
     return OwnedEngine(engine, AdapterSources(config) if finds else None, routes)
 
@@ -131,6 +134,7 @@ class Viewer:
         self._others: dict[str, str] = {}
 
     def show(self, engine_id: str) -> str:
+        """Return an id as this client sees it."""
         if self._owner is None:
             return engine_id
         name, _, owner = engine_id.partition(_AT)
@@ -155,4 +159,5 @@ class Viewer:
         return {**timeline, "steps": steps, "requests": [self._named(each) for each in timeline["requests"]]}
 
     def _named(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return a request's dict with its id as this client sees it."""
         return {**request, "id": self.show(request["id"])}

@@ -1,4 +1,4 @@
-"""Converts the prompts of a request to token ids, off the event loop if that takes long.
+"""Conversion of the prompts of a request to token ids, off the event loop if that takes long.
 
 Owns the accepted forms of a prompt and its truncation. Independent of sampling and answers.
 """
@@ -63,15 +63,17 @@ def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
 
 
 def _begins_with_id(value: list[Any]) -> bool:
+    """Whether the first entry of a list is an integer."""
     return bool(value) and type(value[0]) is int
 
 
 def _is_ids(value: list[Any]) -> bool:
+    """Whether a list has integers alone, and at least one."""
     return set(map(type, value)) == {int}
 
 
 class PromptEncoder:
-    """Encodes prompts for an engine."""
+    """Encoder of prompts for an engine."""
 
     def __init__(self, inputs: InputProcessor):
         self._inputs = inputs

@@ -84,6 +84,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def _imbalance(config: RayConfig, target: int) -> float:
+    """Return routing_imbalance, by default a quarter of the requests that Ray aims at."""
     return target / _TARGET_PER_IMBALANCE if config.routing_imbalance is None else config.routing_imbalance
 
 

@@ -45,7 +45,8 @@ async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIte
     _num_uploads += 1
     descriptor, path = -1, ""
     try:
-        descriptor, path = await asyncio.to_thread(_created, folder)
+        # Not on a thread, whose file a cancelled caller would leave behind.
+        descriptor, path = _created(folder)
         await _receive(descriptor, folder, pieces)
         yield path
     finally:
@@ -56,6 +57,7 @@ async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIte
 
 
 def _created(folder: str) -> tuple[int, str]:
+    """Create a file; return its descriptor and path. Raises RequestError."""
     try:
         return tempfile.mkstemp(prefix="upload-", suffix=".safetensors", dir=folder)
     except OSError as error:
@@ -86,6 +88,7 @@ async def _receive(descriptor: int, folder: str, pieces: AsyncIterator[bytes]) -
 
 
 def _write(descriptor: int, block: bytearray) -> None:
+    """Write all of a block. Raises RequestError."""
     view = memoryview(block)
     try:
         while view:
@@ -129,6 +132,7 @@ def _data_bytes(header: bytes) -> int:
 
 
 def _end_of(entry: Any) -> int:
+    """Return the end of a tensor's data. Raises ValueError, TypeError or KeyError for a malformed entry."""
     begin, end = entry["data_offsets"]
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
         raise ValueError(end)

@@ -15,7 +15,12 @@ _POLL_SECONDS = 0.01
 
 
 class UpdateOptions(NamedTuple):
-    """Options of `LLM.update_weights`. version: None counts on."""
+    """Options of `LLM.update_weights`.
+
+    Attributes:
+      version: of the new weights; None for the last number plus one.
+      mode, kv, strict, chunk_bytes: as there.
+    """
 
     version: str | int | None = None
     mode: str = "keep"

@@ -69,7 +69,7 @@ def test_every_item_gets_its_turn_in_its_owners_order():
         own = [number for each, number in seen if each == owner]
         assert own == sorted(own)
     assert len(seen) == 60 and turns.start() is None
-    assert not turns._running and not turns._lines
+    assert not turns._running and not turns._queues
 
 
 def submitted(threads: FairThreads, owner: str | None, function, *args) -> Future:
@@ -97,10 +97,10 @@ def test_what_is_cancelled_is_dropped_with_all_it_holds():
     waiting = [submitted(threads, "a", bytes, 100) for _ in range(50)]
     kept = waiting.pop()
     assert all(each.cancel() for each in waiting)
-    assert len(threads._turns._lines["a"]) == 1
+    assert len(threads._turns._queues["a"]) == 1
     go.set()
     assert kept.result(60) == bytes(100) and running.result(60)
-    assert not threads._turns._lines
+    assert not threads._turns._queues
 
 
 def test_an_error_is_the_callers_and_ends_the_turn():

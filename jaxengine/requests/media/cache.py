@@ -99,7 +99,7 @@ class MediaCache(Protocol):
 
 
 class ProcessorCache:
-    """Cache in the process that prepares prompts, which holds complete items."""
+    """Cache in the process that prepares prompts, which holds complete items; implements MediaCache."""
 
     def __init__(self, max_bytes: int):
         self._items: LeastRecent[Processed] = LeastRecent(max_bytes)

@@ -43,8 +43,10 @@ def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def one_prompt(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a prompt whose media are beside its text, also from one of vLLM's form: {"encoder_prompt":
-    {"multi_modal_data": ...}, "decoder_prompt": a prompt}. Raises RequestError for an encoder prompt with text.
+    """Return a prompt with its media next to its text, made of vLLM's form {"encoder_prompt": {"multi_modal_data":
+    ...}, "decoder_prompt": a prompt} if it has that; other prompts are returned unchanged.
+
+    Raises RequestError for an encoder prompt with text.
     """
     if ENCODER not in prompt:
         return prompt
@@ -156,6 +158,9 @@ class MediaInputs:
         return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta)
 
     def _options(self, options: Any) -> dict[str, Any]:
+        """Return a request's mm_processor_kwargs, merged over the engine's. Raises RequestError for anything but a
+        dict, and for more than 16,384 characters of JSON.
+        """
         if options is not None and not isinstance(options, Mapping):
             problem = f"{OPTIONS} is {show_value(options)}; allowed is a dict of the processor's arguments"
             raise RequestError(problem, param=OPTIONS, value=options)
@@ -209,6 +214,7 @@ class MediaInputs:
         return next((tower for tower in self._towers if tower.hears == (modality == AUDIO)), self._towers[0])
 
     def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
+        """Raise RequestError for an image or video with more patches or embeddings than the encoder has room for."""
         config = self._config
         if self._tower(modality).hears:  # by its processor
             return
@@ -235,8 +241,10 @@ def _filled_up(item: Processed, tower: TowerConfig) -> Processed:
 
 
 def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[TowerConfig]) -> MediaOptions:
-    """Return the limits of media, with that of sounds as what a prompt has room for where it is below the option: what
-    is too long is then not decoded to its end.
+    """Return the engine's media options, with max_audio_seconds lowered to what a prompt has room for: what is too long
+    is then not decoded to its end.
+
+    The options are returned unchanged without a tower of sounds.
     """
     tower = next((tower for tower in towers if tower.hears), None)
     if tower is None:

@@ -65,7 +65,9 @@ def check_embedded(params: Any) -> None:
 
 
 def _read(value: Any, options: MediaOptions) -> np.ndarray:
-    """Read rows f32[n, E]. Raises MediaError."""
+    """Return the rows f32[n, E] of an array, or of the bytes (or base64) of a .npy, safetensors or torch.save file with
+    one tensor. Raises MediaError.
+    """
     if isinstance(value, (str, bytes)):
         data = decoded(value, options.max_media_bytes)
         if not data.startswith(b"PK\3\4"):

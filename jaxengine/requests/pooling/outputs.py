@@ -27,6 +27,9 @@ class PoolingRequestOutput(Generic[Output]):
     """Output of a request to a pooling model.
 
     Attributes:
+      request_id: as given, or chosen when it was prepared.
+      outputs: the result, by task.
+      prompt_token_ids: token ids of the prompt, as cut by truncate_prompt_tokens.
       num_cached_tokens: prompt tokens found in the prefix cache.
       finished: always True, as there is one output.
       finish_reason: "stop"; "abort" or "error" if there is no result and `outputs` is empty.
@@ -56,6 +59,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
+        """Number of elements of the embedding."""
         return len(self.embedding)
 
 
@@ -67,6 +71,7 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
+        """Number of labels."""
         return len(self.probs)
 
 
@@ -84,6 +89,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
+        """Convert the output of a request whose data is an embedding f32[N]."""
         return EmbeddingRequestOutput(*_rest(output, EmbeddingOutput(output.outputs.data.tolist())))
 
 
@@ -94,6 +100,7 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
+        """Convert the output of a request whose data is a score for each label, f32[N]."""
         return ClassificationRequestOutput(*_rest(output, ClassificationOutput(output.outputs.data.tolist())))
 
 

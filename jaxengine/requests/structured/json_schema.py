@@ -38,11 +38,14 @@ def fit_for_grammar(text: str, lenient: bool) -> str:
 
 
 class _Fitting:
+    """Rewriting of the parts of one schema, in whose root references are looked up."""
+
     def __init__(self, root: Any, lenient: bool):
         self._document = SchemaDocument(root)
         self._lenient = lenient
 
     def schema(self, schema: Any) -> Any:
+        """Return a rewritten copy of a subschema; other values than dicts are returned unchanged."""
         if not isinstance(schema, dict):
             return schema
         fitted = dict(schema)
@@ -66,6 +69,7 @@ class _Fitting:
         return fitted
 
     def _fit_format(self, schema: dict[str, Any]) -> None:
+        """Drop a format that the grammar does not enforce from the schema itself; uuid1 to uuid8 become a pattern."""
         given = schema.get("format")
         if given is None or given in _FORMATS:
             return

@@ -38,6 +38,7 @@ def _refuse(name: str, value: Any, allowed: str, owner: str = "structured_output
 
 
 def _text(name: str, value: Any, at_most: int, owner: str = "structured_outputs") -> str:
+    """Return a value that is a text of 1 to `at_most` bytes of UTF-8. Raises RequestError for others."""
     allowed = f"a string of 1 to {at_most} bytes of UTF-8"
     if not isinstance(value, str) or not value or len(value) > at_most:
         raise _refuse(name, value, allowed, owner)
@@ -176,6 +177,7 @@ class StructuredOutputsParams:
         return "%json " + json.dumps({**schema, "x-guidance": self._guidance()}, ensure_ascii=False)
 
     def _fitted_json(self) -> str:
+        """Return the schema as JSON text for the grammar compiler, with objects closed if they are to be."""
         text = _JSON_OBJECT if self.json is None else fit_for_grammar(str(self.json), self.lenient)
         return forbid_additional_properties(text) if self.disable_additional_properties else text
 
@@ -223,6 +225,7 @@ def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _few(owner: str, name: str, value: Any) -> Any:
+    """Return a list of 1 to MAX_WORDS entries unchanged. Raises RequestError for other values."""
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_WORDS:
         allowed = f"a string, or a list of 1 to {MAX_WORDS} of strings or lists of strings"
         raise _refuse(name, value, allowed, owner)
@@ -230,6 +233,9 @@ def _few(owner: str, name: str, value: Any) -> Any:
 
 
 def _choices(value: Any) -> tuple[str, ...]:
+    """Return the field `choice` as a tuple. Raises RequestError for an empty or repeated string, and too many or too
+    long ones.
+    """
     allowed = f"a list of 1 to {MAX_CHOICES} different strings, none of them empty"
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES:
         raise _refuse("choice", value, allowed)

@@ -37,6 +37,7 @@ SERVER_OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine run-batch`."""
     add_model(parser)
     parser.add_argument(
         "-i",

@@ -39,6 +39,7 @@ class RecordFolder:
         return list((self._folder / "owners").iterdir())
 
     def folder_of(self, owner: str) -> Path:
+        """Return the folder of an owner's records."""
         return self._folder / "owners" / owner
 
     def ids(self, owner: str, kind: str) -> list[str]:
@@ -62,6 +63,7 @@ class RecordFolder:
             return None
 
     def write(self, owner: str, record: Record) -> None:
+        """Write a record under its `id`, in place of an earlier one."""
         write_whole(self.folder_of(owner) / f"{record['id']}.json", [json.dumps(record).encode()])
 
     def remove(self, owner: str, record_id: str) -> None:

@@ -73,9 +73,12 @@ class LineError(ConfigError):
 
     @classmethod
     def at(cls, path: str, number: int | None, problem: str) -> LineError:
+        """Return the error of a problem with a file, or with one of its lines. number: of the line, from 1; None for
+        the file.
+        """
         where, advice = path, "give a file with one JSON object a line"
         if number is not None:
-            where, advice = f"{path}, line {number}", "mend that line"
+            where, advice = f"{path}, line {number}", "correct that line"
         error = cls.because("input_file", f"{where}: {problem}", advice)
         assert isinstance(error, cls)
         error.number, error.problem = number, problem
@@ -114,6 +117,9 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
 
 
 def _read_line(path: str, number: int, text: bytes) -> BatchLine:
+    """Return the request on a line of an input file. number: of the line, from 1. Raises LineError for all but a JSON
+    object with a custom_id, POST, one of URLS and a body that does not stream.
+    """
     try:
         fields = read_json(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
     except ApiError as error:  # what no body of a request may have, such as half a surrogate pair

@@ -20,7 +20,12 @@ from jaxengine.server.batch.lines import BatchLine
 
 
 class Kept(NamedTuple):
-    """Place of a result in the partial file, in bytes, and whether its request failed."""
+    """Place of a result in the partial file.
+
+    Attributes:
+      offset, size: of its line, in bytes.
+      failed: whether its request failed.
+    """
 
     offset: int
     size: int

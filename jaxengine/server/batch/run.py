@@ -1,5 +1,6 @@
-"""Runs the requests of a batch through the HTTP application, without a socket: each is checked, rendered and answered
-as a server would."""
+"""Requests of a batch, run through the HTTP application without a socket: each is checked, rendered and answered as
+by a server.
+"""
 
 from __future__ import annotations
 

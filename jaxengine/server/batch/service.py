@@ -1,4 +1,4 @@
-"""Batch API's work: runs the batches of a store, a line at a time while the engine has slots to spare.
+"""Runner of the batch API: it answers the batches of a store, line by line while the engine has slots to spare.
 
 Results are kept one by one, as `run-batch` does, so a batch goes on after the process was killed.
 """
@@ -38,7 +38,9 @@ _LATER = (429, 503)
 
 
 class SpareSlots:
-    """Slots of the engine that requests of batches may take: no other request waits, and some slots stay free."""
+    """Slots of the engine that requests of batches may take: as many as leave some free, and none while other requests
+    wait. An asynchronous context manager for one slot.
+    """
 
     def __init__(self, engine: EngineClient):
         self._engine = engine
@@ -62,6 +64,7 @@ class SpareSlots:
             self._num_own += 1
 
     async def __aexit__(self, *_: Any) -> None:
+        """Give the slot back."""
         self._num_spare += 1
         self._num_own -= 1
 
@@ -97,6 +100,9 @@ class BatchService:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self) -> None:
+        """Start the store's batches, at most one of each owner, and remove what is old from time to time, until
+        cancelled.
+        """
         swept = -_SWEEP_SECONDS
         try:
             while True:
@@ -132,6 +138,9 @@ class BatchService:
             await asyncio.to_thread(self._fail, owner, batch_id, problem)
 
     async def _run(self, owner: str, batch_id: str) -> None:
+        """Answer a batch and store its end. A file that cannot be read as requests ends it as failed. Raises OSError,
+        EngineDeadError.
+        """
         record = await asyncio.to_thread(self._store.batch, owner, batch_id)
         if record is None:
             return
@@ -145,6 +154,7 @@ class BatchService:
             return
 
         def begin(record: Record) -> None:
+            """Set the state of a batch that begins to run."""
             if record["status"] == "validating":
                 record.update(status="in_progress", in_progress_at=int(time.time()))
             record["request_counts"]["total"] = len(lines)
@@ -189,7 +199,12 @@ class BatchService:
             await asyncio.sleep(_REFUSED_SECONDS)
 
     def _finish(self, owner: str, batch_id: str, lines: list[BatchLine], results: Results, status: str) -> None:
+        """Store the output and error files of a batch that has ended, with its last state. status: as `_answer` returns
+        it.
+        """
+
         def finalise(record: Record) -> None:
+            """Set the counts, and the state of a batch whose files are being written."""
             _count(record, results=results)
             if status == "completed":
                 record.update(status="finalizing", finalizing_at=int(time.time()))

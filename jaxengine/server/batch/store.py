@@ -36,7 +36,14 @@ class TooLargeError(RequestError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of what is kept, in bytes and numbers of one client's, and for how many seconds."""
+    """Limits of what is kept.
+
+    Attributes:
+      file_bytes: size of one file.
+      client_bytes, client_files, client_batches: of one client: bytes of all files and results, number of files, and
+        number of batches.
+      retention: seconds for which anything is kept.
+    """
 
     file_bytes: int
     client_bytes: int
@@ -49,7 +56,7 @@ class BatchStore:
     """Files and batches in a folder.
 
     Methods block for as long as the disk takes; they may be called from any thread and process. Owners are digests of
-    keys in hexadecimal. An id that another owner has, or nobody, is not found. All raise OSError.
+    keys in hexadecimal. An id that is unknown, or another owner's, is not found. All raise OSError.
     """
 
     def __init__(self, folder: str, bounds: Bounds):
@@ -81,7 +88,7 @@ class BatchStore:
         """Return a new file that is being received. Raises OverloadedError for an owner who may have no further one."""
         folder = self._records.folder_of(owner)
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._check_quota(folder, 0)
+        self._check_quota(folder)
         return Upload(self, folder)
 
     def file(self, owner: str, file_id: str) -> Record | None:
@@ -130,6 +137,7 @@ class BatchStore:
         return record
 
     def batch(self, owner: str, batch_id: str) -> Record | None:
+        """Return the record of a batch; None if its owner has none of this id."""
         return self._records.read(owner, batch_id, "batch_")
 
     def batches(self, owner: str) -> Iterator[Record]:
@@ -216,26 +224,29 @@ class BatchStore:
             yield
 
     def keep(self, folder: Path, path: str, size: int, filename: str, purpose: str, lifetime: float | None) -> Record:
-        """Store a received file; return its record. Arguments as of `Upload.keep`; path: its content, which moves.
+        """Store a received file; return its record. folder: of its owner. Other arguments as of `Upload.keep`; path:
+        its content, which moves.
 
         Raises OverloadedError if its owner has no room for it.
         """
         lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
         record = _file_record(f"file-{_new_id()}", size, filename, purpose, lifetime)
         with self._records.locked():
-            self._check_quota(folder, size)
+            self._check_quota(folder)
             os.replace(path, folder / f"{record['id']}.data")
             self._records.write(folder.name, record)
         return record
 
-    def _check_quota(self, folder: Path, size: int) -> None:
-        """Raise OverloadedError if the owner of a folder may not store a further file of `size` bytes."""
+    def _check_quota(self, folder: Path) -> None:
+        """Raise OverloadedError if the owner of a folder has as many files as are allowed, or more bytes, those of
+        files that are being received included.
+        """
         names = [name for name in os.listdir(folder) if not name.endswith(".json")]
         num_files, kept = sum(name.endswith(".data") for name in names), sum(size_of(folder / name) for name in names)
         if num_files >= self.bounds.client_files:
             problem = f"{num_files} files of yours are kept (max_batch_files_per_client); delete some"
             raise OverloadedError(problem, retry_after=_RETRY_SECONDS)
-        if kept + size > self.bounds.client_bytes:
+        if kept > self.bounds.client_bytes:
             problem = f"your files and results have {kept} bytes; allowed are {self.bounds.client_bytes}"
             raise OverloadedError(f"{problem} (max_batch_bytes_per_client); delete some", retry_after=_RETRY_SECONDS)
 
@@ -244,6 +255,7 @@ class BatchStore:
         return next((name for at, name in self.live() if at == owner and self._input(owner, name) == file_id), None)
 
     def _input(self, owner: str, batch_id: str) -> str | None:
+        """Return the id of a batch's input file; None if there is no such batch."""
         return (self.batch(owner, batch_id) or {}).get("input_file_id")
 
 
@@ -280,9 +292,8 @@ class Upload:
 
 
 def check_lifetime(seconds: int | None, name: str) -> int | None:
-    """Return `seconds`, after which a file expires, or None. Raises RequestError for others than OpenAI allows.
-
-    name: of the field.
+    """Return `seconds`, after which a file expires; None for no limit of its own. Raises RequestError for others than
+    OpenAI allows, naming the field `name`.
     """
     if seconds is not None and not 3600 <= seconds <= 2592000:
         raise RequestError(f"{name} is {show_value(seconds)}; allowed are 3600 to 2592000", param=name)
@@ -294,6 +305,7 @@ def _new_id() -> str:
 
 
 def _file_record(file_id: str, size: int, filename: str, purpose: str, lifetime: float) -> Record:
+    """Return the record of a file that is created now and expires after `lifetime` seconds."""
     now = int(time.time())
     about = {"filename": filename, "purpose": purpose, "status": "processed", "status_details": None}
     return {

@@ -29,6 +29,7 @@ class AdminService(WeightMethods):
         self._calls = calls
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
+        """Return versions, parallel sizes and limits of the engine."""
         config = self._engine.inputs.config
         status = await self._engine.utility("status")
         return pb.ServerInfo(
@@ -47,6 +48,7 @@ class AdminService(WeightMethods):
         )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
+        """Return the model's names, vocabulary size, eos tokens, and whether it takes texts."""
         inputs = self._engine.inputs
         name, *aliases = self._model_names
         tokenizer = inputs.tokenizer
@@ -61,6 +63,7 @@ class AdminService(WeightMethods):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.Load:
+        """Return the number of requests that run and wait, the share of KV pages in use, and the open calls."""
         status = await self._engine.utility("status")
         return pb.Load(
             num_requests_running=status["num_running"],
@@ -70,6 +73,7 @@ class AdminService(WeightMethods):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Abort requests by id; unknown ids are ignored. Raises RequestError for none, and for more than MAX_IDS."""
         count = len(request.request_ids)
         if not 1 <= count <= MAX_IDS:
             raise RequestError(f"request_ids holds {count} ids; allowed are 1 to {MAX_IDS}", param="request_ids")
@@ -78,15 +82,18 @@ class AdminService(WeightMethods):
         return pb.AbortResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        """Drop cached prefixes and images."""
         done = [await self._engine.utility(name) for name in ("reset_prefix_cache", "reset_mm_cache")]
         return pb.FlushCacheResponse(success=all(done))
 
     async def LoadLoraAdapter(self, request: pb.LoadLoraAdapterRequest, context: Context) -> pb.LoadLoraAdapterResponse:
+        """Load an adapter from a folder in lora_root. Raises RequestError."""
         await load_from_root(self._engine, self._config, self._model_names, request.lora_name, request.lora_path)
         return pb.LoadLoraAdapterResponse()
 
     async def UnloadLoraAdapter(
         self, request: pb.UnloadLoraAdapterRequest, context: Context
     ) -> pb.UnloadLoraAdapterResponse:
+        """Unload an adapter. Raises RequestError for an unknown name."""
         await unload(self._engine, request.lora_name)
         return pb.UnloadLoraAdapterResponse()

@@ -1,4 +1,4 @@
-"""Converts an engine's outputs to messages of inference.proto."""
+"""Conversion of an engine's outputs to messages of inference.proto."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ class AnswerWriter:
         )
 
     def _sequence(self, completion: CompletionOutput) -> pb.SequenceOutput:
+        """Return the message of one of a request's n outputs, or of its new part; count its tokens."""
         index, new = completion.index, completion.token_ids
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(new)
         if new:
@@ -91,6 +92,7 @@ class AnswerWriter:
         return message
 
     def _finish_info(self, completion: CompletionOutput) -> pb.FinishInfo:
+        """Return why an output has ended; after "stop" with the string or token that ended it."""
         info = pb.FinishInfo(
             num_output_tokens=self._num_tokens[completion.index],
             finish_reason=FINISH_REASONS[completion.finish_reason or ""],
@@ -112,6 +114,7 @@ def _write_scores(
     logprobs: bool,
     candidates: bool,
 ) -> None:
+    """Append log-probabilities and ranks of tokens to a message, and their candidates; 0 for a position of None."""
     for position in positions:
         # The chosen token comes first.
         (_, chosen), *others = (position or {None: Logprob(0.0)}).items()

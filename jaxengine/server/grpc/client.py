@@ -145,6 +145,7 @@ def bad_fields(error: grpc.RpcError) -> list[str]:
 
 
 def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+    """Set a request's prompt: a text, messages or token ids. Raises TypeError for token ids in a TokenizeRequest."""
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):

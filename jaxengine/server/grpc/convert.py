@@ -1,4 +1,4 @@
-"""Reads requests of inference.proto: prompt, sampling parameters, and which outputs are wanted.
+"""Conversion of requests of inference.proto: prompt, sampling parameters, and the parts of outputs to return.
 
 Every field that is set takes effect or is refused.
 """
@@ -72,7 +72,13 @@ _PARAM_FIELDS = {param: field for field, param in SAMPLING_FIELDS.items()}
 
 @dataclass(frozen=True)
 class Wanted:
-    """Parts of an output that the caller has requested."""
+    """Parts of an output that the caller has requested.
+
+    Attributes:
+      text, token_ids: of the output.
+      logprobs, candidates: log-probabilities of the output's tokens, and of the likeliest ones at their positions.
+      prompt_token_ids, prompt_logprobs, prompt_candidates: the same of the prompt.
+    """
 
     text: bool = False
     token_ids: bool = False
@@ -85,7 +91,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Generation:
-    """Generation request in the engine's terms; `wanted` says which parts of the output its answer has."""
+    """Generation request in the engine's terms.
+
+    Attributes:
+      request_id: the caller's, or a new one.
+      prompt: for EngineClient.stream.
+      params: sampling parameters.
+      priority: as of RequestOptions.
+      wanted: parts of the output that the answer has.
+    """
 
     request_id: str
     prompt: dict[str, Any]
@@ -204,6 +218,9 @@ class RequestReader:
         return prompt
 
     def _sampling_params(self, request: pb.GenerateRequest, wanted: Wanted, stream: bool) -> SamplingParams:
+        """Return the sampling parameters of a request over the model's defaults. stream: outputs have only new tokens.
+        Raises RequestError.
+        """
         values: dict[str, Any] = {}
         if request.WhichOneof("prompt") == "messages":
             values["max_tokens"] = None
@@ -284,6 +301,9 @@ def _with_integers(value: Any) -> Any:
 
 
 def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
+    """Convert a part of a message to the form that media.parts reads. where: its path, for errors. Raises RequestError
+    for an empty one.
+    """
     kind = part.WhichOneof("part")
     if kind is None:
         raise RequestError(
@@ -356,6 +376,9 @@ def refuse_unknown_fields(message: Message) -> None:
 
 
 def _name_unknown_field(message: Message, path: str) -> None:
+    """Raise RequestError for the first unknown field of a message, or of one in it. path: of the message, with a dot at
+    the end, "" for the outermost.
+    """
     for unknown in UnknownFieldSet(message):
         field = message.DESCRIPTOR.fields_by_number.get(unknown.field_number)
         if field is not None:
@@ -380,6 +403,9 @@ def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(field: str, value: Any, param: str, longest: int) -> Any:
+    """Convert a field's value to a scalar, dict or list. param: field of SamplingParams, for errors. Raises
+    RequestError for more than `longest` entries, and for kv_transfer_params.
+    """
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Struct):
@@ -393,6 +419,7 @@ def _plain(field: str, value: Any, param: str, longest: int) -> Any:
 
 
 def _wanted(response: pb.ResponseOptions) -> Wanted:
+    """Return which parts of an output a request asks for; the text unless it says otherwise."""
     return Wanted(
         text=response.output_text if response.HasField("output_text") else True,
         token_ids=response.output_token_ids,

@@ -49,6 +49,9 @@ class Health(HealthServicer):
             await asyncio.sleep(HEALTH_INTERVAL)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        """Stream the health of a service. Ends the call (RESOURCE_EXHAUSTED) beyond MAX_WATCHES streams, or
+        MAX_WATCHES_OF_ADDRESS of one address.
+        """
         address = context.peer().rpartition(":")[0]
         if self._watches[address] >= MAX_WATCHES_OF_ADDRESS or self._watches.total() >= MAX_WATCHES:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are watching already; use Check")
@@ -68,6 +71,8 @@ def health_handlers(servicer: Health, read_timeout: float) -> grpc.GenericRpcHan
     """
 
     def waiting(method: Any) -> Any:
+        """Return `method` for calls whose message is still to be received."""
+
         async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
             return await method(await first_message(requests, context, read_timeout), context)
 

@@ -42,12 +42,14 @@ class InferenceService:
         self._model_names = model_names
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        """Return the complete answer to a prompt."""
         model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=False)
         output = await self._finish(generation, lora, context)
         return AnswerWriter(generation.request_id, model, generation.wanted).response(output)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Write the answer to a prompt in chunks. The first one comes after metadata with the request's id."""
         model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=True)
         writer = AnswerWriter(generation.request_id, model, generation.wanted)
@@ -62,6 +64,7 @@ class InferenceService:
                 _refuse_expired(output)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        """Return the log-probabilities of a prompt's tokens."""
         model, lora = await self._model(request.model)
         generation = await self._reader.score(request)
         output = await self._finish(generation, lora, context)
@@ -74,6 +77,7 @@ class InferenceService:
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Return the token ids of a text or a conversation. Raises RequestError."""
         await self._model(request.model)
         inputs = self._engine.inputs
         tokenizer, kind = inputs.require_tokenizer(), request.WhichOneof("prompt")
@@ -98,6 +102,9 @@ class InferenceService:
         )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Return the text of token ids. Raises RequestError for more than MAX_DETOKENIZE, and for ids outside the
+        vocabulary.
+        """
         await self._model(request.model)
         inputs = self._engine.inputs
         tokenizer, vocab_size = inputs.require_tokenizer(), inputs.model_config.vocab_size
@@ -125,6 +132,9 @@ class InferenceService:
     async def _run(
         self, generation: Generation, lora: str | None, context: Context
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a request to the engine. lora: name of its adapter, or None. Raises CallError if its
+        deadline has passed or its id is in use, and the errors of EngineClient.stream.
+        """
         prompt_length = len(generation.prompt["prompt_token_ids"])
         check_captured(self._engine.inputs, self._config, generation.params, [prompt_length])
         timeout = self._timeout(context)
@@ -190,6 +200,7 @@ class InferenceService:
 
 
 def _refuse_expired(output: RequestOutput) -> None:
+    """Raise CallError (DEADLINE_EXCEEDED) for an output that the engine ended at its timeout."""
     if any(each.finish_reason == "abort" and each.stop_reason == "timeout" for each in output.outputs):
         raise _expired()
 

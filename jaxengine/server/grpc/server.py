@@ -96,6 +96,7 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
 
 
 def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
+    """Return how many calls may be open: all that the engine runs and queues, and SPARE_CALLS."""
     engine_config = engine.inputs.config
     max_num_seqs = engine_config.max_num_seqs * engine_config.data_parallel_size
     queued = 4 * max_num_seqs if config.max_num_queued_reqs is None else config.max_num_queued_reqs
@@ -103,6 +104,7 @@ def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    """Return gRPC's channel options, by the limits of `config`."""
     return [
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.max_send_message_length", MAX_SEND_BYTES + config.max_captured_bytes),
@@ -128,6 +130,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
+    """Open grpc_port, with TLS if there is a certificate; return the port. Raises ConfigError."""
     if config.grpc_port is None:
         raise ConfigError("grpc_port", None, "0 to 65535")
     address = f"[{config.host}]:{config.grpc_port}" if ":" in config.host else f"{config.host}:{config.grpc_port}"
@@ -174,11 +177,13 @@ class Certificates:
         return configuration
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
+        """Return the current content of the files. Raises ConfigError."""
         contents = {name: self._open(name, Path.read_bytes) for name in self._files}
         pair = contents["ssl_keyfile"], contents["ssl_certfile"]
         return grpc.ssl_server_certificate_configuration([pair], contents.get("ssl_ca_certs"))
 
     def _times(self) -> list[int]:
+        """Return when each file was last changed, in nanoseconds. Raises ConfigError."""
         return [self._open(name, Path.stat).st_mtime_ns for name in self._files]
 
     def _open(self, name, read):

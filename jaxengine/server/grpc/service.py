@@ -1,4 +1,4 @@
-"""Wraps a servicer's methods: parsing, errors to statuses, and tracking of open calls."""
+"""Handlers around a servicer's methods: parsing, errors to statuses, and tracking of open calls."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grp
 
 
 def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls, streams: bool) -> Any:
+    """Return the handler of one method, as described at `handlers`. streams: whether requests are a stream."""
+
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
         ARRIVAL.set(time.monotonic())
         request = request_type()
@@ -165,10 +167,12 @@ async def _rest(requests: Requests, request_type: type[Message], timeout: float)
 
 
 def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    """Return the metadata of a call whose values are texts, by name."""
     return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _parse(request: Message, data: bytes) -> None:
+    """Parse a message into `request`. Raises RequestError for other bytes and for unknown fields."""
     try:
         request.ParseFromString(data)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""Converts exceptions to gRPC statuses.
+"""Conversion of exceptions to gRPC statuses.
 
 An invalid request names its field in a google.rpc.BadRequest; an overloaded server gives `retry-after-ms`. Internal
 errors are not disclosed.
@@ -65,6 +65,9 @@ def public(text: str, kept: str = "") -> str:
 
 
 def _bad_request(message: str, field: str | None) -> Status:
+    """Return INVALID_ARGUMENT with a message that begins with the field's name, if it is known, and a BadRequest that
+    names it.
+    """
     if field is not None and not message.startswith(field):
         message = f"{field}: {message}"
     status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=message)

@@ -43,29 +43,36 @@ class WeightMethods:
     _config: ServerConfig
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
+        """Pause the engine, and drop cached prefixes unless the request says otherwise."""
         clear_cache = request.clear_cache or not request.HasField("clear_cache")
         await weights.pause(self._engine, _mode(request.mode, "abort"), clear_cache=clear_cache)
         return pb.PauseResponse()
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        """End a pause."""
         await weights.resume(self._engine)
         return pb.ResumeResponse()
 
     async def IsPaused(self, request: pb.IsPausedRequest, context: Context) -> pb.IsPausedResponse:
+        """Return whether the engine is paused."""
         return pb.IsPausedResponse(is_paused=(await weights.state(self._engine))["is_paused"])
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
+        """Free device memory; level 1 by default."""
         level = request.level if request.HasField("level") else 1
         await weights.sleep(self._engine, level, _mode(request.mode, "abort"), list(request.tags) or None)
         return pb.SleepResponse()
 
     async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:
+        """Restore what Sleep freed; return the parts that still sleep."""
         return pb.WakeUpResponse(asleep=await weights.wake_up(self._engine, list(request.tags) or None))
 
     async def IsSleeping(self, request: pb.IsSleepingRequest, context: Context) -> pb.IsSleepingResponse:
+        """Return whether any part sleeps."""
         return pb.IsSleepingResponse(is_sleeping=bool((await weights.state(self._engine))["asleep"]))
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
+        """Replace the weights by those of a folder on the engine's machine."""
         if not request.path:
             raise RequestError("path is empty; it must be a folder with weights", param="path")
         found = await weights.update_from_path(self._engine, request.path, _options(request.options))
@@ -74,6 +81,9 @@ class WeightMethods:
     async def UpdateWeightsStream(
         self, request: pb.UpdateWeightsPart, rest: AsyncIterator[pb.UpdateWeightsPart], context: Context
     ) -> pb.UpdateWeightsResponse:
+        """Replace the weights by those that the messages carry: the first describes the tensors, the others have their
+        bytes.
+        """
         if request.WhichOneof("part") != "start":
             raise RequestError("start is missing; the first message must have it", param="start")
         pieces = _file(request.start.tensors, rest)
@@ -81,6 +91,7 @@ class WeightMethods:
         return _updated(await weights.update_from_pieces(self._engine, self._config, pieces, options))
 
     async def GetWeightInfo(self, request: pb.GetWeightInfoRequest, context: Context) -> pb.WeightInfo:
+        """Return the version of the weights, and checksums if requested."""
         found = await weights.info(self._engine, checksum=request.checksum)
         return pb.WeightInfo(**_version(found["weight_version"]), checksums=found.get("checksums", {}))
 
@@ -92,6 +103,7 @@ def _mode(mode: int, default: str) -> str:
 
 
 def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
+    """Return what a number of an enum means. Raises RequestError for an unknown one."""
     if value not in allowed:  # a number that this version's enum does not have
         names = ", ".join(dict.fromkeys(allowed.values()))
         raise RequestError(f"{field} is {value}; allowed: {names}", param=field, value=value)
@@ -99,6 +111,7 @@ def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
 
 
 def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
+    """Return the options of an update. Raises RequestError for a chunk_bytes below 1 and an unknown mode."""
     given = options.WhichOneof("version")
     if options.HasField("chunk_bytes") and options.chunk_bytes < 1:  # said before a file of weights is sent
         text = f"chunk_bytes is {options.chunk_bytes}; allowed: to leave it out, and integers from 1"

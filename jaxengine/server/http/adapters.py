@@ -17,17 +17,25 @@ from jaxengine.server.options import ServerConfig
 
 
 class LoadRequest(RequestModel):
-    """lora_path: a folder in lora_root, relative to it or absolute."""
+    """Adapter to load.
+
+    Attributes:
+      lora_name: name by which requests use it.
+      lora_path: a folder in lora_root, relative to it or absolute.
+    """
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class UnloadRequest(RequestModel):
+    """Adapter to unload, by its name."""
+
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes that load and unload adapters; none without enable_admin and enable_lora."""
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not (config.enable_admin and engine.inputs.config.enable_lora):
         return routes

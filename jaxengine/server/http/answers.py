@@ -1,4 +1,4 @@
-"""Types of responses for /openapi.json: shapes that several endpoints share, and how a route declares its own.
+"""Types of responses for /openapi.json: those that several endpoints share, and how a route declares its own.
 
 Endpoints write plain dicts; a test compares what they write with these types.
 """

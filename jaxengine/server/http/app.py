@@ -162,6 +162,7 @@ def _needs(router: Any, engine: EngineClient) -> list[Any]:
         return []
 
     async def ask() -> None:  # async, as FastAPI runs other functions in a thread
+        """Raise RequestError if the model lacks these routes."""
         needed()
 
     return [Depends(ask)]
@@ -207,6 +208,9 @@ class TrafficMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as an ASGI application: that of the application inside, or the error response to what it
+        raises before its response has begun; what it raises later is raised. Metrics count all but requests of a batch.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -227,6 +231,7 @@ class TrafficMiddleware:
         is_http = "holder" not in state
 
         async def send_named(message: Message) -> None:
+            """Send a message of the response, whose headers get the request's id and its unknown and ignored fields."""
             nonlocal started, status
             if message["type"] == "http.response.start":
                 started, status = True, str(message["status"])

@@ -38,10 +38,11 @@ class LimitsMiddleware:
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
-        """max_header_bytes, max_request_bytes: largest size in bytes of a request's headers, path and query included,
-        and of its body; all bodies together may have _MOST_BODIES times as much as one.
+        """Store the limits.
 
-        read_timeout: seconds to receive a body, in addition to the time that LEAST_BYTES_PER_SECOND allows.
+        max_header_bytes, max_request_bytes: largest size in bytes of a request's headers, path and query included, and
+        of its body; all bodies together may have _MOST_BODIES times as much as one. read_timeout: seconds to receive a
+        body, in addition to the time that LEAST_BYTES_PER_SECOND allows.
         """
         self._app = app
         self._max_header_bytes = max_header_bytes
@@ -51,6 +52,7 @@ class LimitsMiddleware:
         self._num_drains = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request as an ASGI application. Refusals are responses: 400, 408, 413, 429 or 431."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -60,6 +62,7 @@ class LimitsMiddleware:
         deadline: float | None = None
 
         async def counted() -> Message:
+            """Receive a message of the body. Raises ApiError beyond a limit."""
             nonlocal num_read, num_held, whole, deadline
             if whole:
                 return await receive()
@@ -88,6 +91,7 @@ class LimitsMiddleware:
             return message
 
         async def released(message: Message) -> None:
+            """Send a message of the response. The body no longer counts; of some refusals its rest is read first."""
             nonlocal num_held, drains
             self._num_held -= num_held
             num_held = 0

@@ -34,6 +34,9 @@ class AuthMiddleware:
         self._names_clients = names_clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Note in a request's state whose it is, and pass it on if its key is admitted or its path is one of
+        OPEN_PATHS; answer others with 401. WebSockets are closed, as no route takes any.
+        """
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

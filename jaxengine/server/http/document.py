@@ -38,6 +38,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     plain = app.openapi
 
     def document() -> dict[str, Any]:
+        """Return the document, which is made once."""
         if app.openapi_schema is None:
             _correct(plain(), [route for route in routes if isinstance(route, APIRoute)])
         return plain()
@@ -46,6 +47,9 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
+    """Add the types of all responses to the framework's document, in place. Raises TypeError for a name that a request
+    and an answer share.
+    """
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
@@ -79,6 +83,7 @@ def _kinds(route: APIRoute) -> tuple[Any, Any]:
 
 
 def _add_errors(operation: dict[str, Any], error: dict[str, Any]) -> None:
+    """Add the error responses to an operation, in place. error: schema of their body."""
     answers = operation["responses"]
     refuses = answers.pop("422", None) is not None or "requestBody" in operation
     for status, meaning in {**_ALWAYS, **(_WITH_BODY if refuses else {})}.items():

@@ -137,6 +137,7 @@ class _ErrorResponse(Response):
         super().__init__(self._body(error_body), error.status_code, dict(error.headers or {}), "application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, for Anthropic's paths in its form."""
         if scope["path"].removeprefix(scope.get("root_path", "")).startswith(_MESSAGES):
             self.body = self._body(messages_error_body)
             self.headers["content-length"] = str(len(self.body))
@@ -154,6 +155,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """
 
     async def answer(request: Request, error: Exception) -> Response:
+        """Return the response to an exception."""
         known = as_api_error(error, getattr(request.state, "given_fields", ()))
         # Not what a route has raised: the framework found no route, or none of this method.
         if type(error) is HTTPException and error.status_code in (404, 405):
@@ -195,6 +197,7 @@ def _invalid(error: RequestValidationError, given: Collection[str]) -> ApiError:
 
 
 def _want(problem: dict[str, Any]) -> str:
+    """Return what pydantic says of a field, without the branches of unions."""
     # Pydantic includes branches of a union in the location; only keys and positions are shown.
     inside = [str(step) for step in problem["loc"][2:] if step not in _BRANCHES and not str(step).endswith("]")]
     where = f"{'.'.join(inside)[:100]}: " if inside else ""

@@ -13,6 +13,7 @@ def at_most(number: int) -> BeforeValidator:
     """
 
     def check(value: Any) -> Any:
+        """Return the value. Raises ValueError for too many entries."""
         if isinstance(value, list | dict) and len(value) > number:
             raise ValueError(f"at most {number} entries are allowed, not {len(value)}")
         return value

@@ -119,6 +119,7 @@ class _Body:
         return head
 
     async def _more(self) -> None:
+        """Receive more of the body. Raises ApiError (400) at its end."""
         async for piece in self._pieces:
             if piece:  # the last one of a body may be empty
                 self._held += piece

@@ -114,6 +114,7 @@ class GenerateRequest(NamedRequest):
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
+        """Raise RequestError for fields that a stream does not have."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         for name in ("prompt_logprobs", "prompt_logprob_token_ids") if self.stream else ():
@@ -123,7 +124,7 @@ class GenerateRequest(NamedRequest):
         return self
 
     def prompt(self, inputs: InputProcessor) -> dict[str, Any]:
-        """Return the prompt for the engine. Raises RequestError."""
+        """Return token_ids, checked, and cache_salt as a prompt for the engine. Raises RequestError."""
         size, longest = inputs.model_config.vocab_size, inputs.config.max_model_len - 1
         ids = self.token_ids
         if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
@@ -148,7 +149,7 @@ class GenerateRequest(NamedRequest):
 
 
 class GenerateLogprob(Answer):
-    """token is vLLM's text for an id, "token_id:5"."""
+    """A token with its log-probability; `token` is vLLM's text for an id, "token_id:5"."""
 
     token: str
     token_id: int
@@ -259,6 +260,7 @@ class _Writer:
         return event({**self._head, "choices": [], "usage": self._usage()}) if self._counts_last else b""
 
     def _count(self, output: RequestOutput) -> None:
+        """Add an output's tokens to the counts."""
         self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
         self._num_cached_tokens = output.num_cached_tokens or 0
 
@@ -266,6 +268,7 @@ class _Writer:
         return usage(self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens)
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return the JSON of one completion, or of its new part."""
         logprobs = None
         if output.logprobs is not None:
             pairs = zip(output.token_ids, output.logprobs, strict=True)
@@ -295,12 +298,14 @@ def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the route /inference/v1/generate."""
     routes = APIRouter(tags=["generate"], route_class=JsonRoute)
     names = served_names(engine, config)
 
     @routes.post("/inference/v1/generate", response_class=Response)
     @answers(Generated, GeneratedChunk | Error)
     async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Continue a prompt of token ids, and answer with token ids."""
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("generate-tokens", request)
         prompt, params = body.prompt(engine.inputs), body.params(engine.inputs, config)

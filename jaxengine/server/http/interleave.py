@@ -1,4 +1,4 @@
-"""Merges several streams of outputs."""
+"""Merging of several streams of outputs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ async def interleave(
     indices = iter(range(number))
 
     async def work() -> None:
+        """Put the items of streams into the queue, one stream after another; then None, or the error that ended one."""
         try:
             for index in indices:
                 async with _closing(start(index)) as stream:

@@ -20,7 +20,7 @@ _POOLING_PATHS |= {task: {"input": "/pooling", **_SCORES} for task in ("token_em
 
 
 class _PassedOn(Response):
-    """Forwards a request, whose body was already read, to another path."""
+    """Response that forwards a request, whose body was already read, to the route of another path."""
 
     def __init__(self, request: Request, path: str, body: bytes):
         super().__init__()
@@ -29,7 +29,10 @@ class _PassedOn(Response):
         self._whole: bytes | None = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response of the other route, which reads the same body."""
+
         async def again():
+            """Receive the body once more, and then what the client sends."""
             if (body := self._whole) is not None:
                 self._whole = None
                 return {"type": "http.request", "body": body, "more_body": False}
@@ -40,12 +43,14 @@ class _PassedOn(Response):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the route /invocations, for the routes that the model has."""
     routes = APIRouter(tags=["invocations"])
     pooling = engine.inputs.pooling
     paths = _PATHS if pooling is None else _POOLING_PATHS[pooling.task]
 
     @routes.post("/invocations", response_class=Response)
     async def invoke(request: Request) -> Response:
+        """Answer a request by the route that its fields belong to."""
         body = await request.body()
         value = read_json(body)
         fields = [name for name in paths if isinstance(value, dict) and name in value]

@@ -12,6 +12,7 @@ from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, at_most
 
 
 def _without_transfer(value: Any) -> Any:
+    """Return the value. Raises ValueError for an object with kv_transfer_params."""
     if isinstance(value, dict) and "kv_transfer_params" in value:
         raise ValueError("kv_transfer_params is a field of the request")
     return value

@@ -50,6 +50,9 @@ class JsonRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of the route, which refuses other bodies than JSON with 415. Raises TypeError if the body
+        is not one RequestModel.
+        """
         handle = super().get_route_handler()
         body = self.body_field
         model = None if body is None else body.field_info.annotation
@@ -60,6 +63,7 @@ class JsonRoute(APIRoute):
             raise TypeError(f"{self.path}: the body must be one RequestModel")
 
         async def handle_json(request: Request) -> Response:
+            """Answer a request; raise ApiError 415 for a body that is no JSON or is compressed."""
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "Content-Type must be application/json")
@@ -90,6 +94,7 @@ class _JsonRequest(Request):
         return b"..." if self._raw else b""
 
     async def json(self) -> Any:
+        """Return the body's value, and record the names of its fields. Raises ApiError."""
         workers: Workers = self.app.state.workers
         value = await workers.run(self._read) if len(self._raw) > _LONG_BODY else self._read()
         if isinstance(value, dict):
@@ -102,6 +107,7 @@ class _JsonRequest(Request):
         return value
 
     def _read(self) -> Any:
+        """Parse the body and release its bytes."""
         raw, self._raw = self._raw, bytearray()
         return read_json(raw)
 
@@ -119,6 +125,7 @@ def read_json(body: bytes | bytearray) -> Any:
 
 
 def _value(body: bytes | bytearray) -> Any:
+    """Parse a body. Raises ApiError for one that is not valid."""
     try:
         return msgspec.json.decode(body)
     except UnicodeError:

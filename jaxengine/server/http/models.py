@@ -60,7 +60,10 @@ _PERMISSION = {
 
 
 class ModelCard(Answer):
-    """permission: what OpenAI once said of a model, the same for every model and key here, as in vLLM."""
+    """A served model or adapter.
+
+    permission: what OpenAI's API had of a model, the same for every model and key here, as in vLLM.
+    """
 
     id: str
     object: Literal["model"]
@@ -78,12 +81,14 @@ class ModelList(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes that list models and describe one."""
     routes = APIRouter(tags=["models"])
     names = served_names(engine, config)
     routes_to_adapters = LoraRoutes.of(config, names).names
     created = int(time.time())
 
     def card(name: str, root: str = names[0], parent: str | None = None) -> dict[str, Any]:
+        """Return the card of a name. parent: of an adapter, the model; None for the model itself."""
         return {
             "id": name,
             "object": "model",
@@ -96,17 +101,20 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         }
 
     async def adapter_cards() -> list[dict[str, Any]]:
+        """Return the cards of loaded adapters."""
         return [card(each["name"], each["path"], names[0]) for each in await loaded_adapters(engine)]
 
     @routes.get("/v1/models")
     @answers(ModelList)
     async def list_models() -> dict[str, Any]:
+        """List the names that a request may give as its model."""
         routed = [card(name, names[0], names[0]) for name in routes_to_adapters]
         return {"object": "list", "data": [*map(card, names), *await adapter_cards(), *routed]}
 
     @routes.get("/v1/models/{model:path}")
     @answers(ModelCard)
     async def get_model(model: str) -> dict[str, Any]:
+        """Return a model or adapter by its name."""
         if model in routes_to_adapters:
             return card(model, names[0], names[0])
         found = next((each for each in await adapter_cards() if each["id"] == model), None)

@@ -20,7 +20,7 @@ from jaxengine.version import __version__
 
 
 class AbortRequest(RequestModel):
-    """request_ids: values of `id` in responses."""
+    """Requests to abort, by the values of `id` in their responses."""
 
     request_ids: Annotated[Texts, Field(max_length=1024)]
 
@@ -34,6 +34,7 @@ class Load(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes that every server has."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get("/health", response_class=Response)
@@ -52,6 +53,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/version")
     @answers(Version)
     async def version() -> dict[str, str]:
+        """Return the version of the server."""
         return {"version": __version__}
 
     @routes.get("/load")
@@ -64,6 +66,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes for operators; none without enable_admin."""
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
@@ -81,7 +84,7 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
-        """Drop cached pictures and videos, both preprocessed and encoded."""
+        """Drop cached images and videos, both preprocessed and encoded."""
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
@@ -107,7 +110,7 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def server_info() -> dict[str, Any]:
         """The settings in use, without keys, and formats of stored and multiplied matrices.
 
-        adapter_forms: how products apply adapters. mm_cache: where preprocessed pictures are cached.
+        adapter_forms: how products apply adapters. mm_cache: where preprocessed images are cached.
         """
         hidden = {"api_key"}
         server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}

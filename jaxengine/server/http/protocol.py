@@ -130,7 +130,7 @@ _NOT_WITH_BEAMS = sorted(
 class RequestModel(BaseModel):
     """A JSON object of a request.
 
-    refused: fields that are refused unless they have no effect. ignored: fields that are accepted and ignored.
+    refused: fields that are refused, with the values that have no effect. ignored: fields that are accepted.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -145,6 +145,7 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
+        """Return the data. Raises RequestError for a field of `refused` with a value that would have an effect."""
         for name in cls.refused.keys() & data.keys() if isinstance(data, dict) else ():
             value = data[name]
             if value is not None and not any(type(value) is type(one) and value == one for one in cls.refused[name]):
@@ -162,6 +163,7 @@ class ClosedModel(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_others(cls, data: Any) -> Any:
+        """Return the data. Raises ValueError for a field that the model lacks."""
         known = cls.known_fields()
         other = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
         if other is not None:
@@ -170,7 +172,7 @@ class ClosedModel(RequestModel):
 
 
 class StreamOptions(ClosedModel):
-    """include_usage: send token counts in a last chunk. continuous_usage_stats: send them in every chunk."""
+    """Options of a stream: token counts in a last chunk (include_usage), and in all (continuous_usage_stats)."""
 
     refused = {"include_obfuscation": (False,)}
 
@@ -267,8 +269,8 @@ _Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
 
 
 class GenerationRequest(_Numbers, NamedRequest):
-    """Fields of every request that generates text, in addition to those of SamplingFields; None is the default of the
-    model or of vLLM.
+    """Fields of every request that generates text, in addition to those of SamplingFields. None is the model's default,
+    or else vLLM's.
     """
 
     ignored = HINTS
@@ -309,7 +311,7 @@ class TextRequest(GenerationRequest):
       trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
       routed_experts_prompt_start: the prompt's tokens up to this one, from 0, are left out of routed_experts.
       return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
-      capture: names of the engine's places whose activations to return, as SamplingParams.capture.
+      capture: names of the engine's taps whose activations to return, as SamplingParams.capture.
       return_hidden_states: also return the hidden states of the engine's capture_layers.
       steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
       repetition_detection: an object with the fields of RepetitionDetectionParams: ends an output that repeats itself.
@@ -439,6 +441,7 @@ class TextRequest(GenerationRequest):
         return last, last and bool(options.continuous_usage_stats)
 
     def _structure(self) -> dict[str, Any] | None:
+        """Return structured_outputs, or what response_format means; None for neither. Raises RequestError for both."""
         asked = None if self.response_format is None else self.response_format.structured_outputs()
         if asked is None or self.structured_outputs is None:
             return asked or self.structured_outputs

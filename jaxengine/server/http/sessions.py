@@ -19,6 +19,7 @@ class DroppedSession(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the route; none without pages outside of the devices."""
     routes = APIRouter(tags=["sessions"])
     if not engine.inputs.config.kv_offloading_bytes:
         return routes

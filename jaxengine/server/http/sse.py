@@ -1,4 +1,4 @@
-"""Answers that outlast the reading of their request: server-sent events, and work that is cancelled with its client.
+"""Answers that are sent while they are made, as server-sent events, and work that is cancelled when its client leaves.
 
 If a client leaves or stops reading, its work is cancelled, which frees its pages. Independent of the content.
 """
@@ -63,6 +63,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _disconnect(receive: Receive) -> None:
+    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         continue
 
@@ -102,6 +103,8 @@ async def stream_events(
 
 
 class _EventStream(Response):
+    """Response that sends events as they are made."""
+
     def __init__(
         self,
         first: bytes,
@@ -121,6 +124,7 @@ class _EventStream(Response):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream. Its work is cancelled if the client leaves or stops reading."""
         try:
             await while_connected(receive, self._send(send))
         except ClientLeft as error:
@@ -128,6 +132,7 @@ class _EventStream(Response):
             logger.info("a stream was ended: %s", str(error) or "its client left")
 
     async def _send(self, send: Send) -> None:
+        """Send the events, then `done`, or the event of the error that ends them."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._events):
             await self._write(send, self._first)
@@ -145,6 +150,7 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, body: bytes) -> None:
+        """Send bytes. Raises ClientLeft if the client does not read them in time."""
         if not body:
             return
         try:

@@ -55,6 +55,7 @@ class TokenizeRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Raise RequestError unless there is a prompt or messages, and for fields that need messages."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         if self.messages is None:
@@ -85,6 +86,7 @@ class DetokenizeAnswer(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes /tokenize and /detokenize, and /tokenizer_info with enable_tokenizer_info_endpoint."""
     routes = APIRouter(tags=["tokenize"], route_class=JsonRoute)
     inputs = engine.inputs
     encoder = PromptEncoder(inputs)
@@ -94,6 +96,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/tokenize")
     @answers(TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Return the token ids of a text or a conversation."""
         await choose_model(engine, body.model, names)
         if body.prompt is None:
             chat = {name: getattr(body, name) for name in ("messages", "add_special_tokens", *_WITH_MESSAGES)}
@@ -106,6 +109,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/detokenize")
     @answers(DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """Return the text of token ids."""
         await choose_model(engine, body.model, names)
         tokenizer = inputs.require_tokenizer()
         if len(body.tokens) > MAX_DETOKENIZE:

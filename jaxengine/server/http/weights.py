@@ -28,14 +28,17 @@ class _BodyRoute(APIRoute):
     """Route for bodies that are not JSON; JSON bodies go to the next route of its path."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Whether the request is for this route, as Starlette's routes say it."""
         return super().matches(scope) if scope["type"] == "http" and is_streamed(scope) else (Match.NONE, {})
 
 
 class UpdateWeights(RequestModel):
     """New weights for the engine.
 
-    path: a folder on the engine's machine, with safetensors or in device layout. weight_version: None counts on.
-    mode, kv, strict, chunk_bytes: as of `LLM.update_weights`.
+    Attributes:
+      path: a folder on the engine's machine, with safetensors or in device layout.
+      weight_version: version of the new weights; None for the last number plus one.
+      mode, kv, strict, chunk_bytes: as of `LLM.update_weights`.
     """
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -47,6 +50,7 @@ class UpdateWeights(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes; none without enable_admin."""
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
@@ -69,6 +73,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
+        """Return whether the engine is paused."""
         return {"is_paused": (await weights.state(engine))["is_paused"]}
 
     @routes.post("/sleep")
@@ -97,6 +102,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
+        """Return whether any part sleeps."""
         return {"is_sleeping": bool((await weights.state(engine))["asleep"])}
 
     _add_update(routes, engine, config)

@@ -68,6 +68,7 @@ class EngineLink:
         self._context.destroy(linger=0)
 
     def _open(self) -> None:
+        """Create a socket with a monitor of its connection, begin to connect, and send Hello."""
         self._socket = self._context.socket(zmq.DEALER)
         identity = f"{self._index}-{os.urandom(8).hex()}".encode()
         for option, value in (
@@ -87,6 +88,7 @@ class EngineLink:
         self._loop.call_soon(self._disconnected, self._monitor)
 
     def _close(self) -> None:
+        """Close the socket and its monitor; drop queued messages."""
         for socket in (self._socket, self._monitor):
             self._loop.remove_reader(socket.fileno())
         self._socket.disable_monitor()
@@ -94,6 +96,9 @@ class EngineLink:
         self._socket.close(linger=0)
 
     def _read(self, socket: zmq.Socket) -> None:
+        """Pass up to _BURST received messages on; go on in a later turn of the event loop if there may be more.
+        Connects again after a message that cannot be read.
+        """
         for _ in range(_BURST):
             if socket is not self._socket or socket.closed:
                 return
@@ -111,5 +116,6 @@ class EngineLink:
         self._loop.call_soon(self._read, socket)
 
     def _disconnected(self, monitor: zmq.Socket) -> None:
+        """Replace a connection that has ended."""
         if monitor is self._monitor and monitor.poll(0):
             self.reopen()

@@ -16,11 +16,13 @@ class Place(msgspec.Struct, array_like=True):
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A MediaItem, arrays as raw bytes; num_patches determines their shapes. Other fields are MediaItem's.
+    """A MediaItem, arrays as raw bytes.
 
     Attributes:
-      place: where the pixels are in shared memory; None if they are not there.
+      modality, digest, positions, cached: as of MediaItem; positions i32.
+      num_patches: number of patches, which determines the arrays' shapes.
       pixels: patches, columns and rows; None if the receiver has them or they are in shared memory.
+      place: where the pixels are in shared memory; None if they are not there.
       keep: whether the sender relies on the receiver to cache them.
     """
 
@@ -35,9 +37,12 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class MediaMessage(msgspec.Struct, array_like=True):
-    """A Media; rope_positions as raw bytes. Other fields are those of Media.
+    """A Media, arrays as raw bytes.
 
     Attributes:
+      items: images and videos in the order of the prompt.
+      rope_positions: i32[3, tokens]; None for a model without M-RoPE.
+      rope_delta: as of Media.
       epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
       memory: path of this epoch's shared memory; "" if no item is in it.
     """

@@ -90,6 +90,7 @@ class MediaReceiver:
             self._memory = None
 
     def _copy(self, place: Place) -> Pixels | None:
+        """Return the pixels at a place in shared memory; None if that is closed or smaller."""
         memory, first = self._memory, place.offset
         if memory is None or first < 0 or min(place.sizes) < 0 or first + sum(place.sizes) > len(memory):
             return None

@@ -86,9 +86,11 @@ class KeepingSender(MediaSender):
         """Do nothing: an item is cached when it is sent."""
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
+        """Return the item for a request, as MediaCache.item."""
         return prepared_item(item, made, make)
 
     def clear(self) -> None:
+        """Count nothing as cached, as `reset`."""
         self.reset()
 
 
@@ -107,14 +109,19 @@ class KeySender(KeepingSender):
         return self._keys.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
+        """Return the item without pixels that the engine has cached, else None."""
         # Only sending changes the LRU order: threads look up in any order.
         with self._lock:
             return self._keys.peek(digest)
 
     def knows(self, digest: bytes) -> bool:
+        """Whether the engine has cached these pixels."""
         return digest in self._keys
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
+        """Make a message that omits cached pixels, and record the others as cached. Arguments as of
+        MediaSender.message.
+        """
         with self._lock:
             # As in the receiver: cached items first, so that new ones do not evict them before they are read.
             known = [not whole and self._keys.get(item.digest) is not None for item in media.items]
@@ -132,6 +139,7 @@ class KeySender(KeepingSender):
             return media_message(media, items, self._epoch)
 
     def reset(self) -> None:
+        """Begin a new epoch, with nothing cached."""
         with self._lock:
             self._epoch += 1
             self._keys.clear()

@@ -21,7 +21,13 @@ from jaxengine.server.link.submit_messages import Submit
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """Load of the engine; retry_after: seconds after which a refused request should be retried."""
+    """Load of the engine.
+
+    Attributes:
+      num_running, num_waiting: requests that run and that wait, of all API processes.
+      num_waiting_tokens: prompt tokens of those that wait.
+      retry_after: seconds after which a refused request should be sent again.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -36,9 +42,13 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Finish(msgspec.Struct, array_like=True, tag="finish"):
-    """Ends requests: "stop" after a stop string was found, or "abort", which the engine confirms like any other end.
+    """Order to end requests.
 
-    num_tokens: for each that a stop string ended, the number of tokens that its caller received.
+    Attributes:
+      handles: of the requests.
+      reason: value of FinishReason: "stop" after a stop string was found, "repetition", or "abort", which the engine
+        confirms like any other end.
+      num_tokens: for each request that its output ended, the number of tokens that its caller received.
     """
 
     handles: list[int]
@@ -47,14 +57,17 @@ class Finish(msgspec.Struct, array_like=True, tag="finish"):
 
 
 class EndsDelivered(msgspec.Struct, array_like=True, tag="ends_delivered"):
-    """Confirms that the callers of these requests with `text_ends` have received the ends that the engine sent."""
+    """Confirmation that the callers of these requests with `text_ends` have received the ends that the engine sent."""
 
     handles: list[int]
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """Request to call a function of `EngineCore.utilities`. number: that of its Reply; the Reply of number 0 is
-    ignored.
+    """Request to call a function of `EngineCore.utilities`.
+
+    Attributes:
+      number: that of its Reply; the Reply of number 0 is ignored.
+      name, arguments: of the function.
     """
 
     number: int
@@ -63,8 +76,15 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
-    """Answer to Hello. config: fields of ResolvedConfig; model: file or folder; num_slots: of all replicas;
-    media_cache: kind of the media cache, of jaxengine.config.encoder.KINDS; num_media_resets: as in Update.
+    """Answer to Hello.
+
+    Attributes:
+      config: fields of ResolvedConfig.
+      model: file or folder of the model.
+      num_slots: requests that run at once, of all replicas.
+      load: of the engine.
+      media_cache: kind of the media cache, of jaxengine.config.encoder.KINDS.
+      num_media_resets: as in Update.
     """
 
     config: dict[str, Any]
@@ -76,8 +96,12 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """Reason why a Submit or a Call failed. kind: "request", "unknown adapter", "overloaded", "internal", or
-    MISSING_MEDIA: the Submit relies on missing pixels, and must be resent with all of them.
+    """Reason why a Submit or a Call failed.
+
+    Attributes:
+      kind: "request", "unknown adapter", "overloaded", "internal", or MISSING_MEDIA: the Submit relies on missing
+        pixels, and must be resent with all of them.
+      message, param, retry_after: of the error for the caller.
     """
 
     kind: str
@@ -87,7 +111,13 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """Outcome of the Submit or Call `number`."""
+    """Outcome of a Submit or a Call.
+
+    Attributes:
+      number: of the Submit or Call.
+      failure: why it failed; None if it did not.
+      result: of a Call's function.
+    """
 
     number: int
     failure: Failure | None = None
@@ -95,7 +125,13 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 class Started(msgspec.Struct, array_like=True):
-    """First token of a request. Times are those of Request, in seconds of time.monotonic."""
+    """First token of a request.
+
+    Attributes:
+      handle: of the request.
+      num_cached_tokens: prompt tokens found in the prefix cache.
+      queued_time, first_scheduled_time, first_token_time: as of Request, in seconds of time.monotonic.
+    """
 
     handle: int
     num_cached_tokens: int
@@ -105,7 +141,15 @@ class Started(msgspec.Struct, array_like=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """End of a request. Times are those of Request; output_token_ids: i32, None for one with an output per step."""
+    """End of a request.
+
+    Attributes:
+      handle: of the request.
+      reason, stop_reason: how it ended; reason is a FinishReason's value.
+      num_preemptions, num_cached_tokens, kv_transfer_params: as of Request.
+      queued_time, first_scheduled_time, finished_time: as of Request, in seconds of time.monotonic.
+      output_token_ids: i32; None for a request with an output per step.
+    """
 
     handle: int
     reason: str
@@ -120,14 +164,21 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Refused(msgspec.Struct, array_like=True):
-    """Failure of a request found after its Submit was read; it gets no tokens and no Ended."""
+    """Failure of a request, by handle, found after its Submit was read; it gets no tokens and no Ended."""
 
     handle: int
     failure: Failure
 
 
 class Scores(msgspec.Struct, array_like=True):
-    """TokenScores of n tokens as bytes, with num_top candidates and num_given given tokens each."""
+    """TokenScores of n tokens as bytes, in the machine's byte order.
+
+    Attributes:
+      num_top, num_given: likeliest tokens, and tokens given by id, of each token.
+      logprobs: f32[n]. ranks: i32[n].
+      top_ids: i32[n, num_top]. top_logprobs: f32[n, num_top].
+      given_logprobs: f32[n, num_given].
+    """
 
     num_top: int
     num_given: int
@@ -146,7 +197,7 @@ class Vectors(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True):
-    """PromptScores of one request: the first score is of prompt token `first`."""
+    """PromptScores of one request, by handle: the first score is of prompt token `first`."""
 
     handle: int
     first: int
@@ -154,7 +205,13 @@ class PromptPart(msgspec.Struct, array_like=True):
 
 
 class FoundPart(msgspec.Struct, array_like=True):
-    """Found rows of one request. columns: (field, "" for rows without fields; dtype; shape; bytes) of each."""
+    """Found rows of one request.
+
+    Attributes:
+      handle: of the request.
+      name: field of CompletionOutput that they belong to.
+      columns: (field, "" for rows without fields; dtype; shape; bytes) of each.
+    """
 
     handle: int
     name: str
@@ -167,8 +224,9 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     Attributes:
       number: counts the updates of this connection from 1, to detect a lost one.
       received: number of the last Submit that was read.
+      load: of the engine.
       handles, token_ids: i32[n], a token of each of these requests.
-      tokens_scored: i32[m], indices into `handles` of the tokens with scores.
+      tokens_scored: i32[m], indices into `handles` of the tokens with scores. scores: theirs, None for none.
       prompts, started, ended: prompts' logprobs, first tokens, and ends of requests.
       unservable: requests that failed after their Submit was read. refused, replies: answers to Submits and to Calls.
       vectors: of pooling requests, in the order of handles.
@@ -228,6 +286,7 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
     updates = _token_updates(output.emitted, clients) if output.emitted else {}
 
     def update_of(request: Request) -> tuple[Update, int]:
+        """Return the Update of a request's API process, made if there is none, and its handle."""
         client, handle = owner_of(request)
         if client not in updates:
             updates[client] = Update(0, 0, _NO_LOAD)
@@ -312,6 +371,9 @@ def _token_update(
     scores: TokenScores | None,
     vectors: np.ndarray | None,
 ) -> Update:
+    """Return an Update with the tokens of one API process. tags: of its requests; scored: indices of the rows with
+    scores.
+    """
     update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
     if scores is not None:
         update.tokens_scored, update.scores = _bytes(scored, np.int32), _scores(scores)
@@ -333,6 +395,7 @@ def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
 
 
 def _ended(request: Request, handle: int) -> Ended:
+    """Return the end of a request for its API process."""
     assert request.finish_reason is not None
     return Ended(
         handle,
@@ -349,6 +412,7 @@ def _ended(request: Request, handle: int) -> Ended:
 
 
 def _end(request: Request, ended: Ended) -> Request:
+    """Enter an end into the API process's own request; return that."""
     request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason(ended.reason)
     for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "kv_transfer_params"):
         setattr(request, name, getattr(ended, name))
@@ -360,6 +424,7 @@ def _end(request: Request, ended: Ended) -> Request:
 
 
 def _scores(scores: TokenScores) -> Scores:
+    """Return scores in the form of a message."""
     ranks, top_ids = _bytes(scores.ranks, np.int32), _bytes(scores.top_ids, np.int32)
     logprobs, top_logprobs = _bytes(scores.logprobs, np.float32), _bytes(scores.top_logprobs, np.float32)
     sizes, given = (scores.top_ids.shape[1], scores.given_logprobs.shape[1]), _bytes(scores.given_logprobs, np.float32)
@@ -367,6 +432,7 @@ def _scores(scores: TokenScores) -> Scores:
 
 
 def _read(scores: Scores) -> TokenScores:
+    """Return the scores in a message, read-only views of its bytes."""
     num_tokens = len(scores.logprobs) // 4
     shape = num_tokens, scores.num_top
     return TokenScores(
@@ -379,6 +445,7 @@ def _read(scores: Scores) -> TokenScores:
 
 
 def _columns(rows: np.ndarray) -> list[tuple[str, str, list[int], bytes]]:
+    """Return rows in the form of a message; rows with named fields as a column for each."""
     fields = {"": rows} if rows.dtype.names is None else {name: rows[name] for name in rows.dtype.names}
     return [(name, own.dtype.name, [*own.shape], own.tobytes()) for name, own in fields.items()]
 

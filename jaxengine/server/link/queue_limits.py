@@ -44,8 +44,7 @@ class QueueLimits:
         if num_requests > most:
             text = f"n is {num_requests}; allowed are 1 to {most} (max_num_seqs and max_num_queued_reqs)"
             raise RequestError(text, param="n", value=num_requests)
-        places = most - load.num_running - load.num_waiting
-        if num_requests > places:
+        if num_requests > most - load.num_running - load.num_waiting:
             raise OverloadedError(
                 f"{load.num_waiting} requests are waiting already (max_num_queued_reqs is {self.max_requests})",
                 retry_after=load.retry_after,
@@ -63,8 +62,8 @@ class QueueLimits:
         A fair share leaves others half of the queue: the client may fill the free slots and half of max_requests. One
         with no request waiting is never refused here.
         """
-        places = self.num_slots + self.max_requests // 2 - load.num_running - num_waiting
-        if num_waiting and num_requests > places:
+        room = self.num_slots + self.max_requests // 2 - load.num_running - num_waiting
+        if num_waiting and num_requests > room:
             raise OverloadedError(
                 f"{num_waiting} requests of this client are waiting already (with scheduling_policy 'fair' one may "
                 f"have half of max_num_queued_reqs, which is {self.max_requests})",

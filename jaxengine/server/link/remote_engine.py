@@ -143,6 +143,9 @@ class RemoteEngine:
         request_id: str | None,
         options: RequestOptions | None,
     ) -> AsyncIterator[Any]:
+        """Prepare a request, submit it, and yield its outputs; abort it if the caller stops reading. Arguments and
+        errors as of `stream`.
+        """
         self._check()
         params = self.inputs.default_sampling_params() if params is None else params
         if request_id is None:
@@ -209,7 +212,7 @@ class RemoteEngine:
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the last periods of detokenisation in order: (start, end, outputs), seconds of time.monotonic."""
+        """Return the last periods of detokenization in order: (start, end, outputs), seconds of time.monotonic."""
         return list(self._processor.spans)
 
     async def drain(self, timeout: float) -> None:
@@ -235,16 +238,21 @@ class RemoteEngine:
         self._link.close()
 
     def _check_alive(self) -> None:
+        """Raise EngineDeadError while the engine cannot answer, and in a fork."""
         self._owner.check()
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
 
     def _check(self) -> None:
+        """Raise EngineDrainingError while draining, or the error of `_check_alive`."""
         if self._draining:
             raise EngineDrainingError("the server is shutting down")
         self._check_alive()
 
     def _submit(self, prepared: PreparedRequest) -> OutputStream:
+        """Send a prepared request; return the stream of its outputs. Raises RequestError for an id in use,
+        OverloadedError.
+        """
         request_id, requests = prepared.request_id, prepared.requests
         if request_id in self._processor:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id", value=request_id)
@@ -293,21 +301,25 @@ class RemoteEngine:
         self._num_rejected += 1
 
     def _tell_rejections(self) -> None:
+        """Report the counted rejections to the engine."""
         if self._dead is None:
             self._link.send(Call(0, "count_rejections", (self._num_rejected,)))
         self._num_rejected = 0
 
     def _finish(self, requests: list[Request]) -> None:
+        """Send the engine the order to abort requests, unless it cannot answer."""
         if requests and not self.errored:
             self._link.send(Finish([request.tag for request in requests], "abort"))
 
     def _silent_too_long(self) -> bool:
+        """Whether the engine has sent nothing for so long that it hangs."""
         # There is no bound on a step that compiles.
         compiles = self._welcomed.done() and self.inputs.config.enforce_eager
         allowed = math.inf if compiles else max(_SILENT_SECONDS, _SILENT_STEPS * self._longest_silence)
         return time.monotonic() - self._heard > allowed
 
     def _receive(self, message: FromEngine) -> None:
+        """Read a message of the engine. Welcome, the first one of each connection, makes this client alive."""
         now = time.monotonic()
         # Decays within a few hundred messages: a step that was slow once need not be again.
         self._longest_silence = max(now - self._heard, 0.99 * self._longest_silence)
@@ -323,6 +335,7 @@ class RemoteEngine:
             self._welcomed.set_result(message)
 
     def _update(self, update: Update) -> None:
+        """Read the results of a step: pass outputs to their streams, and replies to their callers."""
         self._num_updates += 1
         if update.number != self._num_updates:
             self._link.reopen()
@@ -366,8 +379,8 @@ class RemoteEngine:
             self._settle(reply)
 
     def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
-        """Tell the engine to end a request because of its output's content; the engine may have ended it already, with
-        as many tokens or more.
+        """Request the engine, in the next Finish, to end a request because of its output's content; the engine may have
+        ended it already, with as many tokens or more.
 
         reason, text, num_tokens: as OutputProcessor.process gives them.
         """
@@ -377,9 +390,11 @@ class RemoteEngine:
             self._drop(request)
 
     def _drop(self, request: Request) -> None:
+        """Forget the copy of a request."""
         self._replicas.pop(request.tag, None)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
+        """End the stream of a request with an error."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._forget(request_id)
@@ -409,6 +424,7 @@ class RemoteEngine:
         self._processor.process(EngineOutput(finished=running), time.monotonic(), self._stop)
 
     def _settle(self, reply: Reply) -> None:
+        """Give a Call's reply, a result or a failure, to its caller, unless that has left."""
         future = self._calls.pop(reply.number, None)
         if future is None or future.done():
             return
@@ -418,6 +434,7 @@ class RemoteEngine:
             future.set_exception(messages.error_of(reply.failure))
 
     def _lose(self) -> None:
+        """End everything that waited for an engine that is gone."""
         self._end(EngineDeadError("the engine has failed; it is being started again"))
 
     def _end(self, error: EngineDeadError) -> None:

@@ -14,17 +14,24 @@ from jaxengine.server.link.messages import Load
 
 @dataclass(frozen=True)
 class Pending:
-    """Unread Submit: its number, and its request, which may have to be resent."""
+    """Submit that the engine is not known to have read.
+
+    Attributes:
+      number: of the Submit.
+      prepared: its request, which may have to be sent again.
+    """
 
     number: int
     prepared: PreparedRequest
 
     @property
     def num_requests(self) -> int:
+        """Number of its n sequences."""
         return len(self.prepared.requests)
 
     @property
     def num_tokens(self) -> int:
+        """Prompt tokens of all sequences together."""
         return sum(request.num_prompt_tokens for request in self.prepared.requests)
 
 

@@ -87,7 +87,13 @@ class Arena:
 
 @dataclass(eq=False)
 class _Entry:
-    """A cached item. num_unread: messages that refer to it and that the engine is not known to have read."""
+    """A cached item.
+
+    Attributes:
+      made: the item without pixels.
+      place: where its pixels are.
+      num_unread: messages that refer to it and that the engine is not known to have read.
+    """
 
     made: Processed
     place: Place
@@ -95,6 +101,7 @@ class _Entry:
 
     @property
     def size(self) -> int:
+        """Bytes of its pixels."""
         return sum(self.place.sizes)
 
 
@@ -128,14 +135,19 @@ class SharedSender(KeepingSender):
         return 0 if self._arena is None else self._arena.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
+        """Return the cached item without pixels, else None."""
         with self._lock:
             found = self._entries.get(digest)
             return None if found is None else found.made
 
     def knows(self, digest: bytes) -> bool:
+        """Whether the item is cached."""
         return digest in self._entries
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
+        """Make a message that refers to cached items by their place, and cache the others. Arguments as of
+        MediaSender.message.
+        """
         with self._lock:
             self._last_number = number
             referred: list[_Entry] = []
@@ -151,6 +163,7 @@ class SharedSender(KeepingSender):
             return media_message(media, items, self._epoch, memory)
 
     def has_read(self, number: int) -> None:
+        """Record that the engine has read all Submits up to this number: their items may be evicted."""
         with self._lock:
             while self._unread and self._unread[0][0] <= number:
                 for entry in self._unread.popleft()[1]:
@@ -166,10 +179,12 @@ class SharedSender(KeepingSender):
             self._begin_epoch(None)
 
     def reset(self) -> None:
+        """Begin a new epoch, with new memory."""
         with self._lock:
             self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
 
     def lost(self) -> None:
+        """Begin a new epoch, with an empty arena, for the next connection: the old one's messages will not be read."""
         with self._lock:
             # Messages of the old connection will not be read.
             self._unread.clear()
@@ -177,16 +192,21 @@ class SharedSender(KeepingSender):
             self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
 
     def close(self) -> None:
+        """Close all memory."""
         with self._lock:
             self._unread.clear()
             self._forget_old()
             self._begin_epoch(None)
 
     def _forget_old(self) -> None:
+        """Close the memory of earlier epochs."""
         while self._old:
             self._old.pop()[1].close()
 
     def _begin_epoch(self, arena: Arena | None) -> None:
+        """Forget all items and go on with this memory, None for none. The old one stays open while messages refer to
+        it.
+        """
         if self._arena is not None:
             if self._unread:
                 self._old.append((self._last_number, self._arena))
@@ -198,6 +218,7 @@ class SharedSender(KeepingSender):
         self._unread.clear()
 
     def _item(self, item: MediaItem, referred: list[_Entry], whole: bool) -> Item:
+        """Return an item for a message, by its place or with its pixels; cache it if there is room."""
         entry = None if whole else self._entries.get(item.digest)
         if entry is not None:
             return message_item(item, None, entry.place)
@@ -215,6 +236,7 @@ class SharedSender(KeepingSender):
         return message_item(item, None, entry.place)
 
     def _refer(self, entry: _Entry, referred: list[_Entry]) -> None:
+        """Record that a message refers to an entry."""
         entry.num_unread += 1
         referred.append(entry)
 

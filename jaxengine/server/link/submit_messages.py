@@ -13,7 +13,12 @@ from jaxengine.server.link.media_messages import MediaMessage
 
 
 class Member(msgspec.Struct, array_like=True):
-    """One of the n sequences of a request, in a Submit."""
+    """One of the n sequences of a request, in a Submit.
+
+    Attributes:
+      handle: the API process's number for it.
+      request_id, seed: as of scheduler.Request.
+    """
 
     handle: int
     request_id: str
@@ -21,13 +26,14 @@ class Member(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """Message that submits a validated request; fields named as those of scheduler.Request mean the same.
+    """Message that submits a validated request. Fields that are not listed mean the same as those of scheduler.Request.
 
     Attributes:
       number: counts the Submits of an API process, from 1.
       members: the request's n sequences.
       prompt_token_ids: i32, as bytes.
       lora: name of the adapter; None for none.
+      media: images and videos; None for none.
     """
 
     number: int

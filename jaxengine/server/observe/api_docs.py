@@ -17,12 +17,14 @@ from jaxengine.server.options import ServerConfig
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the route /docs."""
     routes = APIRouter()
     page = resources.files("jaxengine.server.observe").joinpath("docs.html").read_text("utf-8")
     headers = page_headers(page)
 
     @routes.get("/docs", include_in_schema=False)
     async def docs_page() -> HTMLResponse:
+        """Return the page."""
         return HTMLResponse(page, headers=headers)
 
     return routes

@@ -1,7 +1,7 @@
-"""Renders an engine's timeline as Chrome Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
+"""Conversion of an engine's timeline to Chrome Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
 
 Tracks: the scheduler and the transfers to the device, on the engine's host thread; the device, as the host observes it;
-detokenisation, in the API process; and one for each request, with arrows to the steps that computed its prompt and
+detokenization, in the API process; and one for each request, with arrows to the steps that computed its prompt and
 its last token. There is no track for the sampler: it is part of the compiled step, and the host cannot distinguish
 it from the model. Takes the result of `Timeline.last`, and needs no engine.
 """
@@ -26,7 +26,7 @@ _NAMES = {
 def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float, int]], model: str) -> dict[str, Any]:
     """Convert the result of `Timeline.last` to a trace, to be written as JSON, with times from its first event on.
 
-    text: (start, end, outputs) of detokenisation meanwhile, in seconds of the timeline's clock. model: name to show.
+    text: (start, end, outputs) of detokenization meanwhile, in seconds of the timeline's clock. model: name to show.
     """
     steps = timeline["steps"]
     spans = _device_spans(steps)
@@ -57,6 +57,7 @@ def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float,
 
 
 def _processes(model: str) -> Iterable[tuple[int, str]]:
+    """Return the number and the name of each process of the trace."""
     return (ENGINE, f"engine: {model}"), (REQUESTS, "requests"), (TEXT, "API process")
 
 
@@ -75,6 +76,7 @@ def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float
 
 
 def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable[Event]:
+    """Yield the events of a step: what the host did, and the device between the times of `span`, in seconds."""
     names = ["number", "bucket", "num_tokens", "num_padded", "num_rows", "num_new_tokens"]
     if step["num_drafts"]:
         names += ["num_drafts", "num_accepted"]
@@ -167,12 +169,14 @@ def _inside(
 
 
 def _slice(process: int, track: int, name: str, start: float, end: float, arguments: Mapping[str, Any]) -> Event:
+    """Return an event from `start` to `end`, in seconds, on a track of a process."""
     begin = _us(start)
     duration = round(_us(end) - begin, 3)
     return {"ph": "X", "name": name, "pid": process, "tid": track, "ts": begin, "dur": duration, "args": arguments}
 
 
 def _named(what: str, process: int, track: int, name: str) -> Event:
+    """Return the event that names a process or a track."""
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
 
 

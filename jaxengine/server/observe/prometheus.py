@@ -30,6 +30,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the route /metrics."""
     routes = APIRouter(tags=["operations"])
     labels = {"model_name": served_names(engine, config)[0], "engine": ENGINE}
 
@@ -37,6 +38,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/metrics", response_class=Response, responses={200: text})
     async def metrics(request: Request) -> Response:
+        """Return the engine's counters, gauges and histograms."""
         await report(engine, request.app.state.traffic)
         snapshot = await engine.utility("metrics")
         registry = CollectorRegistry()
@@ -71,6 +73,7 @@ class _Snapshot:
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, earlier names of vLLM's included."""
         by_name: dict[str, list[Mapping[str, Any]]] = {}
         for metric in self._snapshot:
             by_name.setdefault(metric["name"], []).append(metric)
@@ -80,6 +83,7 @@ class _Snapshot:
             yield self._family(alias, f"{HELP[name]} As {name}.", by_name[name])
 
     def _family(self, name: str, about: str, samples: Sequence[Mapping[str, Any]]) -> Metric:
+        """Return the metric of these samples under a name. about: its help text."""
         names = (*self._labels, *samples[0].get("labels", ()))
         if samples[0]["kind"] == "histogram":
             histogram = HistogramMetricFamily(name, about, labels=names)
@@ -94,5 +98,6 @@ class _Snapshot:
         return family
 
     def _values(self, sample: Mapping[str, Any]) -> list[str]:
+        """Return the label values of a sample."""
         own: Iterable[str] = sample.get("labels", {}).values()
         return [*self._labels.values(), *own]

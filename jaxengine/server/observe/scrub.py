@@ -1,4 +1,4 @@
-"""Removes internal details from error messages that leave the server."""
+"""Removal of internal details from error messages that leave the server."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def scrub(message: str, kept: str = "") -> str:
     """
 
     def replace(found: re.Match[str]) -> str:
+        """Return the text in place of a path."""
         path = found.group()
         own = not path.startswith("/") or path.split("/")[1] in _roots()
         return "<path>" if own and path not in kept else path
@@ -42,6 +43,7 @@ def scrub(message: str, kept: str = "") -> str:
 
 @cache
 def _roots() -> frozenset[str]:
+    """Return the names of folders at the root of a file system, this machine's included."""
     try:
         return _USUAL | {*os.listdir("/")}
     except OSError:

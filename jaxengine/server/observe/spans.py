@@ -66,12 +66,15 @@ def caller_trace(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 class CallerTraceMiddleware:
-    """Applies `caller_trace` to HTTP requests."""
+    """Middleware that applies `caller_trace` to HTTP requests."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by the application inside; spans that begin meanwhile continue the trace that its headers
+        name.
+        """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         with caller_trace(headers):
             await self._app(scope, receive, send)
@@ -155,6 +158,7 @@ class _RequestSpan:
         self._attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items()}
 
     def add(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
+        """Record an output of the request: its token counts and finish reasons."""
         self._last = output
         if isinstance(output, PoolingRequestOutput):
             self._num_tokens[0], self._reasons[0] = 0, output.finish_reason
@@ -166,6 +170,7 @@ class _RequestSpan:
                 self._reasons[completion.index] = completion.finish_reason
 
     def failed(self, error: Exception) -> None:
+        """Record the error that ends the request."""
         self._error = error
 
     def end(self) -> None:

@@ -28,6 +28,7 @@ MAX_TRACE_SECONDS = 600.0
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes / (the page), /status.json and /trace."""
     routes = APIRouter(tags=["operations"])
     model = served_names(engine, config)[0]
     page = resources.files("jaxengine.server.observe").joinpath("status.html").read_text("utf-8")
@@ -35,6 +36,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/", include_in_schema=False)
     async def status_page() -> HTMLResponse:
+        """Return the page."""
         return HTMLResponse(page, headers=headers)
 
     @routes.get("/status.json")
@@ -71,6 +73,7 @@ def page_headers(page: str) -> dict[str, str]:
     """
 
     def digest(tag: str) -> str:
+        """Return the hash of the tag's content, in the form of a Content-Security-Policy."""
         content = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         assert content is not None
         return f"'sha256-{base64.b64encode(hashlib.sha256(content[1].encode()).digest()).decode()}'"

@@ -9,12 +9,13 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
-from jaxengine.config.engine_config import ConfigError
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.key_file import read_api_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine trace`."""
     parser.add_argument("output", metavar="FILE", help="where to write it")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="how far back (default: %(default)s)")
@@ -23,12 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the timeline to a file; return 1 if the server refuses. Raises ConfigError for a server that does not
+    answer.
+    """
     url = f"{args.url.rstrip('/')}/trace?{urllib.parse.urlencode({'seconds': args.seconds})}"
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise ConfigError("url", args.url, "an address that begins with http:// or https://")
     request = urllib.request.Request(url)
     if args.api_key_file:
-        request.add_header("Authorization", f"Bearer {Path(args.api_key_file).read_text().split()[0]}")
+        # Unredirected: another host must not get the key.
+        request.add_unredirected_header("Authorization", f"Bearer {read_api_key(args.api_key_file)}")
     try:
         with urllib.request.urlopen(request, timeout=60) as answer, open(args.output, "wb") as file:
             shutil.copyfileobj(answer, file)
@@ -43,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
+    """Return the message in the body of an HTTP error, or else its status text."""
     try:
         return json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError):

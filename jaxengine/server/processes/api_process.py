@@ -44,7 +44,7 @@ _POLLED = frozenset({"/status.json", "/health", "/live", "/ping", "/metrics"})
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log is worth showing: it is no successful poll of health or status."""
+    """Whether a line of uvicorn's access log is to be shown: every one but a successful poll of health or status."""
     if not isinstance(record.args, tuple) or len(record.args) != 5:
         return True
     _, _, path, _, status = record.args
@@ -56,6 +56,7 @@ class _HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Context that leaves signals as they are."""
         yield
 
 
@@ -132,7 +133,9 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
 
 
 async def _report(engine: EngineClient, traffic: TrafficState) -> None:
-    """Tell the engine of this process's requests, every few seconds in which there were some, until cancelled."""
+    """Add this process's requests to the engine's metrics, every few seconds in which there were some, until
+    cancelled.
+    """
     while True:
         await asyncio.sleep(_REPORT_SECONDS)
         if traffic.http.has_counts:

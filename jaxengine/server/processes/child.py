@@ -112,12 +112,14 @@ class Child:
         os._exit(status)
 
     def _read(self) -> None:
+        """Pass the supervisor's orders on, until it has ended."""
         for line in self._orders:
             with self._lock:
                 self._handle(json.loads(line))
         self._orphaned()
 
     def _orphaned(self) -> NoReturn:
+        """Remove the run folder and end this process."""
         shutil.rmtree(self.job["run_dir"], ignore_errors=True)
         os._exit(1)
 

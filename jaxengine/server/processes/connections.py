@@ -42,6 +42,7 @@ class Connections:
         self._logged_at = -_LOG_SECONDS
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Protocol:
+        """Return the protocol of a new connection."""
         return _Protocol(self, *args, **kwargs)
 
     def made(self, protocol: _Protocol) -> None:
@@ -53,13 +54,16 @@ class Connections:
         self.waits(protocol)
 
     def waits(self, protocol: _Protocol) -> None:
+        """Record that a connection waits for a request, as the latest one to do so."""
         self._waiting.pop(protocol, None)
         self._waiting[protocol] = None
 
     def works(self, protocol: _Protocol) -> None:
+        """Record that a connection has a request."""
         self._waiting.pop(protocol, None)
 
     def lost(self, protocol: _Protocol) -> None:
+        """Remove a connection that has ended."""
         self._count -= 1
         self._waiting.pop(protocol, None)
 
@@ -87,11 +91,13 @@ class _Protocol(H11Protocol):
         self._end: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Add the connection and start its idle timer."""
         super().connection_made(transport)
         self._all.made(self)
         self._look()
 
     def data_received(self, data: bytes) -> None:
+        """Pass data on, and record the arrival of a request."""
         now = time.monotonic()
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
@@ -100,11 +106,13 @@ class _Protocol(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
+        """Record that the connection waits for the next request."""
         super().on_response_complete()
         self._all.waits(self)
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Remove the connection."""
         self._all.lost(self)
         self._cancel()
         super().connection_lost(exc)
@@ -119,9 +127,11 @@ class _Protocol(H11Protocol):
             self._end = self.loop.call_later(self._all.read_timeout, self._expired)
 
     def _expired(self) -> None:
+        """Close the connection, which has waited too long."""
         self._all.close(self, f"none came within {self._all.read_timeout:g} s")
 
     def _cancel(self) -> None:
+        """Stop the idle timer."""
         if self._end is not None:
             self._end.cancel()
             self._end = None

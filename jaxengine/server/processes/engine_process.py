@@ -54,9 +54,17 @@ _FIRST, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 @dataclass(eq=False)
 class _Client:
-    """Connection of an API process: its requests, and the replies not sent yet.
+    """Connection of an API process.
 
-    index: of the process; number: of the connection, counted from 1.
+    Attributes:
+      identity: ZeroMQ's identity of the connection.
+      index: of the process; number: of the connection, counted from 1.
+      media: reads its images.
+      requests: those that are not settled, by handle.
+      received: number of the last Submit that was read.
+      last_state: (received, load, media resets) that it was last sent; None to send them again.
+      num_updates: updates that it was sent.
+      refused, replies: answers to Submits and Calls that were not sent yet.
     """
 
     identity: bytes
@@ -161,6 +169,7 @@ class EngineServer:
         return True
 
     def _handle(self, identity: bytes, message: messages.ToEngine) -> None:
+        """Carry out a message of an API process; one of an unknown process is dropped."""
         client = self._clients.get(identity)
         if isinstance(message, Hello):
             self._welcome(identity, message)
@@ -178,6 +187,7 @@ class EngineServer:
             client.replies.append(self._call(message))
 
     def _welcome(self, identity: bytes, message: Hello) -> None:
+        """Record a new connection, in place of an earlier one of the same process, and answer it."""
         self._drop_index(message.index)
         self._num_clients += 1
         max_bytes = self.core.config.mm_processor_cache_bytes if self._media_kind == KEY_REPLICATED else 0
@@ -190,6 +200,7 @@ class EngineServer:
         self._socket.send_multipart([identity, messages.encode(welcome)])
 
     def _submit(self, client: _Client, message: Submit) -> None:
+        """Queue a request; a refusal is sent with the next update."""
         client.received = message.number
         try:
             # Before the request may be refused: the sender relies on what was sent.
@@ -216,6 +227,9 @@ class EngineServer:
             client.requests[member.handle] = request
 
     def _finish(self, client: _Client, message: Finish) -> None:
+        """End requests as an API process asks; those that it does not have are skipped. Ends other than aborts are
+        settled with the numbers of tokens that were sent.
+        """
         reason = FinishReason(message.reason)
         for index, handle in enumerate(message.handles):
             request = client.requests.get(handle)
@@ -229,6 +243,7 @@ class EngineServer:
                 self._settle(request, reason, message.num_tokens[index] if message.num_tokens else None)
 
     def _call(self, message: Call) -> Reply:
+        """Call a utility; return its reply, also for an error."""
         try:
             # Not an attribute, which would make a reference cycle with the sockets, and zmq waits for its end.
             own = {"reset_mm_cache": self._reset_mm_cache, "mm_cache": self._mm_cache}
@@ -308,6 +323,7 @@ class EngineServer:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
+        """Remove a request from the running ones of its API process, if that is connected."""
         number, handle = messages.owner_of(request)
         if number in self._by_number:
             self._by_number[number].requests.pop(handle, None)
@@ -323,6 +339,7 @@ class EngineServer:
         faulthandler.dump_traceback(all_threads=True)
 
     def _drop_index(self, index: int) -> None:
+        """Drop the connections of an API process."""
         for client in [client for client in self._clients.values() if client.index == index]:
             self._drop(client)
 
@@ -336,6 +353,7 @@ class EngineServer:
 
 
 def _failure(error: RequestError) -> Failure:
+    """Return an error in the form of a message."""
     if isinstance(error, OverloadedError):
         return Failure("overloaded", str(error), retry_after=error.retry_after)
     kind = "unknown adapter" if isinstance(error, UnknownAdapterError) else "request"

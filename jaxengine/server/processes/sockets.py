@@ -51,6 +51,7 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
 
 
 def _way_to_a_port(option: str, host: str, error: OSError) -> str:
+    """Return advice for a port that cannot be bound."""
     flag = "--" + option.replace("_", "-")
     if error.errno == errno.EADDRINUSE:
         return f"stop the program that listens there, or give another {flag}, 0 for any that is free"
@@ -60,6 +61,7 @@ def _way_to_a_port(option: str, host: str, error: OSError) -> str:
 
 
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
+    """Return a socket that is bound to a port. reuse: with SO_REUSEPORT. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""`jaxengine serve`: starts and supervises the engine's process, the API processes and their store.
+"""`jaxengine serve`: supervisor of the engine's process, the API processes and their store, which it starts.
 
 A process that ends unexpectedly is restarted, with a growing delay if that repeats; an engine that keeps dying without
 having served ends the server. A process that hangs is killed first. SIGTERM, SIGINT or SIGHUP drains the server, a
@@ -64,8 +64,13 @@ class _Child:
     """Child process: its role, its state, and the supervisor's ends of its pipes.
 
     Attributes:
+      module: of jaxengine.server.processes, its role.
+      index: number of an API process; 0 for others.
+      process, events: the process, and the pipe with its events.
+      ready, served: whether it has started, and whether it has answered a request.
       said: the beginning of an incomplete line of events.
       heard: time of its last event; asked: time of the unanswered order to explain its silence, or None.
+      killed: whether it was killed because it hangs.
     """
 
     module: str
@@ -81,14 +86,17 @@ class _Child:
 
     @property
     def is_engine(self) -> bool:
+        """Whether it is the engine's process."""
         return self.module == "engine_process"
 
     @property
     def is_api(self) -> bool:
+        """Whether it is an API process."""
         return self.module == "api_process"
 
     @property
     def name(self) -> str:
+        """Its name in log lines."""
         if self.is_api:
             return f"API process {self.index}"
         return "the engine" if self.is_engine else "the store of responses"
@@ -170,6 +178,7 @@ class Supervisor:
         return self._status
 
     def _wait(self, awake: socket.socket) -> None:
+        """Wait a second, at most, for events, and act on them, on signals, on silence and on the times of restarts."""
         left = self._give_up_at - time.monotonic()
         if left <= 0:
             logger.error("processes did not end in time; they are killed")
@@ -209,6 +218,7 @@ class Supervisor:
             child.process.kill()
 
     def _start(self, module: str, index: int) -> None:
+        """Start a process, send it its job as JSON on its standard input, and watch the pipe on which it reports."""
         read, write = os.pipe()
         job = {
             "server": dataclasses.asdict(self._server),
@@ -240,6 +250,9 @@ class Supervisor:
             process.stdin.flush()
 
     def _listen_to(self, child: _Child) -> None:
+        """Read the events of a process, or its end. When all processes are ready for the first time, print the
+        addresses.
+        """
         said = child.events.read(4096)
         if not said:
             self._ended(child)
@@ -254,6 +267,9 @@ class Supervisor:
             print(f"jaxengine is ready: {self.urls()}", flush=True)
 
     def _ended(self, child: _Child) -> None:
+        """Restart a process that has ended, at once or later, or end the server: with the process's own status before
+        all were ready, with 1 after too many deaths.
+        """
         self._selector.unregister(child.events)
         child.events.close()
         self._children.remove(child)
@@ -295,6 +311,7 @@ class Supervisor:
         self._starts[which] = now + wait
 
     def _end(self, number: int) -> None:
+        """Drain the server for a signal; end it at once if it is being drained or not ready. number: of the signal."""
         if self._draining or not self._announced:
             self._status = 128 + number
             return
@@ -324,6 +341,7 @@ class Supervisor:
         return f"{scheme}://{host}:{server.port}{grpc}"
 
     def _warn(self) -> None:
+        """Log warnings for key files that others may read, and for an address that others reach without a key."""
         for name in ("api_key_file", "admin_key_file"):
             path = getattr(self._server, name)
             # Not an error: Kubernetes mounts secrets so, in containers with no other users.

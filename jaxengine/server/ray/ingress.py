@@ -47,8 +47,9 @@ _SESSIONS = "/v1/sessions/"
 
 
 class _Body(msgspec.Struct):
-    """Fields of requests by which they are routed. Of other types than these nothing is built: a value of some
-    megabytes may have millions of lists.
+    """Fields of a request's body by which it is routed.
+
+    msgspec builds no value of other fields or types: one of some megabytes may have millions of lists.
     """
 
     model: str | None = None
@@ -74,6 +75,7 @@ class Ingress:
         self._app = Front(replicas, names_of(config.model, server), server, ray_config.num_attempts, reader).app
 
     def __serve_build_asgi_app__(self) -> Any:
+        """Return the application, for Ray Serve."""
         return self._app
 
 
@@ -104,7 +106,9 @@ class Front:
         self.app = TrafficMiddleware(inner, TrafficState("ingress"), server.root_path.rstrip("/"))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request: ASGI application without limits."""
+        """Answer a request by a replica, as an ASGI application without limits; refuse websockets. Raises ApiError if
+        no replica can answer.
+        """
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
@@ -174,7 +178,9 @@ class Front:
         return parts
 
     async def _hint(self, scope: Scope, call: HttpCall, request_id: str) -> Hint:
-        """Return what is known of a request for the choice of its replica."""
+        """Return what a request tells for the choice of its replica: its key's session, adapter, tokens and cache salt,
+        as far as its headers and JSON body have them.
+        """
         # Of several headers of a name the first counts, as for the replica.
         headers, path = dict(reversed(call.headers)), _path(scope)
         given = headers.get(b"x-session-id", b"").decode("latin-1")
@@ -241,15 +247,17 @@ class Front:
 
 
 def _path(scope: Scope) -> str:
+    """Return a request's path without the root path."""
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _creates(scope: Scope) -> bool:
+    """Whether a request creates something each time."""
     return scope["method"] == "POST" and _path(scope).startswith(_CREATES)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Say that there is nothing to start, or to end."""
+    """Answer ASGI's lifespan events: there is nothing to start or to end."""
     while True:
         message: Message = await receive()
         await send({"type": f"{message['type']}.complete"})

@@ -16,7 +16,7 @@ class HttpCall(msgspec.Struct):
     """Request of HTTP.
 
     Attributes:
-      path, raw_path, query_string, headers, client, scheme: of ASGI's scope.
+      method, path, raw_path, query_string, headers, client, scheme: of ASGI's scope.
       body: whole, unless it was too large to be held in memory.
       age: seconds since the request arrived. Clocks differ between machines.
     """
@@ -33,7 +33,13 @@ class HttpCall(msgspec.Struct):
 
 
 class Piece(msgspec.Struct, omit_defaults=True):
-    """Part of a response's body; the first one has its status and headers, too. last: nothing comes after it."""
+    """Part of a response.
+
+    Attributes:
+      body: bytes of the body.
+      last: nothing comes after it.
+      status, headers: of the response, in its first piece alone.
+    """
 
     body: bytes = b""
     last: bool = False

@@ -91,6 +91,7 @@ class _NoEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
+        """Publish the prompt's tokens and wait; yields nothing."""
         found: _Tokens = (), None
         if not (has_media(prompt) or (sampling_params is not None and sampling_params.steer)):
             _, token_ids, salt = await asyncio.to_thread(self.inputs.read_prompt, prompt)
@@ -99,6 +100,7 @@ class _NoEngine:
         yield  # never
 
     async def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        """Publish that there are no tokens, and wait; yields nothing."""
         await _found(((), None))
         yield  # never
 
@@ -116,11 +118,12 @@ class _NoEngine:
         return [] if adapter is None else [{"name": adapter, "path": ""}]
 
     def text_spans(self) -> list[tuple[float, float, int]]:
+        """Return no periods."""
         return []
 
 
 async def _found(tokens: _Tokens) -> None:
-    """Note what was looked for, and wait to be cancelled."""
+    """Publish the tokens of the request that is being read, and wait to be cancelled."""
     future = _READ.get().tokens
     if not future.done():
         future.set_result(tokens)
@@ -128,9 +131,11 @@ async def _found(tokens: _Tokens) -> None:
 
 
 def _receive_once(body: bytes) -> Any:
+    """Return ASGI's `receive` of a whole body, which then waits."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
+        """Return the body once, then wait."""
         if not messages:
             await asyncio.Event().wait()
         return messages.pop()

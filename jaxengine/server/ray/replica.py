@@ -63,16 +63,19 @@ class Responder:
         said, left = asyncio.Queue[Message | None](), asyncio.Event()
 
         async def receive() -> Message:
+            """Return the next message of the body, then wait for the caller to leave."""
             if (message := await anext(bodies, None)) is not None:
                 return message
             await left.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
+            """Queue a message of the response, unless the caller has left."""
             if not left.is_set():
                 said.put_nowait(message)
 
         async def run() -> None:
+            """Run the application, and mark the end of what it sends."""
             try:
                 await self._app(scope, receive, send)
             finally:
@@ -92,6 +95,7 @@ class Responder:
             left.set()
 
     def _ended(self, work: asyncio.Task[None]) -> None:
+        """Forget work that has ended."""
         self._running.discard(work)
         if not work.cancelled():
             work.exception()  # mark as retrieved: the caller may have left
@@ -216,6 +220,7 @@ def _free_port() -> int:
 
 
 def _write_key(folder: str, key: str) -> str:
+    """Write the cluster's secret to a file that only this user can read; return its path."""
     path = os.path.join(folder, "key")
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(key)

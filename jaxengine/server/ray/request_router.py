@@ -54,7 +54,7 @@ class _Known:
         self.draining = stats["draining"]
 
     def sent(self, digests: list[int], seconds: float) -> None:
-        """Note a prompt that was sent to it, for so many seconds."""
+        """Record a prompt that was sent to it, for so many seconds."""
         self._recent.append((time.monotonic() + seconds, digests))
         self._counts.update(digests)
         self._num_recent += len(digests)
@@ -111,7 +111,7 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
         return [[candidate_replicas[chosen]], others]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Note that a replica will soon have the pages of a prompt."""
+        """Record that a replica will soon have the pages of a prompt."""
         hint, known = _hint(pending_request), self._known.get(replica_id)
         if hint is not None and known is not None and (digests := self._digests(hint, [known])):
             known.sent(digests, self._recent_seconds)
@@ -128,4 +128,5 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
 
 
 def _hint(pending: PendingRequest | None) -> Hint | None:
+    """Return the Hint of a call; None for a call without one."""
     return None if pending is None else next((each for each in pending.args if isinstance(each, Hint)), None)

@@ -34,6 +34,7 @@ class _Replica:
         self.asked = time.monotonic()
 
     def cancel(self, response_id: str, owner: str) -> None:
+        """Queue the order to cancel a response."""
         self.orders.put_nowait((response_id, owner))
 
 
@@ -59,6 +60,7 @@ class Store:
         return found
 
     def _replica(self, name: str) -> _Replica:
+        """Return the worker of a name, made if there is none, and record that it has asked."""
         replica = self._replicas.setdefault(name, _Replica())
         replica.asked = time.monotonic()
         return replica
@@ -85,6 +87,7 @@ class RayStore(StoreClient):
         self._task = asyncio.create_task(self._obey())
 
     async def reply(self, call: StoreCall) -> StoreReply:
+        """Send a call to the deployment and return its reply. Raises EngineDeadError if it cannot be reached."""
         try:
             return _decode_reply(await self._store.call.remote(self._name, _encode(call)))
         except (RayError, RayServeException) as error:

@@ -33,6 +33,13 @@ class Document(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Splitter:
+    """Replacement of long texts in one value by their digests.
+
+    Attributes:
+      texts: long texts, UTF-8, by digest.
+      digests: one for each occurrence, in order.
+    """
+
     def __init__(self, texts: dict[bytes, bytes]):
         self.texts = texts
         self.digests: list[bytes] = []
@@ -56,6 +63,7 @@ class _Splitter:
         return value
 
     def _digest(self, text: str) -> bytes:
+        """Return the digest of a long text, and record its occurrence."""
         digest = self._known.get(id(text))
         if digest is None:
             data = text.encode()
@@ -83,9 +91,11 @@ class Joiner:
         self._read: dict[bytes, str] = {}
 
     def join(self, document: Document) -> Any:
+        """Return the JSON value of a document."""
         return msgspec.msgpack.decode(document.data, ext_hook=self._restore)
 
     def _restore(self, kind: int, data: memoryview) -> Any:
+        """Return the value of a MessagePack extension: an integer beyond 64 bits, or the long text with a digest."""
         if kind == _INTEGER:
             return msgspec.json.decode(data)
         digest = bytes(data)

@@ -29,9 +29,11 @@ _Method = Literal["put", "find", "read", "stop", "delete"]
 
 
 class StoreCall(msgspec.Struct, array_like=True):
-    """Call of the store's method `name`; the other fields are its arguments.
+    """Call of the store's method `name`.
 
-    number: counts the calls of a connection.
+    Attributes:
+      number: counts the calls of a connection.
+      name: of the method; the other fields are its arguments, by name.
     """
 
     number: int
@@ -44,7 +46,14 @@ class StoreCall(msgspec.Struct, array_like=True):
 
 
 class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
-    """Result of call `number`. full: reason why there is no room; retry_after: as of OverloadedError."""
+    """Result of a call.
+
+    Attributes:
+      number: of the call.
+      needs, found, reading: result of `put`, of `find`, `stop` and `delete`, and of `read`.
+      full: reason why there is no room; None if there is.
+      retry_after: as of OverloadedError.
+    """
 
     number: int
     needs: Needs | None = None
@@ -55,7 +64,7 @@ class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
-    """Request to the worker to end its work on a response."""
+    """Order to the worker to end its work on a response, given by its id and owner."""
 
     response_id: str
     owner: str
@@ -90,6 +99,7 @@ class StoreServer:
             writer.close()
 
     async def _answer(self, call: StoreCall, worker: _RemoteWorker) -> None:
+        """Send the reply to a call; one reply to a read at a time for each connection."""
         if call.name != "read":
             worker.say(await answer(self._store, call, worker))
             return
@@ -121,16 +131,22 @@ async def answer(store: ResponseStore, call: StoreCall, worker: Worker) -> Store
 
 
 class _RemoteWorker:
-    """Worker at the other end of a connection. turn: lock by which calls with large replies follow one another."""
+    """Worker at the other end of a connection.
+
+    Attributes:
+      turn: lock by which calls with large replies follow one another.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
         self.turn = asyncio.Lock()
 
     def cancel(self, response_id: str, owner: str) -> None:
+        """Send the order to end the work on a response."""
         self.say(Cancel(response_id, owner))
 
     def say(self, message: StoreReply | Cancel) -> None:
+        """Send a message, unless the connection is closing."""
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
@@ -155,6 +171,7 @@ class StoreClient:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
+        """Store a response, as Responses.put, and remember its worker while it is running."""
         key = stored.owner, stored.id
         is_new = stored.is_running and key not in self._workers
         if stored.is_running:
@@ -171,19 +188,23 @@ class StoreClient:
                 self._workers.pop(key, None)
 
     async def find(self, response_id: str, owner: str) -> Found | None:
+        """Return a stored response, as Responses.find."""
         return (await self._call("find", response_id, owner)).found
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
+        """Return a part of a response, as Responses.read."""
         return (await self._call("read", response_id, owner, part=part)).reading
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
+        """Stop a response, as Responses.stop."""
         return (await self._call("stop", response_id, owner)).found
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
+        """Remove a response, as Responses.delete."""
         return (await self._call("delete", response_id, owner)).found
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Ask the worker on a response, if it is one of this client's, to end its work."""
+        """Order the worker on a response, if it is one of this client's, to end its work."""
         if (worker := self._workers.get((owner, response_id))) is not None:
             worker.cancel(response_id, owner)
 
@@ -221,6 +242,7 @@ class RemoteStore(StoreClient):
         self._task.cancel()
 
     async def reply(self, call: StoreCall) -> StoreReply:
+        """Send a call and return its reply. Raises EngineDeadError if there is no connection, or if it ends."""
         if self._writer is None:
             raise _gone()
         future = self._calls[call.number] = asyncio.get_running_loop().create_future()
@@ -231,6 +253,7 @@ class RemoteStore(StoreClient):
             self._calls.pop(call.number, None)
 
     async def _stay_connected(self) -> None:
+        """Connect, and connect again whenever the connection ends, until cancelled."""
         while True:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 reader, self._writer = await asyncio.open_unix_connection(self._path)
@@ -246,6 +269,7 @@ class RemoteStore(StoreClient):
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Read replies, and orders to stop responses, until the connection ends."""
         frames = Frames(StoreReply | Cancel)
         while data := await reader.read(_READ_BYTES):
             for message in frames.feed(data):

@@ -39,6 +39,7 @@ class StoredResponse(msgspec.Struct):
 
     @property
     def documents(self) -> tuple[Document, ...]:
+        """All documents of the response."""
         return self.response, self.input, self.question, self.answer
 
     @property
@@ -48,7 +49,12 @@ class StoredResponse(msgspec.Struct):
 
 
 class Found(msgspec.Struct, array_like=True):
-    """Stored response. num_bytes: sizes of the parts that `read` returns, with all long texts."""
+    """Stored response.
+
+    Attributes:
+      background, is_running: as of StoredResponse.
+      num_bytes: sizes of the parts that `read` returns, with all long texts.
+    """
 
     background: bool
     is_running: bool
@@ -99,7 +105,9 @@ class Responses(Protocol):
         """
         ...
 
-    async def find(self, response_id: str, owner: str) -> Found | None: ...
+    async def find(self, response_id: str, owner: str) -> Found | None:
+        """Return a stored response."""
+        ...
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
         """Return what the client sees, the input items, or the messages of the conversation up to this response."""

@@ -21,6 +21,7 @@ class Turn:
 
     Attributes:
       messages: JSON lists of chat messages, in order.
+      earlier: the turn before; None for the first one.
       num_bytes: size of the conversation up to this turn, with every occurrence of a long text and RECORD_BYTES for
         each turn.
       num_links: number of responses of this turn and of later turns that continue it.
@@ -32,7 +33,7 @@ class Turn:
     num_links: int = 0
 
     def chain(self) -> list[Turn]:
-        """Return the turns of the conversation, oldest first."""
+        """Return the turns of the conversation up to this one, oldest first."""
         turn: Turn | None = self
         turns: list[Turn] = []
         while turn is not None:
@@ -50,6 +51,7 @@ class Kept:
 
     @property
     def documents(self) -> tuple[Document, ...]:
+        """Documents of the response that are not in its turn."""
         return self.stored.response, self.stored.input
 
 
@@ -129,6 +131,7 @@ class Share:
         return (name for name, kept in self.responses.items() if not kept.stored.is_running and name != but)
 
     def _earlier(self, stored: StoredResponse) -> Turn | None:
+        """Return the turn that a response continues; None for none. Nothing may be `missing`."""
         if stored.previous is None:
             return None
         known = self.responses.get(stored.id)
@@ -137,6 +140,7 @@ class Share:
         return self.responses[stored.previous].turn
 
     def _take(self, documents: Iterable[Document], texts: Mapping[bytes, bytes]) -> None:
+        """Count documents and their long texts, which are kept and counted once however many documents have them."""
         for document in documents:
             self.num_bytes += len(document.data)
             for digest in document.digests:
@@ -146,6 +150,7 @@ class Share:
                 self._uses[digest] = self._uses.get(digest, 0) + 1
 
     def _release(self, documents: Iterable[Document]) -> None:
+        """Stop counting documents; drop long texts that no other document has."""
         for document in documents:
             self.num_bytes -= len(document.data)
             for digest in document.digests:
@@ -155,6 +160,7 @@ class Share:
                     self.num_bytes -= len(self._texts.pop(digest))
 
     def _forget(self, kept: Kept) -> None:
+        """Release a response, and its turns as far as no other response continues them."""
         self.num_bytes -= RECORD_BYTES
         self._release(kept.documents)
         turn: Turn | None = kept.turn

@@ -38,6 +38,7 @@ class ResponseStore:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
+        """Store a response, as Responses.put, and evict what is too much."""
         texts = texts or {}
         share = self._shares.get(stored.owner) or Share()
         if (needs := share.missing(stored, texts)) is not None:
@@ -55,10 +56,12 @@ class ResponseStore:
         return None
 
     async def find(self, response_id: str, owner: str) -> Found | None:
+        """Return a stored response, as Responses.find."""
         kept = self._kept(response_id, owner)
         return None if kept is None else _found(kept)
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
+        """Return a part of a response, as Responses.read; None for an unknown one."""
         kept = self._kept(response_id, owner)
         if kept is None:
             return None
@@ -72,6 +75,7 @@ class ResponseStore:
         return Reading(documents, self._shares[owner].texts_of(documents))
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
+        """Stop a response and wait until it no longer runs, as Responses.stop; None for an unknown one."""
         kept = self._kept(response_id, owner)
         if kept is None:
             return None
@@ -83,6 +87,7 @@ class ResponseStore:
         return await self.find(response_id, owner)
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
+        """Remove a response, as Responses.delete."""
         found = await self.stop(response_id, owner)
         if found is not None:
             self._drop(owner, response_id)
@@ -103,6 +108,7 @@ class ResponseStore:
             self._rest(key)
 
     def _kept(self, response_id: str, owner: str) -> Kept | None:
+        """Return an owner's response; None if there is none of this id."""
         share = self._shares.get(owner)
         return None if share is None else share.responses.get(response_id)
 
@@ -141,13 +147,16 @@ class ResponseStore:
         bounds = self._bounds
 
         def evict_from(other: Share) -> bool:
+            """Evict the oldest finished response of an owner; return whether there was one."""
             oldest = next(other.finished(but=newest if other is share else None), None)
             if oldest is not None:
                 self._drop(other.responses[oldest].stored.owner, oldest)
             return oldest is not None
 
         def evict(measure: Callable[[Share], int]) -> bool:
-            """Evict from the owner that has most, of those that have anything to evict."""
+            """Evict the oldest of the owner that has most, of those that have anything to evict; return whether there
+            was one.
+            """
             return any(map(evict_from, sorted(self._shares.values(), key=measure, reverse=True)))
 
         while len(share.responses) > bounds.client_responses or share.num_bytes > bounds.client_bytes:
@@ -159,6 +168,7 @@ class ResponseStore:
             continue
 
     def _drop(self, owner: str, response_id: str) -> None:
+        """Remove a response, and the share of an owner who has no other."""
         share = self._shares.get(owner)
         if share is not None and response_id in share.responses:
             share.drop(response_id)
@@ -175,10 +185,12 @@ def _num_bytes(share: Share) -> int:
 
 
 def _most_bytes(kept: Kept) -> int:
+    """Return the size of a response with its whole conversation."""
     return sum(_found(kept).num_bytes.values())
 
 
 def _found(kept: Kept) -> Found:
+    """Return a response's state and the sizes of its parts, as `find` does."""
     stored = kept.stored
     sizes: dict[Part, int] = {
         "response": stored.response.num_bytes,

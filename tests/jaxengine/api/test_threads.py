@@ -116,7 +116,7 @@ def test_turns_go_by_arrival():
         for index in range(5):
             threads.append(threading.Thread(target=take, args=(index,)))
             threads[-1].start()
-            while len(lock._line) <= index:
+            while len(lock._queue) <= index:
                 time.sleep(0.001)
     for thread in threads:
         thread.join()

@@ -61,6 +61,7 @@ def test_dotted_keys_make_one_dict(line, option, value):
         ("--speculative-config.method", "expected one argument"),
         ("--speculative-konfig.method ngram", "unrecognized arguments"),
         ("--speculative-config.a 1 --speculative-config.a.b 2", "a has a value of its own"),
+        ("--speculative-config.a 1 --speculative-config.a+ 2", "a has a value that is not a list"),
         ("--help=nothing-like-it", "--help=listgroup has the groups"),
     ],
 )

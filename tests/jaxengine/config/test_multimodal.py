@@ -66,6 +66,7 @@ def test_the_other_options():
     ("options", "says"),
     [
         ({"limit_mm_per_prompt": "image:2"}, "limit_mm_per_prompt is 'image:2'; allowed: {"),
+        ({"limit_mm_per_prompt": "image=" + "9" * 5000}, "limit_mm_per_prompt is 'image=9"),
         ({"limit_mm_per_prompt": 2}, "limit_mm_per_prompt is 2; allowed: a dict such as"),
         ({"limit_mm_per_prompt": {"sound": 1}}, "limit_mm_per_prompt has 'sound'; it may have image, video, audio"),
         ({"limit_mm_per_prompt": {"audio": {"width": 1}}}, "limit_mm_per_prompt.audio has 'width'; it may have count"),

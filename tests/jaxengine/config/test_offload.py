@@ -135,6 +135,7 @@ def test_pages_for_other_engines():
         (nixl(kv_load_failure_policy="retry"), "recompute, fail"),
         (nixl(engine_id="a b"), "engine_id is 'a b'"),
         (nixl(kv_buffer_size=0), "kv_buffer_size is 0"),
+        (nixl(kv_buffer_size=float("nan")), "kv_buffer_size is nan"),
         (nixl(kv_rank=0), "has kv_rank"),
         (nixl({"backends": ["UCX"]}), "kv_connector_extra_config.backends"),
         (nixl({"transport": "nixl"}), "tcp, folder"),

@@ -238,6 +238,7 @@ def test_an_engine_without_the_option_refuses_the_field(make_llm):
         ({"capture_layers": [True]}, "capture_layers is .*at least one integer"),
         ({"capture_layers": "last"}, "capture_layers is .*at least one integer"),
         ({"capture_layers": "0,--5"}, "capture_layers is .*at least one integer"),
+        ({"capture_layers": "9" * 5000}, "capture_layers is .*at least one integer"),
         (
             {"capture": "residual:3"},
             "capture is 'residual:3'; .*residual:0-2, attention_output:0-1, mlp_output:0-1, fin",

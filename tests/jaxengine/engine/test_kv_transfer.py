@@ -164,6 +164,7 @@ PREFILL = DECODE | {
     (
         ({"remote_host": "ipc:///tmp/x"}, "kv_transfer_params.remote_host is 'ipc"),
         ({"remote_host": "0.0.0.0"}, "kv_transfer_params.remote_host is '0.0.0.0'"),
+        ({"remote_host": "[::1"}, "kv_transfer_params.remote_host is '[::1'"),
         ({"remote_host": "h" * 300}, "kv_transfer_params.remote_host is"),
         ({"remote_host": None}, "remote_port is 5600"),
         ({"remote_host": None, "remote_port": None}, "transport is tcp"),

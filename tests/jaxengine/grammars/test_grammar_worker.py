@@ -205,8 +205,8 @@ def test_a_grammar_says_which_token_of_a_trace_it_does_not_allow():
         [
             ("abbb", None),
             ("ab", None),
-            ("abx", f"it does not allow token {ord('x')} of trace_decode_token_ids behind 2 tokens of its text"),
-            ("b", f"it does not allow token {ord('b')} of trace_decode_token_ids behind 0 tokens of its text"),
+            ("abx", f"it does not allow token {ord('x')} of trace_decode_token_ids after 2 tokens of its text"),
+            ("b", f"it does not allow token {ord('b')} of trace_decode_token_ids after 0 tokens of its text"),
         ]
     ):
         matchers.expect(key)

@@ -37,6 +37,15 @@ def test_the_length_penalty_decides_between_short_and_long():
     assert run(1.0) == [([1, 5, 5], "length"), ([1, 6, 5], "length")]
 
 
+@pytest.mark.parametrize("penalty, first", ((100.0, 5), (-100.0, END)))
+def test_powers_of_a_long_prompt_beyond_a_float(penalty, first):
+    """1301 ** 100 is more than a float holds; the order of the beams is that of the exact scores."""
+    params = BeamSearchParams(beam_width=2, max_tokens=1, length_penalty=penalty)
+    search = BeamSearch([1] * 1300, params, [END], 2000)
+    search.advance([position(t9=0.4, t5=0.38, t6=0.17, t7=0.05)])
+    assert search.result(None).sequences[0].tokens[-1] == first
+
+
 def test_an_end_that_is_ignored_and_few_tokens():
     assert run(0.0, ignore_eos=True) == [([1, END, 5], "length"), ([1, 5, 5], "length")]
     assert run(0.0, max_tokens=1) == [([1, END], "stop"), ([1, 5], "length")]

@@ -1,4 +1,4 @@
-"""Transcripts of models that are asked for one with the whole sound in their prompt (Qwen3-ASR)."""
+"""Transcripts of models whose prompt has the whole sound and a request for a transcript (Qwen3-ASR)."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class AskedTranscript(Transcript):
         self._ids = await asyncio.to_thread(self._encoded, messages, media.reader.placeholder)
 
     def _encoded(self, messages: list[dict[str, Any]], placeholder: Any) -> list[int]:
+        """Return the token ids of a conversation by the model's chat template."""
         begun = messages[-1]["role"] == "assistant"
         text = self.tokenizer.apply_chat_template(
             messages,
@@ -52,9 +53,11 @@ class AskedTranscript(Transcript):
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _prompt(self) -> dict[str, Any]:
+        """Return the prompt for EngineClient.stream."""
         return {"prompt_token_ids": self._ids, DATA: {AUDIO: self._sound}}
 
     async def whole(self) -> Response:
+        """Return the complete response."""
         output = await self.last(self._prompt(), self.body.params(detokenize=True))
         head, mark, text = output.outputs[0].text.partition(self._mark)
         return self.plain((text if mark else head).strip(), self._sound.seconds)

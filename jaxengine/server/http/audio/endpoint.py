@@ -86,6 +86,7 @@ class _Transcript(Transcript):
         return next(code for code, token in ids.items() if token == output.outputs[0].token_ids[0])
 
     def _prompt(self, seek: int, *, timed: bool) -> dict[str, Any]:
+        """Return the prompt of the window that begins at frame `seek`. timed: with timestamps."""
         ids = [*self._context, *prompt_of(self._processor, self._language, self.task, timed=timed)]
         return {"prompt_token_ids": ids, **self._recording.window(seek, self._processor.num_frames)}
 
@@ -124,16 +125,18 @@ class _Transcript(Transcript):
         return None if position is None else math.exp(position[token].logprob)
 
     async def _window(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
+        """Return the output of a window, and count its tokens."""
         output = await self.last(prompt, params)
         self.input_tokens += len(output.prompt_token_ids)
         self.output_tokens += len(output.outputs[0].token_ids)
         return output
 
     def _text(self, tokens: Any) -> str:
+        """Return the text of a segment's tokens, without timestamps."""
         return self.tokenizer.decode([token for token in tokens if token < self._eos])
 
     async def whole(self) -> Response:
-        """Return the complete response."""
+        """Return the complete response in the request's format: srt, vtt, json, text or verbose_json."""
         said = [each async for each in self.said()]
         text = "".join(each.text for each in said).strip()
         seconds = self._recording.seconds
@@ -153,10 +156,12 @@ class _Transcript(Transcript):
         return self._segment_texts() if self._is_long else self._token_texts()
 
     async def _segment_texts(self) -> AsyncGenerator[str, None]:
+        """Yield the text of each segment."""
         async for each in self.said():
             yield each.text
 
     async def _token_texts(self) -> AsyncGenerator[str, None]:
+        """Yield the text of a sound of one window as the engine generates it."""
         params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
         prompt = self._prompt(0, timed=False)
         self.input_tokens = len(prompt["prompt_token_ids"])
@@ -189,10 +194,12 @@ def _kind(engine: EngineClient) -> type[Transcript]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes. They refuse requests to models that transcribe nothing."""
     routes = APIRouter(tags=["audio"])
     names = served_names(engine, config)
 
     async def respond(request: Request, task: str) -> Response:
+        """Answer a request: transcribe its sound, or translate it."""
         kind = _kind(engine)  # refused before a file is read
         data = bytearray()
 

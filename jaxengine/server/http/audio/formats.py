@@ -13,8 +13,10 @@ class Said(NamedTuple):
     """Segment of a transcript with its text.
 
     Attributes:
-      logprob: mean log-probability of the segment's tokens. no_speech: probability that its window has no speech;
-        None for a model without a token for that.
+      segment: its times and tokens.
+      text: of its tokens.
+      logprob: mean log-probability of the segment's tokens.
+      no_speech: probability that its window has no speech; None for a model without a token for that.
     """
 
     segment: Segment
@@ -24,7 +26,7 @@ class Said(NamedTuple):
 
 
 def srt(said: Iterable[Said]) -> str:
-    """Write segments as SubRip subtitles."""
+    """Return segments as SubRip subtitles, a numbered cue for each."""
     return "".join(
         f"{number}\n{_clock(each.segment.start, ',')} --> {_clock(each.segment.end, ',')}\n{_line(each.text)}\n\n"
         for number, each in enumerate(said, 1)
@@ -32,7 +34,7 @@ def srt(said: Iterable[Said]) -> str:
 
 
 def vtt(said: Iterable[Said]) -> str:
-    """Write segments as WebVTT subtitles."""
+    """Return segments as WebVTT subtitles, a cue for each."""
     cues = (
         f"{_clock(each.segment.start, '.')} --> {_clock(each.segment.end, '.')}\n{_line(each.text)}\n\n"
         for each in said
@@ -41,7 +43,7 @@ def vtt(said: Iterable[Said]) -> str:
 
 
 def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str, Any]]:
-    """Return the `segments` of verbose_json."""
+    """Return the `segments` of verbose_json. temperature: the request's, repeated in each."""
     return [
         {
             "id": number,

@@ -51,6 +51,7 @@ class TranscriptionRequest(_Numbers, NamedRequest):
 
     @model_validator(mode="after")
     def _check_formats(self) -> Self:
+        """Raise RequestError for a format that timestamps or streams do not have."""
         for each in self.timestamp_granularities:
             if each != SEGMENT:
                 about = ": words are not aligned with the sound" if each == WORD else ""

@@ -1,4 +1,4 @@
-"""Base of transcripts in progress: what they ask the engine, and the forms of their answers."""
+"""Base class of transcripts in progress: their requests to the engine, and the forms of their answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Transcript:
         """Yield the text of a stream as it comes."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
+        """Yield the server-sent events of a stream: a delta for each piece of text, then the whole text, with the token
+        counts if the request asks for them.
+        """
         text, pieces = "", self.pieces()
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
@@ -62,14 +64,14 @@ class Transcript:
         yield event({"type": "transcript.text.done", "text": text.rstrip(), "usage": included})
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a prompt."""
+        """Yield the engine's outputs of a prompt. Ends the request if the caller leaves early."""
         outputs = self.engine.stream(prompt, params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             async for output in outputs:
                 yield output
 
     async def last(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        """Return the last output of a prompt. Raises RequestError if time ran out."""
+        """Return the last output of a prompt. Raises RequestError if the request's time ran out."""
         last: RequestOutput | None = None
         async for output in self.outputs(prompt, params):
             last = output

@@ -26,12 +26,22 @@ _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
 
 
 class ExpiresAfter(ClosedModel):
+    """Time of expiry: `seconds` after the creation."""
+
     anchor: Literal["created_at"]
     seconds: int
 
 
 class CreateBatch(RequestModel):
-    """metadata: 16 texts by name, which the batch repeats. output_expires_after: of its output and error file."""
+    """Request for a batch.
+
+    Attributes:
+      input_file_id: the file of requests.
+      endpoint: route of all requests, one of URLS.
+      completion_window: "24h" alone.
+      metadata: 16 texts by name, which the batch repeats.
+      output_expires_after: of its output and error file; None for the server's retention.
+    """
 
     input_file_id: Annotated[str, Field(max_length=128)]
     endpoint: str
@@ -41,6 +51,9 @@ class CreateBatch(RequestModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Raise RequestError for another endpoint, for metadata that are too long, and for a lifetime that is not
+        allowed.
+        """
         if self.endpoint not in URLS:
             problem = f"endpoint is {show_value(self.endpoint)}; allowed: {', '.join(URLS)}"
             raise RequestError(problem, param="endpoint")
@@ -103,6 +116,7 @@ class BatchList(Listed):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes of batches; none without enable_batch_api."""
     routes = APIRouter(tags=["batches"], route_class=JsonRoute)
     if not config.enable_batch_api:
         return routes
@@ -130,6 +144,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/v1/batches/{batch_id}")
     @answers(Batch)
     async def retrieve_batch(request: Request, batch_id: str) -> Record:
+        """Return a batch."""
         return there(await asyncio.to_thread(store.batch, request.state.owner, batch_id), "batch", batch_id)
 
     @routes.post("/v1/batches/{batch_id}/cancel")
@@ -138,6 +153,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """End a batch soon; what is answered by then is in its output file."""
 
         def edit(record: Record) -> None:
+            """Mark a batch as being cancelled. Raises RequestError for one that has ended."""
             if record["status"] in ("validating", "in_progress"):
                 record.update(status="cancelling", cancelling_at=int(time.time()))
             elif record["status"] != "cancelling":

@@ -64,6 +64,7 @@ class FileDeleted(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes of files; none without enable_batch_api."""
     routes = APIRouter(tags=["batches"])
     if not config.enable_batch_api:
         return routes
@@ -110,6 +111,7 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
         """List the client's files, the newest first unless `order` is "asc"."""
 
         def listed() -> dict[str, Any]:
+            """Return the page of files."""
             found = [each for each in store.files(request.state.owner) if purpose in (None, each["purpose"])]
             return page(iter(found if order == "desc" else found[::-1]), after, limit)
 
@@ -118,6 +120,7 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
     @routes.get("/v1/files/{file_id}")
     @answers(FileObject)
     async def retrieve_file(request: Request, file_id: str) -> Record:
+        """Return the record of a file."""
         return there(await asyncio.to_thread(store.file, request.state.owner, file_id), "file", file_id)
 
     @routes.get("/v1/files/{file_id}/content", response_class=Response)
@@ -137,6 +140,7 @@ async def _receive(store: BatchStore, request: Request) -> Record:
     block = bytearray()
 
     async def write(piece: bytes) -> None:
+        """Collect a piece of the file, and write what has been collected once it is a block."""
         block.extend(piece)
         if len(block) >= _BLOCK_BYTES:
             await asyncio.to_thread(upload.write, bytes(block))

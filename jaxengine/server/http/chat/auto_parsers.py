@@ -34,6 +34,7 @@ def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
 
 
 def _template(inputs: InputProcessor) -> str:
+    """Return the text of the chat template in use, of several all; "" without one."""
     template = inputs.config.chat_template
     if template is None and inputs.tokenizer is not None:
         template = inputs.tokenizer.chat_template

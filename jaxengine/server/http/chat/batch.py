@@ -109,6 +109,7 @@ class _Batch:
         return json_response({**self._head, "choices": choices, "usage": total, **NULL_BODY, **about})
 
     async def _answer(self, number: int) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the complete response to one conversation."""
         yield await self._completions[number].body()
 
 
@@ -126,7 +127,7 @@ def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route. Raises ConfigError for an unknown parser."""
+    """Create the route /v1/chat/completions/batch. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)

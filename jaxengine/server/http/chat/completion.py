@@ -105,6 +105,7 @@ class ChatAnswer:
             yield event({**self._head, "choices": [], "usage": self._usage()})
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the prompt's token ids and text, each None unless requested."""
         body = self._body
         return {
             "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,

@@ -26,6 +26,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/chat/completions", response_class=Response)
     @answers(ChatCompletion, ChatCompletionChunk | Error)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("chatcmpl", request)
         completion = ChatAnswer(server, body, name, model, body.options(request, config, lora))

@@ -19,7 +19,7 @@ _NULL_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call
 
 
 class ChatChoiceWriter:
-    """Writes the choices of one request.
+    """Writer of the choices of one request.
 
     Args:
       role: role of the answer.
@@ -111,9 +111,11 @@ class ChatChoiceWriter:
         return [json_position(position) for position in positions]
 
     def _versions(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return the field weight_versions where it is requested and the output has ended; {} otherwise."""
         return {} if self._spans is None else self._spans.of(output.index, output)
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice whose field `kind`, "message" or "delta", is `said`."""
         reason = output.finish_reason
         logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids, self._given_ids)
         choice = {
@@ -144,6 +146,7 @@ def token_logprobs(
         return None
 
     def one(token_id: int, entry: Logprob) -> dict[str, Any]:
+        """Return a token with its log-probability in OpenAI's form."""
         text = entry.decoded_token or ""
         # Half a character has bytes, but no text.
         written = tokenizer.token_bytes(token_id) if tokenizer.is_byte_level else text.encode()

@@ -1,4 +1,4 @@
-"""Renders conversations to token ids, off the event loop.
+"""Rendering of conversations to token ids, off the event loop.
 
 Decides what a request may pass to the chat template.
 """
@@ -47,7 +47,7 @@ class ChatRenderer:
             raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
         prompt = await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs)
-        self._verify_tokens(prompt["prompt_token_ids"])  # now including those of pictures
+        self._verify_tokens(prompt["prompt_token_ids"])  # now including those of images
         return prompt
 
     async def token_ids(self, body: ChatRequest) -> list[int]:
@@ -58,12 +58,14 @@ class ChatRenderer:
         return (await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs))["prompt_token_ids"]
 
     def _verify_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raise RequestError for no tokens, and for as many as max_model_len or more."""
         longest = self._inputs.config.max_model_len
         if not 1 <= len(token_ids) < longest:
             problem = f"messages make {len(token_ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)"
             raise RequestError(problem, param="messages")
 
     async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
+        """Return the text of a conversation and its token ids. Raises RequestError, OverloadedError."""
         # Checked before the template copies them.
         self._encoder.verify_length(max(map(_num_chars, messages), default=0), "messages")
         text = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, body, messages)
@@ -72,6 +74,9 @@ class ChatRenderer:
         return text, ids
 
     def _render(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the text of a conversation by the chat template. Raises RequestError for fields that the server does
+        not allow.
+        """
         config = self._config
         if body.chat_template is not None and not config.trust_request_chat_template:
             raise RequestError(
@@ -99,10 +104,14 @@ class ChatRenderer:
         return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
 
     def _template(self, body: ChatRequest) -> str:
+        """Return the source of the template for a request."""
         template = body.chat_template or self._inputs.config.chat_template
         return str(template or self._inputs.require_tokenizer().chat_template)
 
     def _variables(self, body: ChatRequest, template: str) -> dict[str, Any]:
+        """Return the template's variables: those that the request sets, and reasoning and documents under the names
+        that the template has. Raises RequestError for documents that it does not use.
+        """
         given = dict(body.chat_template_kwargs or {})
         for name in _thinking_names(template):
             value = body.reasoning_effort if name == "reasoning_effort" else body.thinks

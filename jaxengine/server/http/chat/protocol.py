@@ -47,6 +47,8 @@ class Tool(RequestModel):
 
 
 class FunctionName(RequestModel):
+    """Name of a function."""
+
     name: str
 
 
@@ -142,6 +144,7 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
+        """Raise RequestError for fields that contradict each other, empty messages, and counts out of range."""
         if not self.messages:
             raise RequestError(f"messages is empty; allowed are 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:
@@ -162,6 +165,7 @@ class ChatRequest(TextRequest, ConversationRequest):
         return self
 
     def _check_tools(self) -> None:
+        """Raise RequestError for tools and a tool_choice that contradict each other."""
         if self.tools is not None and not self.tools:
             text = f"tools is empty; allowed are 1 to {MAX_TOOLS}, or to omit the field"
             raise RequestError(text, param="tools")

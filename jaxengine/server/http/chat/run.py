@@ -1,4 +1,4 @@
-"""Runs a conversation: the request to the engine, and the parsing of its outputs.
+"""A conversation in progress: the request to the engine, and the parsing of its outputs.
 
 Shared by chat completions, responses and messages.
 """
@@ -33,7 +33,13 @@ _LONG_TEXT = 20_000  # characters of one output that take some 40 milliseconds t
 
 @dataclass(frozen=True)
 class ChatServer:
-    """State that all conversations of a server share: engine, parsers, renderer."""
+    """State that all conversations of a server share.
+
+    Attributes:
+      engine, config: of the server; parsers in `config` are not "auto".
+      renderer: renders conversations to prompts.
+      tool_format, reasoning_format: formats of the model; None if the server has no parser.
+    """
 
     engine: EngineClient
     config: ServerConfig
@@ -43,7 +49,7 @@ class ChatServer:
 
     @classmethod
     def open(cls, engine: EngineClient, config: ServerConfig) -> ChatServer:
-        """Create the state. Raises ConfigError for an unknown parser."""
+        """Create the state of a server's chat routes. Raises ConfigError for an unknown parser."""
         return cls(
             engine,
             config,
@@ -71,9 +77,10 @@ class ChatRun:
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions):
-        """name: the request's id in the engine; options: its scheduling. Nothing runs before `pieces`.
+        """Create the request to the engine, which does not begin before `pieces`.
 
-        Raises RequestError for fields that this model or server cannot serve, under their names in `body`.
+        name: the request's id in the engine; options: its scheduling. Raises RequestError for fields that this model or
+        server cannot serve, under their names in `body`.
         """
         self._server = server
         self._name = name
@@ -182,9 +189,11 @@ class ChatRun:
                 raise self._as_asked(error) from None
 
     def _read(self, output: RequestOutput) -> list[Piece]:
+        """Return the pieces of an output."""
         return [Piece(each, self._parse(each)) for each in output.outputs]
 
     def _parse(self, output: CompletionOutput) -> list[Event]:
+        """Return the events of the new part of one completion that the request wants; update the counts."""
         self.num_completion_tokens += len(output.token_ids)
         parser = self._parsers.get(output.index)
         if parser is None:
@@ -199,6 +208,7 @@ class ChatRun:
         return [event for event in events if self._is_wanted(event)]
 
     def _open_parser(self) -> MessageParser:
+        """Return a parser of one completion, which continues the prompt."""
         reasoning = None
         if self._reasoning is not None:
             reasoning = self._reasoning.open(self.prompt["prompt"], self._continued, calls=self._tools.calls)
@@ -210,6 +220,7 @@ class ChatRun:
         return text_of(self.body.messages[-1].get("content")) if self.body.continues else ""
 
     def _is_wanted(self, event: Event) -> bool:
+        """Whether the request wants an event: reasoning, and calls after the first, may be left out."""
         if isinstance(event, ReasoningDelta):
             return self.body.include_reasoning is not False
         if isinstance(event, ToolCallStart | ArgumentsDelta):
@@ -217,6 +228,7 @@ class ChatRun:
         return True
 
     def _count_reasoning(self, text: str) -> None:
+        """Count the tokens of a completion's reasoning."""
         tokenizer = self._server.engine.inputs.require_tokenizer()
         counted = self.num_reasoning_tokens + len(tokenizer.encode(text, add_special_tokens=False))
         # The text may be tokenized differently from how it was sampled.

@@ -154,6 +154,9 @@ def _forced_in_own_way(
 
 
 def _forced(body: ChatRequest, schema: Schema, white_space: str | None = " ?") -> dict[str, Any]:
+    """Return structured_outputs for an output of this JSON schema. white_space: pattern of white space; None for the
+    default.
+    """
     strict = any(tool.function.strict for tool in body.tools or ())
     return {"json": schema, "whitespace_pattern": white_space, "lenient": not strict}
 
@@ -170,6 +173,7 @@ def _rules(
     """
 
     def token_id(word: str) -> int | None:
+        """Return the id of a word that is one added token, else None."""
         found = tokenizer.backend.token_to_id(word)
         return found if found in tokenizer.added_token_ids else None
 

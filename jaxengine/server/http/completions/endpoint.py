@@ -111,6 +111,7 @@ class _Completion:
                 inputs.prepare(prompt, self.params, options=self._options)
 
     def _add(self, prompt: dict[str, Any]) -> None:
+        """Append a prompt with token ids."""
         self._prompts.append(prompt)
         self._num_prompt_tokens += len(prompt["prompt_token_ids"])
 
@@ -157,10 +158,12 @@ class _Completion:
             yield event({**self._head, "choices": [], "usage": self._usage()})
 
     def _writer(self) -> ChoiceWriter:
+        """Return a writer of choices."""
         by_id = self.body.names_tokens_by_id(self._config)
         return ChoiceWriter(self.body, self.params, self._engine.inputs.tokenizer, by_id)
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+        """Return the stream of outputs of prompt number `index`."""
         request_id = self.id if len(self._prompts) == 1 else f"{self.id}-{index}"
         if self._beams is not None:
             prompt, n = self._prompts[index], self.body.n or 1
@@ -168,9 +171,11 @@ class _Completion:
         return self._engine.stream(self._prompts[index], self.params, request_id, self._options)
 
     def _places(self) -> int:
+        """Return how many prompts run at once."""
         return max(1, self._engine.inputs.config.max_num_seqs // self.params.n)
 
     def _usage(self) -> dict[str, Any]:
+        """Return the token counts so far."""
         cached = sum(self._num_cached_tokens.values())
         return usage(self._num_prompt_tokens, self._num_completion_tokens, cached)
 
@@ -193,6 +198,7 @@ def _without_output(output: CompletionOutput) -> CompletionOutput:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the route /v1/completions."""
     routes = APIRouter(tags=["completions"], route_class=JsonRoute)
     encoder = PromptEncoder(engine.inputs)
     names = served_names(engine, config)
@@ -200,6 +206,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/completions", response_class=Response)
     @answers(Completion, CompletionChunk | Error)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("cmpl", request)
         completion = _Completion(engine, config, body, name, model, body.options(request, config, lora))

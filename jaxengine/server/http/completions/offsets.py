@@ -40,6 +40,7 @@ class OutputOffsets:
         return [self._append(token_id) for token_id in token_ids]
 
     def _append(self, token_id: int) -> int:
+        """Return the offset of the next token, and advance by the text that it completes."""
         begin = self._offset
         if self._detokenizer is not None:
             self._detokenizer.append([token_id])

@@ -78,6 +78,7 @@ class ChoiceWriter:
         return any(choice.get(name) for name in names)
 
     def _prompt_text(self, output: RequestOutput) -> str:
+        """Return the prompt's text, decoded from its token ids if it was not given; "" without a tokenizer."""
         if output.prompt is not None or self._tokenizer is None:
             return output.prompt or ""
         # Including special tokens, as in the offsets of logprobs.
@@ -86,6 +87,7 @@ class ChoiceWriter:
     def _legacy_logprobs(
         self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offsets: list[int]
     ) -> dict[str, Any]:
+        """Return log-probabilities in the form of OpenAI's completions. positions: None where there are none."""
         tokens, values, tops = [], [], []
         for token_id, position in zip(token_ids, positions, strict=True):
             tokens.append(self._name(token_id, position))
@@ -94,6 +96,7 @@ class ChoiceWriter:
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
     def _tops(self, position: PositionLogprobs) -> dict[str, float]:
+        """Return the log-probability of each text among the tokens of a position."""
         best: dict[str, float] = {}
         for token_id in position:
             name, value = self._name(token_id, position), json_logprob(position[token_id].logprob)
@@ -103,6 +106,7 @@ class ChoiceWriter:
         return best
 
     def _name(self, token_id: int, position: PositionLogprobs | None) -> str:
+        """Return a token's text, or token_id:N."""
         if not self._as_token_ids and self._tokenizer is not None:
             text = None if position is None else position[token_id].decoded_token
             return self._tokenizer.decode([token_id], skip_special_tokens=False) if text is None else text

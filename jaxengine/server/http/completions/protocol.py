@@ -40,6 +40,7 @@ class CompletionRequest(TextRequest):
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
+        """Raise RequestError without a prompt, and for a best_of that is not supported."""
         if self.prompt_embeds is not None:
             self._check_embedded()
         elif self.prompt is None:

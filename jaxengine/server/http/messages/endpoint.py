@@ -84,6 +84,7 @@ class _Message:
         yield sse({"type": "message_stop"})
 
     async def _events(self) -> AsyncGenerator[list[Said], None]:
+        """Yield Anthropic's events of each output, without those of the message itself. Raises as `stream`."""
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
                 async for _, outputs in pieces:
@@ -116,9 +117,11 @@ class _Message:
             raise ApiError(500, str(stop or "the output cannot be used"))
 
     def _calls(self, output: CompletionOutput) -> bool:
+        """Whether an output ended with the call of a tool."""
         return output.finish_reason == "stop" and self._writer.calls
 
     def _usage(self) -> dict[str, Any]:
+        """Return the token counts so far; cached ones are not among the input tokens."""
         cached = self._run.num_cached_tokens
         return {
             "input_tokens": len(self._run.prompt["prompt_token_ids"]) - cached,
@@ -129,7 +132,7 @@ class _Message:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes. Raises ConfigError for an unknown parser."""
+    """Create the routes of messages. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["messages"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
@@ -137,6 +140,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/messages", response_class=Response)
     @answers(Message, MessageEvent)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation in Anthropic's form."""
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("msg", request)
         message = _Message(server, body, name, model, body.options(request, config, lora))

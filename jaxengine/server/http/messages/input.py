@@ -1,4 +1,4 @@
-"""Converts Anthropic's messages to chat messages.
+"""Conversion of Anthropic's messages to chat messages.
 
 Blocks that only Anthropic's server writes or reads are left out. Every other block takes effect or is refused by its
 type.
@@ -59,11 +59,13 @@ def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str,
 
 
 def _kind(block: dict[str, Any]) -> str:
+    """Return a block's type; "" without one."""
     kind = block.get("type")
     return kind if isinstance(kind, str) else ""
 
 
 def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
+    """Return the chat messages of one message's content. where: its path, for errors. Raises RequestError."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -119,6 +121,7 @@ def _joined(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the call of a block tool_use in the form of a chat message. Raises RequestError."""
     if not isinstance(block.get("input"), dict):
         raise _refused(f"{where}.input is not an object")
     arguments = json.dumps(block["input"], ensure_ascii=False)
@@ -127,6 +130,7 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a block tool_result for a chat message. Raises RequestError."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -139,6 +143,7 @@ def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _text(block: dict[str, Any], key: str, where: str) -> str:
+    """Return the text in a block's field. Raises RequestError if there is none."""
     value = block.get(key)
     if not isinstance(value, str):
         raise _refused(f"{where}.{key} is missing or not a text")

@@ -1,4 +1,4 @@
-"""Builds a message incrementally: content blocks, and their events in Anthropic's format.
+"""Writing of a message as it is generated: content blocks, and their events in Anthropic's format.
 
 Blocks are consecutive: thinking, text, tool_use.
 """
@@ -69,6 +69,7 @@ class MessageWriter:
         return [*said, self._say("content_block_start", content_block=self._block)]
 
     def _close(self) -> list[Said]:
+        """End the open block, if there is one; return the events."""
         if self._block is None:
             return []
         said, text = self._say("content_block_stop"), "".join(self._texts)
@@ -79,10 +80,12 @@ class MessageWriter:
         return [said]
 
     def _delta(self, kind: str, key: str, text: str) -> Said:
+        """Add a text to the open block; return its event."""
         self._texts.append(text)
         return self._say("content_block_delta", delta={"type": kind, key: text})
 
     def _say(self, kind: str, **fields: Any) -> Said:
+        """Return an event of the open block."""
         return {"type": kind, "index": len(self.content), **fields}
 
 

@@ -54,6 +54,7 @@ class DefinedTool(RequestModel):
 
 
 def _kind(tool: Any) -> str | None:
+    """Return "custom" or "defined" for a tool by its type; None for other types."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if kind is None or kind == "custom":
         return "custom"
@@ -71,7 +72,13 @@ Tool = Annotated[
 
 
 class ToolChoice(RequestModel):
-    """any: some tool must be called; tool: the one named."""
+    """Whether the model calls a tool.
+
+    Attributes:
+      type: "any": some tool must be called; "tool": the one of `name`.
+      name: of the tool; only with type "tool".
+      disable_parallel_tool_use: at most one call.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -79,15 +86,19 @@ class ToolChoice(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
+        """Raise ValueError for a type "tool" without a name, and for a name with another type."""
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("a name is needed with type 'tool', and only there")
         return self
 
 
 class Thinking(RequestModel):
-    """Whether the model should reason first; adaptive: as it chooses.
+    """Whether the model should reason first.
 
-    budget_tokens: limit of the reasoning, if that is enabled and told apart from the answer. display: without effect.
+    Attributes:
+      type: "adaptive": as the model chooses.
+      budget_tokens: limit of the reasoning, if that is enabled and the server separates it from the answer.
+      display: without effect.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -96,12 +107,20 @@ class Thinking(RequestModel):
 
 
 class OutputFormat(RequestModel):
+    """JSON schema of the text."""
+
     type: Literal["json_schema"]
     schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(ClosedModel):
-    """effort: reasoning_effort of a chat request. format: form of the text. task_budget: accepted, without effect."""
+    """Form of the output.
+
+    Attributes:
+      effort: reasoning_effort of a chat request.
+      format: form of the text.
+      task_budget: accepted, without effect.
+    """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -159,6 +178,7 @@ class Conversation(RequestModel):
             raise as_messages_error(error) from None
 
     def _chat_fields(self) -> dict[str, Any]:
+        """Return the fields of the equivalent chat request. Raises RequestError."""
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
         functions = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
         fields: dict[str, Any] = {"messages": messages, "tools": [_chat_tool(tool) for tool in functions] or None}
@@ -227,11 +247,13 @@ class MessagesRequest(Conversation, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_stop(self) -> Self:
+        """Raise RequestError if both names of the stop strings are given."""
         if self.stop_sequences is not None and self.stop is not None:
             raise RequestError("stop_sequences and stop are the same; give one", param="stop_sequences")
         return self
 
     def _chat_fields(self) -> dict[str, Any]:
+        """Return the fields of the equivalent chat request, sampling fields included. Raises RequestError."""
         fields = {name: getattr(self, name) for name in _SAME}
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
@@ -252,5 +274,6 @@ def as_messages_error(error: RequestError) -> RequestError:
 
 
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
+    """Return a function in the form of a chat request."""
     function = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}

@@ -10,7 +10,7 @@ Entry = TypeVar("Entry")
 
 
 class Embedding(Answer):
-    """embedding: numbers, or base64 of little-endian float32."""
+    """An embedding: a list of numbers, or base64 of little-endian float32."""
 
     index: int
     object: Literal["embedding"]
@@ -18,8 +18,8 @@ class Embedding(Answer):
 
 
 class Pooled(Answer):
-    """data: in the form of Embedding.embedding; of a task about tokens a list of numbers for each token, which base64
-    has one after the other.
+    """The vector of a prompt, in the form of Embedding.embedding; of a task about tokens a list of numbers for each
+    token, in base64 one after the other.
     """
 
     index: int

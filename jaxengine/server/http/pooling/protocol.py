@@ -41,6 +41,7 @@ class PoolingBody(NamedRequest):
 
     @model_validator(mode="after")
     def _check_pooling(self) -> Self:
+        """Raise RequestError for a truncate_prompt_tokens that is not allowed."""
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise RequestError(
@@ -84,6 +85,7 @@ class EmbeddingRequest(InputBody):
     prompt_name: str | None = None
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
+        """Return the fields as PoolingParams, except truncation."""
         return PoolingParams(
             task=task,
             use_activation=self.use_activation,
@@ -99,6 +101,7 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = None
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
+        """Return the fields as PoolingParams, except truncation, with the request's own task."""
         return super().pooling_params(self.task)
 
 
@@ -148,6 +151,7 @@ class RerankRequest(PoolingBody):
 
     @model_validator(mode="after")
     def _check_rerank(self) -> Self:
+        """Raise RequestError for a negative top_n."""
         if self.top_n is not None and self.top_n < 0:
             raise RequestError(f"top_n is {self.top_n}; allowed are integers from 0", param="top_n")
         return self

@@ -1,4 +1,4 @@
-"""Runs requests to a pooling model: tokenization of prompts, and the engine's answers.
+"""Requests to a pooling model: tokenization of prompts, and the engine's answers.
 
 Shared by all endpoints of pooling models.
 """
@@ -74,6 +74,7 @@ class PoolingServer:
             self._encoder.verify_length(max(lengths), "text_2")
 
         def made() -> list[str | list[int]]:
+            """Return the prompts."""
             prompts = (pair_prompt(inputs, *pair) for pair in pairs)
             return [each if isinstance(each, str) else self._cut(each, body) for each in prompts]
 
@@ -112,6 +113,7 @@ class PoolingServer:
                 inputs.prepare(prompt, params, options=options)
 
         def start(index: int) -> AsyncIterator[PooledAnswer]:
+            """Return the stream with the output of prompt number `index`."""
             return self.engine.pool(wanted[index], params, name if len(wanted) == 1 else f"{name}-{index}", options)
 
         found: dict[int, PooledAnswer] = {}
@@ -123,6 +125,9 @@ class PoolingServer:
         return [found[index] for index in range(len(wanted))]
 
     def _cut(self, token_ids: list[int], body: PoolingBody) -> list[int]:
+        """Return a prompt's token ids truncated as its request says. Raises RequestError for a number above
+        max_model_len.
+        """
         keep, longest = body.truncate_prompt_tokens, self.engine.inputs.config.max_model_len
         if keep is None:
             return token_ids
@@ -140,6 +145,7 @@ def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:
 
 
 def _failure(output: PooledAnswer) -> ApiError:
+    """Return the error of a prompt without a result: 504 for a timeout, 409 for an abort, otherwise 500."""
     if output.stop_reason == "timeout":
         return ApiError(504, "the request took longer than its timeout")
     if output.finish_reason == "abort":

@@ -25,11 +25,13 @@ from jaxengine.server.options import ServerConfig
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Create the routes of score and rerank, under each of their paths."""
     routes = APIRouter(tags=["scores"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
     @answers(Listed[Scored])
     async def score(body: ScoreRequest, request: Request) -> Response:
+        """Return the similarity or relevance of pairs of texts."""
         model = check_model(body.model, names)
         name = body.register("score", request)
         pairs = _limited(pairs_of(*body.texts()), config)
@@ -45,6 +47,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Return documents by their relevance to a query, the best first."""
         model = check_model(body.model, names)
         name = body.register("rerank", request)
         documents = body.texts()

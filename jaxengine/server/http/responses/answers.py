@@ -1,4 +1,4 @@
-"""Answer models of /v1/responses, for the schemas of /openapi.json."""
+"""Types of the responses of /v1/responses, for /openapi.json."""
 
 from __future__ import annotations
 

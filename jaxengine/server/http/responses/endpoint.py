@@ -146,6 +146,7 @@ class _Making:
         return message
 
     def usage(self) -> dict[str, Any]:
+        """Return the token counts so far."""
         run, given = self._run, len(self._run.prompt["prompt_token_ids"])
         return {
             "input_tokens": given,
@@ -161,6 +162,7 @@ class _Making:
         self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
+        """End the response for the engine's finish reason; return the last events."""
         if reason == "stop":
             return self.writer.close("completed", self.usage())
         if reason == "length":
@@ -207,6 +209,7 @@ def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, par
 
 
 def _shown_choice(body: ResponsesRequest) -> Any:
+    """Return tool_choice as the response repeats it."""
     choice = body.tool_choice or "auto"
     return choice if isinstance(choice, str) else choice.model_dump()
 
@@ -296,6 +299,7 @@ class _Responses:
         return messages, found.num_bytes["conversation"]
 
     async def _whole(self, making: _Making, keeper: Keeper | None) -> Response:
+        """Generate a response to its end, store it if there is a keeper, and return it."""
         with making:
             async with contextlib.aclosing(making.events()) as events:
                 async for _ in events:
@@ -305,6 +309,7 @@ class _Responses:
             return json_response(making.writer.response)
 
     async def _stream(self, making: _Making, keeper: Keeper | None) -> AsyncGenerator[bytes, None]:
+        """Generate a response and yield its events, encoded; it is stored before the event that ends it."""
         with making:
             async with contextlib.aclosing(making.events()) as events:
                 async for said in events:
@@ -321,6 +326,9 @@ class _Responses:
         return json_response(queued)
 
     async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
+        """Generate a response in the background and store its states, the last one also after an error or a
+        cancellation.
+        """
         traffic.num_running += 1
         try:
             await keeper.keep(making, making.writer.response, is_running=True)
@@ -379,6 +387,7 @@ class _Responses:
 
 
 def _joined(lists: list[Any]) -> list[dict[str, Any]]:
+    """Return the items of all lists in order."""
     return [message for messages in lists for message in messages]
 
 
@@ -402,6 +411,7 @@ def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: 
 
 
 def _only(values: list[Any]) -> bytes:
+    """Return the JSON of the only value."""
     (value,) = values
     return encode_json(value)
 
@@ -418,11 +428,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses", response_class=Response)
     @answers(ResponseAnswer, ResponseStreamEvent)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a request: whole, as a stream, or in the background."""
         return await responses.create(body, request)
 
     @routes.get("/v1/responses/{response_id}", response_class=Response)
     @answers(ResponseAnswer)
     async def get_response(response_id: str, request: Request) -> Response:
+        """Return a stored response."""
         for name in request.query_params:
             raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
         return await responses.show(request, response_id, "response", _only)
@@ -430,6 +442,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses/input_tokens", response_class=Response)
     @answers(ResponseTokens)
     async def count_response_tokens(body: ResponsesRequest, request: Request) -> Response:
+        """Count the tokens of a request's conversation, which may exceed the context."""
         return await responses.count(body, request)
 
     @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)
@@ -441,12 +454,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
+        """List the input items of a stored response."""
         page = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
         return await responses.show(request, response_id, "input", page)
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
     async def cancel_response(response_id: str, request: Request) -> Response:
+        """Cancel a response that is made in the background, and return it."""
         owner, store = _owner(request), _store(request)
         if not there(await store.find(response_id, owner), response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
@@ -456,6 +471,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
+        """Remove a stored response, and end its generation."""
         there(await _store(request).delete(response_id, _owner(request)), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 

@@ -1,4 +1,4 @@
-"""Converts the items of /v1/responses to chat messages.
+"""Conversion of the items of /v1/responses to chat messages.
 
 Calls of tools that only OpenAI's server runs are left out, as those tools are. An item of another type is an error.
 """
@@ -60,6 +60,9 @@ def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Add an item to the messages, in place: to the last one if that is the same turn of the assistant. where: path of
+    the item, for errors. Raises RequestError.
+    """
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
@@ -152,6 +155,7 @@ def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[s
 
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
+    """Return the text of a part that is one of `kinds`. Raises RequestError for others."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds:
         raise _refused(f"{where} holds a part of type {show_value(kind)}; allowed: {', '.join(kinds)}")

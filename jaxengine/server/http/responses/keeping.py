@@ -63,6 +63,7 @@ class Held:
         self._num_bytes += num_bytes
 
     def release(self) -> None:
+        """Give back all that was taken."""
         self._memory.change(-self._num_bytes)
         self._num_bytes = 0
 
@@ -119,6 +120,7 @@ async def read_back(
     reading = there(await store.read(response_id, owner, part), response_id)
 
     def restored(reading: Reading) -> _T:
+        """Return the result of `use` over the documents' values."""
         joiner = Joiner(reading.texts)
         return use([joiner.join(document) for document in reading.documents])
 
@@ -150,6 +152,7 @@ class Asked:
 
     @classmethod
     def _of(cls, question: Sequence[Json], items: Sequence[Json]) -> Asked:
+        """Make both documents on the calling thread, as `of`."""
         texts, pictures = dict[bytes, bytes](), _Pictures()
         question = [pictures.only(message, ("content",)) for message in question]
         items = [pictures.only(item, ("content", "output")) for item in items]
@@ -168,9 +171,7 @@ class Asked:
 
 
 class _Pictures:
-    """Replaces data URLs of images in items and messages by trimmed ones (`trimmed_url`), trimming each string object
-    once.
-    """
+    """Trimming of the data URLs of images in items and messages (`trimmed_url`), once for each string object."""
 
     def __init__(self):
         # The text itself is kept along, so that its id stays its own.
@@ -181,15 +182,18 @@ class _Pictures:
         return {name: self._parts(value) if name in keys else value for name, value in item.items()}
 
     def _parts(self, parts: Any) -> Any:
+        """Return a list of parts with their images trimmed; other values unchanged."""
         return [self._part(part) for part in parts] if isinstance(parts, list) else parts
 
     def _part(self, part: Any) -> Any:
+        """Return a part with its image trimmed."""
         if not isinstance(part, dict) or part.get("type") != "input_image":
             return part
         url = part.get("image_url")
         return {**part, "image_url": self._url(url)} if isinstance(url, str) else part
 
     def _url(self, url: str) -> str:
+        """Return a trimmed address of an image."""
         if id(url) not in self._trimmed:
             self._trimmed[id(url)] = url, trimmed_url(url)
         return self._trimmed[id(url)][1]
@@ -211,8 +215,12 @@ class Keeper:
     """Storing of successive states of one response.
 
     Attributes:
-      previous: id of the stored response that it continues.
-      asked: messages that it adds to that response's conversation.
+      store: where it is stored.
+      owner: name of the client, by its key.
+      worker: generates the response, for the store's order to cancel.
+      asked: messages that it adds to the conversation of `previous`.
+      previous: id of the stored response that it continues; None for none.
+      background: generated in the background, so that it may be cancelled.
     """
 
     store: Responses
@@ -257,6 +265,7 @@ class Keeper:
     def _stored(
         self, response_id: str, shown: Json, answer: list[Json], is_running: bool
     ) -> tuple[StoredResponse, dict[bytes, bytes]]:
+        """Return a state of the response for the store, and its long texts by digest."""
         asked, texts = self.asked, dict(self.asked.texts)
         stored = StoredResponse(
             response_id,

@@ -1,4 +1,4 @@
-"""Builds a response during generation: its output items, and the stream events for them.
+"""Writing of a response as it is generated: its output items, and the stream events for them.
 
 The parts of an answer are items in sequence: reasoning, a message, calls of functions and custom tools. Independent of
 the engine.
@@ -107,6 +107,7 @@ class ResponseWriter:
         return [*said, self._say_at("response.content_part.added", content_index=0, part=self._part(""))]
 
     def _open_call(self, start: ToolCallStart) -> list[Said]:
+        """Open the item of a call; return its events."""
         origin = self._origins.get(start.name, Origin(False, start.name))
         if origin.is_custom:
             self._input = TextInput()
@@ -114,6 +115,7 @@ class ResponseWriter:
         return self._open("function_call", call_id=start.id, **origin.item, arguments="")
 
     def _say_arguments(self, text: str) -> list[Said]:
+        """Add text to the arguments or the input of the open call; return its events."""
         assert self._item is not None
         if self._item["type"] == "custom_tool_call":
             return self._say_input(self._input.feed(text))
@@ -121,16 +123,19 @@ class ResponseWriter:
         return [self._say_at("response.function_call_arguments.delta", delta=text)]
 
     def _say_input(self, text: str) -> list[Said]:
+        """Add text to the input of the open custom tool call; return its event, [] for no text."""
         self._texts.append(text)
         return [self._say_at("response.custom_tool_call_input.delta", delta=text)] if text else []
 
     def _open(self, kind: str, **fields: Any) -> list[Said]:
+        """Open an item of this kind with these fields; return its event."""
         item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
         self._item = {"id": item_id, "type": kind, "status": "in_progress", **fields}
         self._texts, self._logprobs = [], []
         return [self._say("response.output_item.added", output_index=self._index, item=dict(self._item))]
 
     def _close(self, status: str) -> list[Said]:
+        """End the open item, if there is one, with this status, and add it to the output; return its events."""
         if self._item is None:
             return []
         is_custom = self._item["type"] == "custom_tool_call"
@@ -160,20 +165,24 @@ class ResponseWriter:
         return said
 
     def _part(self, text: str) -> dict[str, Any]:
+        """Return the content part of the open item, with this text."""
         assert self._item is not None
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
     def _say_delta(self, kind: str, text: str, **fields: Any) -> Said:
+        """Add text to the open item; return its event."""
         self._texts.append(text)
         return self._say_at(kind, content_index=0, delta=text, **fields)
 
     def _say_at(self, kind: str, **fields: Any) -> Said:
+        """Return an event of the open item."""
         assert self._item is not None
         return self._say(kind, item_id=self._item["id"], output_index=self._index, **fields)
 
     def _say(self, kind: str, **fields: Any) -> Said:
+        """Return the next event of the stream."""
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 

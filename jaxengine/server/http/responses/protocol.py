@@ -59,7 +59,12 @@ _NAMES = {
 
 
 class Format(RequestModel):
-    """The format of the text. schema: with json_schema; name, description and strict: as in protocol.JsonSchema."""
+    """The format of the text.
+
+    Attributes:
+      schema_: JSON schema; only with type json_schema.
+      name, description, strict: as in protocol.JsonSchema.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -150,6 +155,7 @@ class ResponsesRequest(ConversationRequest):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        """Raise RequestError for fields that contradict each other."""
         if self.background and self.stream:
             raise RequestError("background cannot be combined with stream", param="background")
         if self.background and self.store is False:
@@ -162,6 +168,7 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of the text are requested."""
         return LOGPROBS in (self.include or ())
 
     @cached_property
@@ -209,6 +216,9 @@ class ResponsesRequest(ConversationRequest):
             raise as_response_error(error) from None
 
     def _tool_choice(self) -> Any:
+        """Return tool_choice of the chat request. Raises RequestError if it forces a tool that this server cannot
+        run.
+        """
         choice, left_out = self.tool_choice, self.callables.left_out
         if isinstance(choice, ChosenOther):
             problem = f"tool_choice forces {show_value(choice.type)}, a tool that this server cannot run"
@@ -222,6 +232,7 @@ class ResponsesRequest(ConversationRequest):
         return None if choice == "auto" and not self.callables.functions else choice
 
     def _response_format(self) -> dict[str, Any] | None:
+        """Return response_format of the chat request; None for none. Raises RequestError without a schema."""
         asked = None if self.text is None else self.text.format
         if asked is None or asked.type != "json_schema":
             return None if asked is None else {"type": asked.type}
@@ -234,5 +245,5 @@ class ResponsesRequest(ConversationRequest):
 
 
 def as_response_error(error: RequestError) -> RequestError:
-    """Rename the field of a chat request's error to its name in ResponsesRequest."""
+    """Return an error of a chat request with ResponsesRequest's field name, where that differs."""
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error

@@ -68,8 +68,8 @@ class GrammarFormat(RequestModel):
 
 
 class CustomTool(RequestModel):
-    """A tool that takes one text. The text is of the format if the call is forced; otherwise the model is told of it
-    and writes freely.
+    """A tool that takes one text. A text of a forced call has the format; otherwise the format is in the tool's
+    description for the model, which writes freely.
     """
 
     type: Literal["custom"]
@@ -107,6 +107,7 @@ class OtherTool(RequestModel):
 
 
 def _kind(tool: Any) -> str | None:
+    """Return a tool's type, "other" for one that this server cannot run."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "other" if isinstance(kind, str) and _OTHERS.fullmatch(kind) else kind
 
@@ -145,9 +146,12 @@ class ChosenOther(RequestModel):
 
 @dataclass(frozen=True)
 class Origin:
-    """Tool of the request that a function of the chat stands for: a function or a custom tool of this name.
+    """Tool of the request that a function of the chat stands for.
 
-    item: fields of its calls.
+    Attributes:
+      is_custom: whether it is a custom tool, not a function.
+      name: as the request gives it.
+      namespace: of the tool; None for none.
     """
 
     is_custom: bool
@@ -156,6 +160,7 @@ class Origin:
 
     @property
     def item(self) -> dict[str, str]:
+        """Fields of the items of its calls."""
         return {"name": self.name, **({} if self.namespace is None else {"namespace": self.namespace})}
 
 
@@ -196,6 +201,9 @@ class Callables:
         return found
 
     def _add(self, tool: ResponseFunction | CustomTool, namespace: str | None = None, about: str | None = None) -> None:
+        """Add a function or custom tool. about: text before its description. Raises RequestError for a name that is
+        taken or too long.
+        """
         name = flat_name(tool.name, namespace)
         if len(name) > MAX_NAME_CHARS or name in self.origins:
             wrong = "of two tools" if name in self.origins else f"longer than {MAX_NAME_CHARS} characters"
@@ -240,6 +248,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def _text_function(tool: CustomTool) -> dict[str, Any]:
+    """Return the function of a chat that stands for a custom tool, without its namespace."""
     return {
         "name": tool.name,
         "description": "\n\n".join(_description(tool)),
@@ -253,6 +262,7 @@ def _text_function(tool: CustomTool) -> dict[str, Any]:
 
 
 def _description(tool: CustomTool) -> Iterator[str]:
+    """Yield the paragraphs of a custom tool's description, its format included."""
     if tool.description:
         yield tool.description
     if isinstance(tool.format, GrammarFormat):

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.scheduler.errors import OverloadedError
 from jaxengine.server.batch import service
 from jaxengine.server.batch.service import BatchService
 from jaxengine.server.batch.store import BatchStore
@@ -314,6 +315,19 @@ async def test_keys_own_what_they_store(chat_engine, tmp_path):
     async with running(create_app(engine, config(tmp_path, api_key="one")), engine, locked):
         batch = await ended(two, batch)
     assert (await rows(two, batch.error_file_id))[0]["response"]["status_code"] == 401
+
+
+def test_a_file_counts_once_in_its_owners_quota(tmp_path):
+    store = BatchStore.of(config(tmp_path, max_batch_bytes_per_client=1024))
+    for size in (600, 424):
+        upload = store.upload("aa")
+        upload.write(b"x" * size)
+        assert upload.keep("a.jsonl", "batch", None)["bytes"] == size
+    upload = store.upload("aa")
+    upload.write(b"x")
+    with pytest.raises(OverloadedError, match="1025 bytes; allowed are 1024"):
+        upload.keep("a.jsonl", "batch", None)
+    upload.discard()
 
 
 def test_old_things_are_removed(tmp_path):

@@ -200,6 +200,8 @@ def test_the_command_writes_what_the_server_tells(server, tmp_path, capsys):
     assert "answered 400: seconds" in capsys.readouterr().err
     assert main(["trace", str(file), "--url", "file:///etc"]) == 2
     assert "url is 'file:///etc'" in capsys.readouterr().err
+    assert main(["trace", str(file), "--url", server.base_url, "--api-key-file", "/dev/null"]) == 2
+    assert "/dev/null contains no key" in capsys.readouterr().err
 
 
 def test_the_ring_is_bounded_and_cheap():
