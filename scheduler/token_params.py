@@ -106,6 +106,8 @@ class TokenParams(SamplingFields):
       processors: values of all columns of each logits processor that the request uses, by its number.
       uses_counts: one of these counts tokens.
       reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache.
+      alignment: (first, positions): its prompt's tokens from number `first` on are aligned with the first `positions`
+        positions of its sound; None for none.
       token_results: each prompt token's own row of results is returned.
       kv_transfer: what it says of pages that another engine gets or has; None for nothing.
       capabilities: features that no other field asks for.
@@ -129,6 +131,7 @@ class TokenParams(SamplingFields):
     processors: Mapping[int, tuple[float | int | bool, ...]] = field(default_factory=dict)
     uses_counts: bool = False
     reads_prompt: bool = False
+    alignment: tuple[int, int] | None = None
     token_results: bool = False
     kv_transfer: KVTransferParams | None = None
     capabilities: int = 0

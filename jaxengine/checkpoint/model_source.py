@@ -220,7 +220,7 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
         model = replace(model, quantization=quantization)
         file.keep(kept)
     if config.generation_config not in ("auto", "vllm"):
-        model = _with_generation_ends(model, path, config)
+        model = _with_generation_config(model, path, config)
     weights = None if config.load_format == "dummy" else SplitLatentSource(file)
     return ModelSource(path, model, weights, _generation_defaults(None, config), pooling=pooling)
 
@@ -252,7 +252,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
             longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
             model = replace(model, max_position_embeddings=longest)
     weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
-    model = with_stored_head(_with_generation_ends(model, path, config), raw, weights)
+    model = with_stored_head(_with_generation_config(model, path, config), raw, weights)
     if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
         weights = with_own_files(path, weights, pooling.pooler)
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
@@ -321,8 +321,9 @@ def _what_to_name(path: Path) -> str:
     return f"name a folder with {CONFIG_FILE}, tokenizer.json and *.safetensors, or a GGUF file"
 
 
-def _with_generation_ends(model: ModelConfig, path: Path, config: EngineConfig) -> ModelConfig:
-    """Return the model with the ids of generation_config.json that end an answer, in addition to those it has.
+def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig) -> ModelConfig:
+    """Return the model with the ids of generation_config.json that end an answer, in addition to those it has, and its
+    tower with what the file adds.
 
     The file is the one in the folder that the option generation_config names, else the model's, as in vLLM, whatever
     the tokenizer is. Raises ModelFileError.
@@ -334,9 +335,10 @@ def _with_generation_ends(model: ModelConfig, path: Path, config: EngineConfig) 
         ends = fields.token_ids("eos_token_id")
         if any(end >= model.vocab_size for end in ends):
             raise fields.fail("eos_token_id", f"token ids below vocab_size, {model.vocab_size}")
+        tower = None if model.tower is None else model.tower.with_generation(fields)
     except ModelConfigError as error:
         raise ModelFileError(folder / GENERATION, str(error)) from error
-    return replace(model, eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *ends))))
+    return replace(model, eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *ends))), tower=tower)
 
 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:

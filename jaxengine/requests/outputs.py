@@ -149,6 +149,8 @@ class CompletionOutput:
       routed_experts: [tokens, MoE layers, experts of a token], the experts that each token was sent to, the best first:
         uint8 where a layer has at most 256, else uint16. Rows as `hidden_states`, without the first
         routed_experts_prompt_start; None without enable_return_routed_experts.
+      alignment: f32[tokens, positions], how likely each token of the prompt is said at each position of its sound, 50 a
+        second, as numbers for a monotonic path (jaxengine.requests.media.words); None unless requested.
       logprobs_raw, logprobs_processed, sampling_log_mass: f32[tokens], as token_ids: of each token its log-probability
         under the model's own logits, that under what it was drawn from, and the log of the probability that
         truncation kept there, 0 for all; None unless requested.
@@ -170,6 +172,7 @@ class CompletionOutput:
     logprobs_processed: np.ndarray | None = None
     sampling_log_mass: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    alignment: np.ndarray | None = None
 
     def finished(self) -> bool:
         """Whether the output has ended."""
@@ -183,7 +186,7 @@ class CompletionOutput:
             # Lists, or FlatLogprobs, whose sum is flat too.
             self.logprobs = later.logprobs if not self.logprobs else self.logprobs + later.logprobs  # pyright: ignore
         self.cumulative_logprob = later.cumulative_logprob
-        for name in ("hidden_states", "routed_experts", *SAMPLING_FIELDS):
+        for name in ("hidden_states", "routed_experts", "alignment", *SAMPLING_FIELDS):
             parts = [each for each in (getattr(self, name), getattr(later, name)) if each is not None]
             setattr(self, name, np.concatenate(parts) if parts else None)
         if later.captured is not None:

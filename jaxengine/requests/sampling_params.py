@@ -266,7 +266,7 @@ class SamplingParams(SamplingFields):
         with thinking_words.
       thinking_words: the words around reasoning: a dict with reasoning_end, for models that may omit reasoning
         reasoning_begin, and closing, the text that is written when the budget is used up.
-      extra_args: parameters of the engine's logits_processors, by name; and kv_transfer_params, as of vLLM.
+      extra_args: parameters of the engine's logits_processors, by name; kv_transfer_params, as of vLLM; `alignment`.
       return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang.
       capture: names of the engine's `capture` whose activations to return at every token; computes the prompt whole.
       steer: vectors that are added to activations at every token, prompt included: dicts with `at`, a name of the

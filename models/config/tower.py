@@ -50,11 +50,22 @@ class TowerConfig:
         return ()
 
     @property
+    def aligns(self) -> bool:
+        """Whether it is known which heads of the decoder's cross-attention follow a sound as its transcript does."""
+        return False
+
+    @property
     def window(self) -> int:
         """Return the most patches of a sound that are encoded together, by themselves: a longer one is several items to
         the scheduler (Media.in_windows).
         """
         return self.unit
+
+    def with_generation(self, fields: Any) -> TowerConfig:
+        """Return the configuration with what the model's generation_config.json adds, its ConfigFields. Raises
+        ModelConfigError.
+        """
+        return self
 
     def make(self, hidden_size: int, build: Any) -> Any:
         """Build the tower, a flax.nnx module, for a model of this hidden size and a jaxengine.models.build.Build."""

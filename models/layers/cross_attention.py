@@ -17,7 +17,7 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.rows import Rows
-from jaxengine.models.layers.section import Given, Section
+from jaxengine.models.layers.section import Given, Note, Section
 from jaxengine.models.params.declare import Source
 
 # Tokens of a sequence that meet its sound at once, in steps with prompts. Prompts are short.
@@ -40,6 +40,10 @@ class StepSounds(NamedTuple):
     num_rows: jax.Array
 
 
+class CrossQueries(Note):
+    """Queries [T, N, H] of one layer's cross-attention in one step."""
+
+
 class CrossAttention(nnx.Module):
     """Cross-attention of tokens to their sequence's sound.
 
@@ -57,9 +61,13 @@ class CrossAttention(nnx.Module):
         out = (Source(f"{source}.out_proj", hidden_size),)
         self.out = Linear(hidden_size, out, axes=("heads", "embed"), bias=True, build=build)
 
+    def queries(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """Return the queries [T, N, H] of x [T, D]."""
+        return self.q(x, rows).reshape(x.shape[0], -1, self.head_dim)
+
     def __call__(self, x: jax.Array, rows: Rows, step: StepSounds, layer: jax.Array) -> jax.Array:
         """Map x [T, D] -> [T, D]. layer: i32[], this layer's number in the decoder."""
-        q = self.q(x, rows).reshape(x.shape[0], -1, self.head_dim)
+        q = self.queries(x, rows)
         step = step._replace(pool=step.pool.reshape(len(step.pool), *self.sizes, *q.shape[1:]))
         with jax.named_scope("cross_attend"):
             o = cross_attend(q, step, layer)
@@ -67,7 +75,13 @@ class CrossAttention(nnx.Module):
 
 
 class _WithSounds(nnx.Module):
-    """CrossAttention of one layer together with the step's sounds."""
+    """CrossAttention of one layer together with the step's sounds.
+
+    Attributes:
+      notes_queries: whether it records CrossQueries.
+    """
+
+    notes_queries = False
 
     def __init__(self, module: CrossAttention, step: StepSounds, layer: int):
         self.module = module
@@ -77,6 +91,8 @@ class _WithSounds(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         step = StepSounds(self.pool[...], self.of_row[...], self.cu_q_lens[...], self.num_rows[...])
+        if self.notes_queries:
+            self.noted = CrossQueries(self.module.queries(x, rows))
         return self.module(x, rows, step, self.layer[...])
 
 

@@ -7,7 +7,7 @@ costs each of a request's steps only the reading of its keys and values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxengine.models.params.declare import Source
 from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
 
 ENCODER = "model.encoder"
+_MAX_FILTER = 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +30,50 @@ class WhisperTowerConfig(TowerConfig):
 
     Attributes:
       sizes: of the encoder.
-      decoder_layers: layers of the decoder, each of which gets keys and values.
+      decoder_layers: layers of the decoder, each of which gets keys and values; decoder_heads: of each layer.
+      alignment_heads: (layer, head) of the decoder whose cross-attention follows the sound as the transcript does;
+        empty where nobody says which do.
+      filter_width: positions of a sound, an odd number, over which the median of their weights is taken.
     """
 
     sizes: EncoderSizes
     decoder_layers: int
+    decoder_heads: int
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    filter_width: int = 7
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return WhisperTower(self, hidden_size, build)
+
+    @property
+    def aligns(self) -> bool:
+        return bool(self.alignment_heads)
+
+    def with_generation(self, fields: ConfigFields) -> WhisperTowerConfig:
+        """Return the configuration with the alignment heads of a generation_config.json. Raises ModelConfigError."""
+        given = fields.value("alignment_heads", None) or ()
+        sizes = self.decoder_layers, self.decoder_heads
+        if not (
+            isinstance(given, list | tuple)
+            and len(given) <= self.decoder_layers * self.decoder_heads
+            and all(isinstance(each, list | tuple) and len(each) == 2 for each in given)
+            and all(
+                type(number) is int and 0 <= number < size
+                for each in given
+                for number, size in zip(each, sizes, strict=True)
+            )
+        ):
+            allowed = f"a list of pairs, a layer below {sizes[0]} and a head below {sizes[1]}, at most one of each"
+            raise fields.fail("alignment_heads", allowed)
+        return replace(self, alignment_heads=tuple((layer, head) for layer, head in given))
 
 
 def read_whisper_tower(fields: ConfigFields) -> WhisperTowerConfig:
     """Read the tower's sizes from a config.json. Raises ModelConfigError."""
     sizes, layers = read_encoder(fields.with_defaults(num_mel_bins=80)), fields.integer("decoder_layers")
-    frames = 2 * sizes.num_positions
+    frames, width = 2 * sizes.num_positions, fields.integer("median_filter_width", 7)
+    if width % 2 == 0 or width > _MAX_FILTER:
+        raise fields.fail("median_filter_width", f"an odd number from 1 to {_MAX_FILTER}")
     return WhisperTowerConfig(
         num_features=sizes.num_bins,
         columns=(),
@@ -52,6 +83,8 @@ def read_whisper_tower(fields: ConfigFields) -> WhisperTowerConfig:
         crosses=True,
         sizes=sizes,
         decoder_layers=layers,
+        decoder_heads=fields.integer("decoder_attention_heads"),
+        filter_width=width,
     )
 
 

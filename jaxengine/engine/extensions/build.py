@@ -121,6 +121,8 @@ class Extensions:
             self.require("capture")
         if request.params.trace_decode_token_ids:
             self.require("trace")
+        if request.params.alignment is not None:
+            self.require("alignment")
         if request.params.routed_experts_prompt_start:
             self.require("routed_experts")
         if request.params.token_results:
@@ -276,6 +278,15 @@ def _trace(extensions: Extensions) -> LoopExtension:
     return Traces()
 
 
+def _alignment(extensions: Extensions) -> LoopExtension:
+    if "alignment" not in extensions._runner.extensions:
+        problem = "alignment: the engine's model does not align tokens with a sound; serve Whisper with a"
+        raise RequestError(f"{problem} generation_config.json that has alignment_heads", param="alignment")
+    from jaxengine.engine.extensions.alignment import Alignment
+
+    return Alignment()
+
+
 def _routed_experts(extensions: Extensions) -> LoopExtension:
     if "routed_experts" not in extensions._runner.extensions:
         problem = "routed_experts_prompt_start: the engine was started without enable_return_routed_experts"
@@ -352,6 +363,7 @@ def _weights(_: Extensions) -> LoopExtension:
 
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
+    "alignment": _alignment,
     "arrivals": _arrivals,
     "capture": _capture,
     "drafts": Extensions._drafts,

@@ -42,6 +42,7 @@ class WhisperProcessor:
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         tower: Any = model_config.tower
         self.num_frames, self.num_bins = tower.unit, tower.num_features
+        self.has_alignment = tower.aligns
         read_features(folder, self.num_bins)
         raw = read_object(folder, GENERATION) or {}
         fields = ConfigFields({**_older(config_json), **raw})
@@ -62,7 +63,6 @@ class WhisperProcessor:
         ids = fields.mapping("lang_to_id") or {}
         self.languages = {code.strip("<|>"): token for code, token in ids.items()}
         self.tasks = {task: token for task, token in (fields.mapping("task_to_id") or {}).items() if task in TASKS}
-        self.has_alignment = bool(fields.value("alignment_heads", None))
         first, eos = self.no_timestamps + 1, fields.value("eos_token_id")
         most = fields.value("max_initial_timestamp_index", None)
         begin = tuple(fields.value("begin_suppress_tokens", None) or ())

@@ -18,6 +18,7 @@ from jaxengine.media.processors.sounds import Qwen3ASRProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
 from jaxengine.media.samples import RATE, Sound, Spectrogram
 from jaxengine.requests.media.inputs import DATA, MediaInputs
+from jaxengine.requests.media.words import token_positions
 from jaxengine.scheduler.errors import RequestError, show_value
 
 # Seconds from one timestamp to the next, and frames of a spectrogram in them.
@@ -47,14 +48,20 @@ class Recording(NamedTuple):
     Attributes:
       frames: its spectrogram, f32[N, bins]; filled up with silence to a window if it is shorter.
       seconds: its duration.
+      num_frames: frames of it without the silence.
     """
 
     frames: np.ndarray
     seconds: float
+    num_frames: int
 
     def window(self, seek: int, num_frames: int) -> dict[str, Any]:
         """Return the media of a prompt with at most `num_frames` frames from `seek` on."""
         return {DATA: {AUDIO: Spectrogram(self.frames[seek : seek + num_frames])}}
+
+    def num_positions(self, seek: int, num_frames: int) -> int:
+        """Return how many positions the encoder makes of the sound in a window, at least one."""
+        return max(1, min(self.num_frames - seek, num_frames) // _FRAMES)
 
 
 def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
@@ -89,7 +96,7 @@ async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recordi
     sound = await read_whole(media, data, param)
     missing = max(0, processor.num_frames * HOP - len(sound.samples))
     frames = await loader.process(processor.spectrogram, np.pad(sound.samples, (0, missing)))
-    return Recording(frames, sound.seconds)
+    return Recording(frames, sound.seconds, min(len(frames), -(-len(sound.samples) // HOP)))
 
 
 def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, timed: bool) -> list[int]:
@@ -108,6 +115,17 @@ def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, t
         raise RequestError(problem, param="language", value=language)
     middle = [processor.languages[language], processor.tasks[task]]
     return [processor.start, *middle] + [processor.no_timestamps] * (not timed)
+
+
+def token_times(alignment: np.ndarray, num_tokens: int, seek: int) -> np.ndarray:
+    """Return f64[num_tokens, 2], when each token of a window's transcript begins and ends, in seconds of the sound.
+
+    alignment: f32[num_tokens - 1, positions], of all tokens but the last, which nothing follows. seek: first frame of
+    the window.
+    """
+    begins = token_positions(alignment) if len(alignment) else np.zeros(1, np.int64)
+    ends = np.append(begins, begins[-1])[:num_tokens] * PRECISION
+    return seek * PRECISION / _FRAMES + np.stack([np.append(0.0, ends[:-1]), ends], axis=1)
 
 
 def cut_segments(tokens: Sequence[int], seek: int, num_frames: int, first_timestamp: int) -> tuple[list[Segment], int]:

@@ -102,7 +102,11 @@ def _tower_extensions(shape: StageShape) -> Iterator[DeviceExtension]:
     if tower is not None and tower.crosses:
         from jaxengine.runner.extensions.sounds.section import SoundsExtension
 
-        yield SoundsExtension(shape)
+        yield (sounds := SoundsExtension(shape))
+        if tower.aligns:
+            from jaxengine.runner.extensions.sounds.alignment import AlignmentExtension
+
+            yield AlignmentExtension(shape, sounds.encoder.rows)
     elif shape.config.num_encoder_rows:
         from jaxengine.runner.extensions.pictures.section import PicturesExtension
 

@@ -6,15 +6,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
 from jaxengine.media.samples import Sound
-from jaxengine.requests.media.transcripts import Recording, cut_segments, prompt_of
+from jaxengine.requests.media.transcripts import Recording, Segment, cut_segments, prompt_of, token_times
 from tests.fixtures import whisper_checkpoints as whisper
 
 ROOT = Path(__file__).parents[3]
@@ -102,24 +103,60 @@ def test_spectrograms_and_languages(llm):
     assert all(each.prompt_token_ids == [whisper.START] for each in outputs)
 
 
-def test_a_long_sound_has_the_segments_and_times_of_transformers(llm):
-    found, processor = goldens(llm.name), llm.core.inputs.media.processor
-    samples = whisper.sound_of(llm.name, "long")
+class Window(NamedTuple):
+    """A window of the long sound: its prompt and transcript, its first frame and positions, and its segments."""
+
+    prompt: dict[str, Any]
+    tokens: list[int]
+    seek: int
+    positions: int
+    segments: list[Segment]
+
+
+def read_windows(llm: LLM, name: str) -> Iterator[Window]:
+    processor, samples = llm.core.inputs.media.processor, whisper.sound_of(name, "long")
     frames = processor.spectrogram(samples)
-    np.testing.assert_allclose(frames[::7], found["long_features"], atol=1e-4)
-    recording, seek, segments = Recording(frames, len(samples) / whisper.RATE), 0, []
+    np.testing.assert_allclose(frames[::7], goldens(name)["long_features"], atol=1e-4)
+    recording, seek = Recording(frames, len(samples) / whisper.RATE, len(frames)), 0
     while seek < len(frames):
         prompt = {"prompt_token_ids": prompt_of(processor, "en", "transcribe", timed=True)}
         prompt |= recording.window(seek, processor.num_frames)
         output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)[0].outputs[0]
         tokens = [token for token in output.token_ids if token != whisper.EOS]
         held = min(processor.num_frames, len(frames) - seek)
-        more, seek = cut_segments(tokens, seek, held, whisper.FIRST_TIMESTAMP)
-        segments += more
+        segments, behind = cut_segments(tokens, seek, held, whisper.FIRST_TIMESTAMP)
+        yield Window(prompt, output.token_ids, seek, recording.num_positions(seek, processor.num_frames), segments)
+        seek = behind
+
+
+def times_of(llm: LLM, windows: list[Window], others: list[Any]) -> list[float]:
+    """Times of the tokens of all segments, from windows that are aligned together, among other requests."""
+    prompts, params = list(others), [SamplingParams(temperature=0, max_tokens=24) for _ in others]
+    for each in windows:
+        ids = each.prompt["prompt_token_ids"]
+        prompts.append({**each.prompt, "prompt_token_ids": [*ids, *each.tokens[:-1]]})
+        params.append(SamplingParams(max_tokens=1, extra_args={"alignment": [len(ids), each.positions]}))
+    outputs = llm.generate(prompts, params, use_tqdm=False)[len(others) :]
+    found = []
+    for each, output in zip(windows, outputs, strict=True):
+        alignment = output.outputs[0].alignment
+        assert alignment.shape == (len(each.tokens) - 1, each.positions)
+        ends = token_times(alignment, len(each.tokens), each.seek)[:, 1]
+        found += [time for own in each.segments for time in ends[own.first : own.first + len(own.tokens)]]
+    return found
+
+
+def test_a_long_sound_has_the_segments_and_times_of_transformers(llm):
+    found, windows = goldens(llm.name), list(read_windows(llm, llm.name))
+    segments = [each for own in windows for each in own.segments]
     assert len(segments) > 5
     assert [len(each.tokens) for each in segments] == found["long_lengths"].tolist()
     assert [token for each in segments for token in each.tokens] == found["long_tokens"].tolist()
     np.testing.assert_allclose([(each.start, each.end) for each in segments], found["long_times"], atol=1e-9)
+    times = times_of(llm, windows, cases(llm.name)[0])
+    np.testing.assert_allclose(times, found["long_token_times"], atol=1e-4)
+    assert len(set(times)) > 20
+    check_idle(llm)
 
 
 def test_pages_are_found_for_the_same_sound_alone(llm):
@@ -149,6 +186,19 @@ def test_what_a_sound_or_an_option_must_not_be(llm):
         prompt = ids if data is None else {**ids, "multi_modal_data": data}
         with pytest.raises(RequestError, match=message):
             llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+    heard = {**ids, "multi_modal_data": {"audio": sound}}
+    for asked, message in (
+        ("a", r"alignment must be \[first prompt token >= 0, positions of the sound >= 1\], got 'a'"),
+        ([0, True], "alignment must be"),
+        ([0, 2**31], "alignment must be"),
+        (
+            [1, 1],
+            r"alignment is \[1, 1\]; allowed is a token up to 0, the prompt's last, and at most (100|50) pos",
+        ),
+        ([0, 2**31 - 1], r"alignment is \[0, 2147483647\]; allowed is a token up to 0"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(heard, SamplingParams(max_tokens=1, extra_args={"alignment": asked}), use_tqdm=False)
     check_idle(llm)
     for options, message in (
         ({"enable_lora": True}, "enable_lora is True, which WhisperForConditionalGeneration, which attends"),
@@ -167,6 +217,8 @@ def compare_on_two_devices(folder: str) -> None:
     for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
         llm = LLM(str(model), **OPTIONS, **TIGHT, **options)
         assert answers(llm, prompts) == wanted, options
+        times = times_of(llm, list(read_windows(llm, name)), prompts)
+        np.testing.assert_allclose(times, goldens(name)["long_token_times"], atol=1e-4)
         check_idle(llm)
         llm.shutdown()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.registry import model_for_hf, read_hf
 from jaxengine.models.weights.load import unread_towers
 from tests.tables import each_row
@@ -66,6 +66,35 @@ GEMMA4: dict[str, Any] = {
     "vision_config": {"use_clipped_linears": True},
     "text_config": {"num_hidden_layers": 6, "vocab_size": 262144},
 }
+
+
+# A Whisper with five decoder layers of three heads.
+WHISPER_SMALL: dict[str, Any] = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "d_model": 24,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 8,
+    "decoder_layers": 5,
+    "decoder_attention_heads": 3,
+    "decoder_ffn_dim": 8,
+    "vocab_size": 400,
+}
+
+
+def test_heads_of_whisper_that_align_words():
+    tower = read_hf(WHISPER_SMALL).tower
+    assert tower.filter_width == 7 and not tower.aligns
+    assert tower.with_generation(ConfigFields({"alignment_heads": None})) == tower
+    found = tower.with_generation(ConfigFields({"alignment_heads": [[4, 2], [0, 0]]}))
+    assert found.aligns and found.alignment_heads == ((4, 2), (0, 0))
+    for heads in ([[5, 0]], [[0, 3]], [[0, -1]], [[0, True]], [[0]], [0], "ab", 7, [[0, 0]] * 16, [[0, 1.0]]):
+        with pytest.raises(ModelConfigError, match="alignment_heads"):
+            tower.with_generation(ConfigFields({"alignment_heads": heads}))
+    for width in (0, 2, 33, "7"):
+        with pytest.raises(ModelConfigError, match="median_filter_width"):
+            read_hf({**WHISPER_SMALL, "median_filter_width": width})
 
 
 def test_gemma4_has_a_tower_for_each():

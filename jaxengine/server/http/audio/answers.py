@@ -30,12 +30,19 @@ class TranscriptionSegment(Answer):
     no_speech_prob: float | None
 
 
+class TranscriptionWord(Answer):
+    word: str
+    start: float
+    end: float
+
+
 class VerboseTranscription(Answer):
     task: Literal["transcribe", "translate"]
     language: str
     duration: float
     text: str
-    segments: list[TranscriptionSegment]
+    segments: list[TranscriptionSegment] | None = None
+    words: list[TranscriptionWord] | None = None
     usage: DurationUsage
 
 

@@ -6,20 +6,26 @@ asked with the whole sound in their prompt (jaxengine.server.http.audio.asked).
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.extra_args import ALIGNMENT
 from jaxengine.requests.media.transcripts import (
+    Segment,
     cut_segments,
     prompt_of,
     read_recording,
     sound_processor,
+    token_times,
     transcriber,
 )
+from jaxengine.requests.media.words import Word, find_words
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -29,7 +35,7 @@ from jaxengine.server.http.audio import formats
 from jaxengine.server.http.audio.answers import TranscriptDelta, TranscriptDone, Transcription, VerboseTranscription
 from jaxengine.server.http.audio.asked import AskedTranscript
 from jaxengine.server.http.audio.formats import Said
-from jaxengine.server.http.audio.protocol import TranscriptionRequest, read_request
+from jaxengine.server.http.audio.protocol import GRANULARITIES, SEGMENT, WORD, TranscriptionRequest, read_request
 from jaxengine.server.http.audio.transcript import Transcript, usage_of
 from jaxengine.server.http.form import FILE, read_form
 from jaxengine.server.http.models import choose_model
@@ -55,6 +61,7 @@ class _Transcript(Transcript):
         """Read the sound, and detect its language if that was not given. Raises RequestError."""
         media = self.engine.inputs.media
         assert media is not None
+        self._check_words()
         self._context = self._prompt_text()
         if self._language is not None or not self._processor.languages:
             prompt_of(self._processor, self._language, self.task, timed=False)  # refused before a file is decoded
@@ -62,6 +69,18 @@ class _Transcript(Transcript):
         self._is_long = len(self._recording.frames) > self._processor.num_frames
         if self._language is None:
             self._language = await self._detected() if self._processor.languages else "en"
+
+    def _check_words(self) -> None:
+        """Raise RequestError where words are asked for and cannot be aligned with the sound."""
+        problem = None
+        if self.body.has_words and self.task == TRANSLATE:
+            problem = "the words of a translation are not aligned with the sound"
+        elif self.body.has_words and not self._processor.has_alignment:
+            problem = "this model's generation_config.json does not say which heads align words (alignment_heads): add"
+            problem += " what its authors published, and start again"
+        if problem is not None:
+            allowed = f"; allowed is {SEGMENT!r}"
+            raise RequestError(f"{GRANULARITIES} has {WORD!r}, and {problem}{allowed}", param=GRANULARITIES)
 
     def _prompt_text(self) -> list[int]:
         """Return the tokens before a transcript that are `prompt`'s, as many as there is room for, from its end. Raises
@@ -97,16 +116,38 @@ class _Transcript(Transcript):
         scored = self._scores() if self.body.response_format == "verbose_json" else {}
         seek, windows, most = 0, 0, _MOST_WINDOWS * (1 + total // size)
         while seek < total:
-            whole = await self._window(self._prompt(seek, timed=timed), self.body.params(**scored))
+            prompt = self._prompt(seek, timed=timed)
+            whole = await self._window(prompt, self.body.params(**scored))
             output, no_speech = whole.outputs[0], self._no_speech(whole)
             tokens = [token for token in output.token_ids if token != self._eos]
             held = min(size, total - seek)
             found, behind = cut_segments(tokens, seek, held, self._processor.rules.first_timestamp)
+            times = await self._times(prompt, output, seek) if self.body.has_words else None
             for segment in found:
                 logprob = _mean_logprob(output, segment.first, segment.tokens)
-                yield Said(segment, self._text(segment.tokens), logprob, no_speech)
+                words = () if times is None else self._words(segment, times)
+                yield Said(segment, self._text(segment.tokens), logprob, no_speech, words)
             windows += 1
             seek = behind if windows < most else seek + held
+
+    async def _times(self, prompt: dict[str, Any], output: CompletionOutput, seek: int) -> np.ndarray:
+        """Return f64[tokens, 2], when each token of a window's output begins and ends, in seconds."""
+        first, tokens = len(prompt["prompt_token_ids"]), output.token_ids
+        positions = self._recording.num_positions(seek, self._processor.num_frames)
+        alignment = np.zeros((0, positions), np.float32)
+        if len(tokens) > 1:
+            asked = SamplingParams(
+                temperature=0, max_tokens=1, detokenize=False, extra_args={ALIGNMENT: [first, positions]}
+            )
+            text = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *tokens[:-1]]}
+            alignment = (await self.last(text, asked)).outputs[0].alignment
+            assert alignment is not None
+        return await asyncio.to_thread(token_times, alignment, len(tokens), seek)
+
+    def _words(self, segment: Segment, times: np.ndarray) -> tuple[Word, ...]:
+        numbers = [number for number, token in enumerate(segment.tokens, segment.first) if token < self._eos]
+        tokens = [token for token in segment.tokens if token < self._eos]
+        return tuple(find_words(self.tokenizer.decode, tokens, times[numbers], self._language or "en"))
 
     def _scores(self) -> dict[str, Any]:
         """Return the sampling parameters for what verbose_json says of a window."""
@@ -147,9 +188,12 @@ class _Transcript(Transcript):
                 return Response(formats.vtt(said), media_type="text/vtt")
             case "json" | "text":
                 return self.plain(text, seconds)
-        segments = formats.verbose_segments(said, self.body.temperature or 0.0)
-        head = {"task": self.task, "language": self._language, "duration": seconds, "text": text}
-        return json_response({**head, "segments": segments, "usage": usage_of(seconds)})
+        answer: dict[str, Any] = {"task": self.task, "language": self._language, "duration": seconds, "text": text}
+        if SEGMENT in (self.body.timestamp_granularities or (SEGMENT,)):
+            answer["segments"] = formats.verbose_segments(said, self.body.temperature or 0.0)
+        if self.body.has_words:
+            answer["words"] = formats.verbose_words(said)
+        return json_response({**answer, "usage": usage_of(seconds)})
 
     def pieces(self) -> AsyncGenerator[str, None]:
         """Yield tokens of a short sound as they come, segments of a long one."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxengine.requests.media.transcripts import Segment
+from jaxengine.requests.media.words import Word
 
 
 class Said(NamedTuple):
@@ -17,12 +18,14 @@ class Said(NamedTuple):
       text: of its tokens.
       logprob: mean log-probability of the segment's tokens.
       no_speech: probability that its window has no speech; None for a model without a token for that.
+      words: of the segment, where they were asked for.
     """
 
     segment: Segment
     text: str
     logprob: float = 0.0
     no_speech: float | None = None
+    words: tuple[Word, ...] = ()
 
 
 def srt(said: Iterable[Said]) -> str:
@@ -59,6 +62,11 @@ def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str,
         }
         for number, each in enumerate(said)
     ]
+
+
+def verbose_words(said: Iterable[Said]) -> list[dict[str, Any]]:
+    """Return the `words` of verbose_json."""
+    return [{"word": word.text, "start": word.start, "end": word.end} for each in said for word in each.words]
 
 
 def compression_ratio(text: str) -> float:

@@ -12,7 +12,7 @@ from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.server.http.form import FILE, Form
 from jaxengine.server.http.protocol import HINTS, NUMBERS, NamedRequest
 
-SEGMENT, WORD = "segment", "word"
+SEGMENT, WORD, GRANULARITIES = "segment", "word", "timestamp_granularities"
 _Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
 
 
@@ -23,7 +23,7 @@ class TranscriptionRequest(_Numbers, NamedRequest):
       language: a code, such as "en"; None to detect it.
       prompt: text that the transcript continues, or whose spelling it follows.
       temperature: 0 by default.
-      timestamp_granularities: "segment" alone, with response_format verbose_json.
+      timestamp_granularities: "segment", "word" or both, with response_format verbose_json; none means "segment".
       max_completion_tokens: limit of the tokens of each window of a sound.
     """
 
@@ -53,13 +53,12 @@ class TranscriptionRequest(_Numbers, NamedRequest):
     def _check_formats(self) -> Self:
         """Raise RequestError for a format that timestamps or streams do not have."""
         for each in self.timestamp_granularities:
-            if each != SEGMENT:
-                about = ": words are not aligned with the sound" if each == WORD else ""
-                problem = f"timestamp_granularities has {show_value(each)}{about}; allowed is {SEGMENT!r}"
-                raise RequestError(problem, param="timestamp_granularities")
+            if each not in (SEGMENT, WORD):
+                problem = f"timestamp_granularities has {show_value(each)}; allowed are {SEGMENT!r} and {WORD!r}"
+                raise RequestError(problem, param=GRANULARITIES)
         if self.timestamp_granularities and self.response_format != "verbose_json":
             problem = "timestamp_granularities is only allowed with response_format verbose_json"
-            raise RequestError(problem, param="timestamp_granularities")
+            raise RequestError(problem, param=GRANULARITIES)
         if self.stream and self.response_format not in ("json", "text"):
             problem = f"stream is true, and response_format {self.response_format}; allowed are json and text"
             raise RequestError(problem, param="stream")
@@ -69,6 +68,11 @@ class TranscriptionRequest(_Numbers, NamedRequest):
     def has_segments(self) -> bool:
         """Whether the answer has times."""
         return self.response_format in ("srt", "verbose_json", "vtt")
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the answer has times of words."""
+        return WORD in self.timestamp_granularities
 
     def params(self, **changes: Any) -> SamplingParams:
         """Return the sampling parameters of one window, with `changes`. Raises RequestError."""
@@ -88,7 +92,7 @@ def read_request(form: Form, request: Request) -> TranscriptionRequest:
     known = TranscriptionRequest.known_fields()
     values: dict[str, Any] = {}
     for name, given in form.fields.items():
-        values[name] = given if name == "timestamp_granularities" else form.once(name)
+        values[name] = given if name == GRANULARITIES else form.once(name)
     unknown = [name for name in values if name not in known]
     request.state.unknown_fields = [name for name in unknown if name not in HINTS]
     request.state.ignored_fields = [name for name in unknown if name in HINTS]

@@ -13,6 +13,7 @@ import pytest
 
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.requests.media.transcripts import Segment
+from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.audio.formats import Said, srt, vtt
@@ -96,6 +97,25 @@ def test_a_long_sound_in_each_format(app):
     )
 
 
+def test_words(app, engine, monkeypatch):
+    found = goldens(NAME)
+    asked = {"response_format": "verbose_json", "language": "en"}
+    for case, granularities in (("long", ["word", "segment"]), ("a", ["word"])):
+        told = ask(app, case=case, timestamp_granularities=granularities, **asked)
+        # Punctuation is in the recorded words, and around those of an answer there is none.
+        recorded = zip(found[f"{case}_words"].tolist(), found[f"{case}_word_times"].tolist(), strict=True)
+        wanted = [(text, times) for text, times in recorded if text.strip().strip("\"'“¡¿([{-.。,，!！?？:：”)]}、")]
+        assert len(told.words) == len(wanted) and (told.segments is None) == ("segment" not in granularities)
+        for word, (text, times) in zip(told.words, wanted, strict=True):
+            # Where a window begins at the end of a sound, transformers finds its tokens 0.02 seconds before that.
+            assert word.word and word.word in text and (word.start, word.end) == pytest.approx(times, abs=0.0201)
+    with pytest.raises(openai.BadRequestError, match="words of a translation are not aligned"):
+        ask(app, "translations", extra_body={"timestamp_granularities[]": "word"}, response_format="verbose_json")
+    monkeypatch.setattr(engine.inputs.media.processor, "has_alignment", False)
+    with pytest.raises(openai.BadRequestError, match=r"generation_config\.json does not say which heads"):
+        ask(app, timestamp_granularities=["word"], **asked)
+
+
 def test_streams(app):
     async def run(case: str, **fields):
         client, file = openai_client(app), ("sound.wav", wav(whisper.sound_of(NAME, case)))
@@ -135,11 +155,16 @@ def test_what_is_refused(app):
         ({"language": "xx"}, "language", "language is 'xx'; allowed are de, en"),
         ({"response_format": "diarized_json"}, "response_format", "response_format is not valid"),
         (
-            {"timestamp_granularities": ["word"], "response_format": "verbose_json"},
+            {"timestamp_granularities": ["letter"], "response_format": "verbose_json"},
             "timestamp_granularities",
-            "aligned",
+            "has 'letter'; allowed are 'segment' and 'word'",
         ),
-        ({"timestamp_granularities": ["segment"]}, "timestamp_granularities", "only allowed with"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "only allowed with"),
+        (
+            {"timestamp_granularities": ["word"], "response_format": "verbose_json", "stream": True},
+            "stream",
+            "allowed are json and text",
+        ),
         ({"include": ["logprobs"]}, "include", "not supported"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"prompt": "<|en|>"}, "prompt", "special tokens"),
@@ -171,6 +196,14 @@ def test_a_model_without_sounds_refuses_the_routes(chat_engine):
     app = create_app(chat_engine, ServerConfig(served_model_name=("whisper",)))
     with pytest.raises(openai.BadRequestError, match="this model transcribes no sounds"):
         ask(app)
+    asked = SamplingParams(max_tokens=1, extra_args={"alignment": [0, 1]})
+
+    async def align():
+        async for _ in chat_engine.generate("a", asked, "aligned"):
+            pass
+
+    with pytest.raises(RequestError, match="alignment: the engine's model does not align tokens with a sound"):
+        asyncio.run(align())
 
 
 def parsed(body, size=1 << 20):

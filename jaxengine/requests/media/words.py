@@ -1,0 +1,112 @@
+"""Words of a transcript and their times: the path of its tokens through the sound, and the grouping of tokens to words.
+
+As transformers does it for Whisper, times and words are the same. Shape letters: N tokens, S positions of the sound.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# Codes of languages that are written without spaces.
+_UNSPACED = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
+# Punctuation that belongs to the word after it, and to the word before it.
+_BEFORE, _AFTER = "\"'“¡¿([{-", "\"'.。,，!！?？:：”)]}、"
+_BROKEN = "\ufffd"
+# What a step of a path goes on by: a token and a position, a token, a position.
+_BOTH, _TOKEN, _POSITION = range(3)
+
+
+class Word(NamedTuple):
+    """Word of a transcript with its place in the sound, in seconds."""
+
+    text: str
+    start: float
+    end: float
+
+
+def token_positions(alignment: np.ndarray) -> np.ndarray:
+    """Return i64[N], the position of the sound at which each token begins, on the path through f32[N, S] on which the
+    sum is largest and neither tokens nor positions go back (dynamic time warping).
+
+    Sums are rounded to float32, and equal ones resolved, as in transformers.
+    """
+    num_tokens, num_positions = alignment.shape
+    cost, enters = -alignment.astype(np.float64), np.zeros((num_tokens, num_positions), np.int8)
+    # Diagonals of the sums: element i + 1 of number d is of token i at position d - i, element 0 of none.
+    older, newer = (np.full(num_tokens + 1, np.inf, np.float32) for _ in range(2))
+    older[0] = 0
+    for number in range(num_tokens + num_positions - 1):
+        tokens = np.arange(max(0, number - num_positions + 1), min(num_tokens, number + 1))
+        both, token, position = older[tokens], newer[tokens], newer[tokens + 1]
+        entered = np.where((token < both) & (token < position), _TOKEN, _POSITION)
+        entered[(both < token) & (both < position)] = _BOTH
+        enters[tokens, number - tokens] = entered
+        best = np.choose(entered, (both, token, position))
+        older, newer = newer, np.full(num_tokens + 1, np.inf, np.float32)
+        newer[tokens + 1] = cost[tokens, number - tokens] + best
+    found, token, position = np.zeros(num_tokens, np.int64), num_tokens - 1, num_positions - 1
+    while token >= 0:
+        found[token] = position
+        entered = enters[token, position]
+        token, position = token - (entered != _POSITION), position - (entered != _TOKEN)
+    return found
+
+
+def find_words(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], times: np.ndarray, language: str
+) -> Iterator[Word]:
+    """Yield the words of a text, without the punctuation around them.
+
+    tokens: of the text alone. times: f64[N, 2], when each begins and ends. language: its code.
+    """
+    for text, members in group_words(decode, tokens, language):
+        if word := text.strip().lstrip(_BEFORE).rstrip(_AFTER).strip():
+            yield Word(word, round(float(times[members[0], 0]), 2), round(float(times[members[-1], 1]), 2))
+
+
+def group_words(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], language: str
+) -> list[tuple[str, list[int]]]:
+    """Return the words of a text, with spaces and punctuation, each with the numbers of its tokens."""
+    words: list[tuple[str, list[int]]] = []
+    for text, members in _characters(decode, tokens):
+        begins = language in _UNSPACED or text.startswith(" ") or text.strip() in string.punctuation
+        if begins or not words:
+            words.append((text, members))
+        else:
+            words[-1] = words[-1][0] + text, words[-1][1] + members
+    return _with_next(words)
+
+
+def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
+    """Yield the shortest runs of tokens that are whole characters, or bytes that are none, with the tokens' numbers."""
+    whole, done, members = decode(tokens), 0, []
+    for number in range(len(tokens)):
+        members.append(number)
+        text = decode([tokens[each] for each in members])
+        at = done + text.find(_BROKEN)
+        if _BROKEN not in text or at >= len(whole) or whole[at] == _BROKEN:
+            yield text, members
+            done, members = done + len(text), []
+
+
+def _with_next(words: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """Return the words, with each mark of punctuation joined to the word that it belongs to."""
+    joined: list[tuple[str, list[int]]] = []
+    for text, members in reversed(words):
+        last = joined[-1] if joined else None
+        if last is not None and text.startswith(" ") and text.strip() in _BEFORE:
+            joined[-1] = text + last[0], members + last[1]
+        else:
+            joined.append((text, members))
+    found: list[tuple[str, list[int]]] = []
+    for text, members in reversed(joined):
+        if found and not found[-1][0].endswith(" ") and text in _AFTER:
+            found[-1] = found[-1][0] + text, found[-1][1] + members
+        else:
+            found.append((text, members))
+    return found

@@ -1,0 +1,113 @@
+"""Alignment: where the tokens of a prompt are said in its sound, computed by a pass that no other request pays for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.models.cache import abstract_kv, device_kv
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.alignment import NotedSounds, Span
+from jaxengine.models.layers.attention import RaggedBatch
+from jaxengine.models.layers.cross_attention import StepSounds
+from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
+from jaxengine.runner.extensions.sounds.section import NAME as SOUNDS
+from jaxengine.runner.program import Program, abstract_params, program_on
+from jaxengine.runner.programs.pending_step import PendingStep
+
+NAME = "alignment"
+# Numbers of a message before its tokens: row of the pool, first token, token after the last, positions.
+_HEADER = 4
+
+
+class Read(NamedTuple):
+    """A text that is read in a sound: the row of the pool that has the sound, the text's tokens, the first of them that
+    is aligned, and positions of the sound.
+    """
+
+    row: int
+    token_ids: np.ndarray
+    first: int
+    positions: int
+
+
+class AlignmentExtension(DeviceExtension):
+    """Device extension with one program, which aligns a text of each replica with its sound: (params, pool of encoded
+    sounds, message i32[replicas, 4 + T]) -> f32[replicas, T, S]. T is max_model_len, S the positions of a sound.
+
+    The text's keys and values lie in pages that the program itself makes.
+
+    pool: the abstract pool.
+    """
+
+    name = NAME
+
+    def __init__(self, shape: StageShape, pool: Any):
+        super().__init__(shape)
+        self.tower: Any = shape.model.config.tower
+        self.length = shape.config.max_model_len
+        self.program_name = f"align {self.length} tokens"
+        self._pool, (self._graph, leaves) = pool, nnx.split(shape.model)
+        self._tree = jax.tree.structure(leaves)
+
+    def programs(self, params: Sequence[Any]) -> Sequence[Program]:
+        shape = self.shape
+        arguments = (abstract_params(params), self._pool, shape.rows(1, np.int32, _HEADER + self.length))
+        result = shape.rows(1, np.float32, self.length, self.tower.sizes.num_positions)
+        return [program_on(shape.mesh, self.program_name, self._align, arguments, result, ())]
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return Aligner(runner, self)
+
+    def _align(self, params: Any, pool: jax.Array, message: jax.Array) -> jax.Array:
+        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
+        row, first, end, positions = message[0, :_HEADER]
+        token = jnp.arange(self.length, dtype=jnp.int32)
+        bounds, page_size = jnp.stack([0 * end, end]), self.shape.config.block_size
+        pages = jnp.arange(-(-self.length // page_size), dtype=jnp.int32)[None]
+        ragged = RaggedBatch(bounds, bounds[1:], pages, jnp.where(token < end, token, -1), jnp.int32(1), jnp.int32(0))
+        sounds = NotedSounds(StepSounds(pool, row[None], bounds, jnp.int32(1)), self.tower.alignment_heads)
+        batch = ForwardBatch(message[0, _HEADER:], token, bounds[1:] - 1, (ragged,), {SOUNDS: sounds})
+        shape = self.shape
+        kv = abstract_kv(shape.groups, pages.shape[1], layout=shape.platform.name, mesh=shape.mesh)
+        model(batch, device_kv(kv))
+        sizes = self.tower.sizes.num_positions, self.tower.decoder_layers
+        with jax.named_scope(NAME):
+            return sounds.aligned(row, *sizes, Span(first, end, positions), self.tower.filter_width)[None]
+
+
+class Aligner(HostExtension):
+    """Host extension that aligns texts with sounds.
+
+    Attributes:
+      num_positions: of a sound.
+    """
+
+    def __init__(self, runner: Any, extension: AlignmentExtension):
+        super().__init__(runner)
+        self.num_positions: int = extension.tower.sizes.num_positions
+        self._length, self._program = extension.length, extension.program_name
+
+    def align(self, pending: PendingStep, texts: Sequence[Sequence[Read]]) -> None:
+        """Dispatch the alignment of each replica's texts, whose sounds are encoded in this step at the latest."""
+        stage = self.runner.stages[0]
+        align, left = stage.program(NAME, self._program), []
+        for together in zip_longest(*texts):
+            message = np.zeros((len(texts), _HEADER + self._length), np.int32)
+            for own, text in zip(message, together, strict=True):
+                if text is not None:
+                    end = len(text.token_ids)
+                    own[:_HEADER] = text.row, text.first, end, text.positions
+                    own[_HEADER : _HEADER + end] = text.token_ids
+            left.append(align(stage.params, stage.extensions[SOUNDS].rows, message))
+        pending.outputs[NAME] = left
+
+    def fetch(self, pending: PendingStep) -> list[np.ndarray]:
+        """Return f32[replicas, T, S] for the first text of each replica in a step, the second ...; waits for them."""
+        return pending.output(NAME)
