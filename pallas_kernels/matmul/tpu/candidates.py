@@ -38,6 +38,10 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def _candidate(
     problem: Problem, chosen: dict[str, int], sizes: TpuProducts, by_sums: bool, rows: int, columns: int
 ) -> Candidate:
+    """Make the candidate with fields `chosen` of `sizes`, whose tiles have these rows and columns.
+
+    by_sums: the form, see `widened`.
+    """
     # One tile of as many inputs as the kernel handles without a loop: its bundles are those of one pass.
     span = (SPAN if by_sums else chunk_of(problem.group)) // problem.group * problem.group
     inputs = min(problem.size, span)
@@ -64,5 +68,6 @@ def _candidate(
 
 
 def _product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: TpuProducts) -> jax.Array:
+    """Compute the product in bfloat16 with these sizes."""
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
     return quantized_matmul(x, None, codes, scales, zeros, **options)
