@@ -64,7 +64,7 @@ class DraftPrograms:
         return 0
 
     def weight_bytes(self, own: Sequence[Any]) -> int:
-        """Bytes of one device of its own leaves, arrays or shapes, and of what it keeps for slots."""
+        """Return the bytes of one device of its own leaves, arrays or shapes, and of what it keeps for slots."""
         return sum(map(part_bytes, own)) + self.slot_bytes
 
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
@@ -102,12 +102,15 @@ class DraftPrograms:
         return None
 
     def _spec(self, bucket: Bucket) -> Any:
+        """Return the DraftSpec of a bucket's programs."""
         return DraftSpec(self._graph, self._params_tree, *self._where(bucket))
 
     def _where(self, bucket: Bucket) -> tuple[Bucket, StepLayout, int, int]:
+        """Return the fields of DraftSpec that describe a bucket's steps."""
         return bucket, self.target.packer.layouts[bucket], self.target.packer.page_size, self._group
 
     def _drafting(self, bucket: Bucket, function: Callable, weights: Any, kept: Any) -> Program:
+        """Return the program that makes the drafts of a wide bucket."""
         results = kept, drafts_of(self.target.shape, bucket)
         return self._program(f"drafts of {bucket}", function, bucket, weights, kept, results=results)
 
@@ -121,6 +124,10 @@ class DraftPrograms:
         step: tuple[Any, ...] = (),
         results: Any = None,
     ) -> Program:
+        """Return the program `function` of (weights, kept, DeviceState, *step, message), with `kept` donated.
+
+        step: further arguments, shapes. results: shapes; None for those of `kept`.
+        """
         leaves, tree = jax.tree.flatten(weights)
         weights = jax.tree.unflatten(tree, abstract_params(leaves))
         arguments = weights, kept, self.target.state_shapes, *step, self.target.message_shape(bucket)
