@@ -44,8 +44,8 @@ NO_EVENTS = Events()
 class Loop(NamedTuple):
     """Parts of an engine that its extensions use."""
 
-    runner: ModelRunner
-    scheduler: Scheduler
+    runner: ModelRunner  # of the devices
+    scheduler: Scheduler  # of the requests
     rows: SlotRows  # writes the slots' sampling parameters to the devices
     in_flight: deque[InFlight]  # dispatched steps without results, oldest first
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class Metric:
     """Number under a metric's name."""
 
-    name: str
-    value: float
+    name: str  # vLLM's name of the metric, or one that begins with "jaxengine:"
+    value: float  # in the unit that the name has
     labels: Mapping[str, str] = field(default_factory=dict)  # that distinguish metrics of one name
 
 

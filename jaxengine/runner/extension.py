@@ -45,7 +45,7 @@ class Kept:
     """Declaration of an array that devices keep between steps."""
 
     shape: tuple[int, ...]  # of one device's part
-    dtype: Any
+    dtype: Any  # of its elements
     spec: PartitionSpec = RANKS  # how devices' parts form the array
     fill: int = 0  # initial value of every element
 
@@ -142,7 +142,7 @@ class StageShape:
 
     model: CausalLM  # abstract, built for the mesh
     config: ResolvedConfig  # resolved for the platform
-    platform: Platform
+    platform: Platform  # whose kernels the programs use
     mesh: Mesh  # of the stage
 
     @cached_property

@@ -40,7 +40,7 @@ class OpenedModel(NamedTuple):
     """Settled facts of an engine before anything is loaded."""
 
     source: ModelSource  # open
-    config: ResolvedConfig
+    config: ResolvedConfig  # resolved for the source and the devices
     platform: Platform  # whose kernels the devices run
     devices: Sequence[Any]  # of all stages, stage after stage
     mesh: (

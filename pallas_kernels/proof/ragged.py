@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
     num_tokens: int  # T
     num_seqs: int  # S
     num_columns: int  # W, columns of the page table
-    page_size: int
+    page_size: int  # tokens of a page
     num_pages: int  # pages of the pool
 
 

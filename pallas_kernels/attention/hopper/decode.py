@@ -48,7 +48,7 @@ class DecodeShape:
     """Static parameters that the kernel is compiled for."""
 
     spec: AttentionSpec  # of this device's heads
-    page_size: int
+    page_size: int  # tokens of a page
     tokens: int  # most new tokens of a row
     dtype: Any  # dtype of queries and of wgmma's operands
     kv_dtype: Any  # dtype of the pool
@@ -114,7 +114,7 @@ class _Refs(NamedTuple):
     total_smem: Any  # f32 [64]
     kv_full: Any  # barrier per block: its copies have arrived
     kv_free: Any  # barrier per block: it has been read
-    q_full: Any  # the same, per tile of queries
+    q_full: Any  # this and the next: the same, per tile of queries
     q_free: Any
     wide_smem: Any = None  # [2 * block, H] one block in the dtype of the queries; None unless shape.converts
 

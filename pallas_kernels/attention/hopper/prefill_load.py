@@ -42,12 +42,12 @@ class Shape(NamedTuple):
 
     spec: AttentionSpec  # of this device's heads
     num_tokens: int  # tokens of queries and outputs: a multiple of 8, at least block_q
-    page_size: int
+    page_size: int  # tokens of a page
     block_q: int  # tokens of a tile
     dtype: Any  # dtype of queries and outputs
     kv_dtype: Any  # dtype of the pool
-    num_ctas: int
-    has_sinks: bool
+    num_ctas: int  # of the launch
+    has_sinks: bool  # whether attention sinks are given
     max_stages: int  # most blocks in shared memory
 
     @property
@@ -140,7 +140,7 @@ class Refs(NamedTuple):
     q_free: Any  # barrier per compute warpgroup: it has read them
     k_full: Any  # barrier per stage: the keys are there to be read
     k_free: Any  # barrier per stage: both warpgroups have read the keys
-    v_full: Any  # the same, of the values
+    v_full: Any  # this and the next: the same, of the values
     v_free: Any
     raw_full: Any  # barriers of values that still need zeros, and of one-byte blocks that still need widening
     turn: Any  # barrier at which the compute warpgroups take turns at the tensor cores

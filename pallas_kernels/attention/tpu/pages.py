@@ -44,15 +44,15 @@ class Part(NamedTuple):
 class Plan:
     """Static parameters of one kernel call."""
 
-    spec: AttentionSpec
+    spec: AttentionSpec  # of this device's heads
     block_q: int  # tokens per tile
     group: int  # query heads per kv head, padded
-    page_size: int
+    page_size: int  # tokens of a page
     blocks: Blocks  # sizes of blocks
     keys: tuple[Window, ...]  # columns of the keys of each kv head
     values: tuple[Window, ...]  # and of its values
     operand_dtype: Any  # dtype of the operands of both products
-    has_sinks: bool
+    has_sinks: bool  # whether attention sinks are given
     num_tree_words: int  # uint32 words of a row of the tree mask, 0 without one
     cores: int  # TensorCores that share the call
     mxu_columns: int  # columns of the matrix unit

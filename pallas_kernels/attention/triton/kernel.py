@@ -76,7 +76,7 @@ class _Refs(NamedTuple):
     pair_items: Any  # i32 [R * K + 1]
     item_parts: Any  # i32 [I]
     row_tokens: Any  # i32 [R, Q]
-    empty_o: Any  # the results' initial values, in the same memory
+    empty_o: Any  # this and the next: the results' initial values, in the same memory
     empty_lse: Any
     o: Any  # [T, N, Hv]
     lse: Any  # f32 [T, N]
@@ -96,7 +96,7 @@ class _CutRefs(NamedTuple):
     row_tokens: Any  # i32 [R, Q]
     v_scale: Any  # f32 [K]
     sinks: Any  # f32 [N] in base 2
-    whole_o: Any  # the first kernel's results, in the same memory
+    whole_o: Any  # this and the next: the first kernel's results, in the same memory
     whole_lse: Any
     o: Any  # [T, N, Hv]
     lse: Any  # f32 [T, N]

@@ -69,9 +69,9 @@ def ragged_paged_attention(
 class _Step(NamedTuple):
     """Operands that all tiles of the step share."""
 
-    kv: KVPages
-    batch: RaggedBatch
-    spec: AttentionSpec
+    kv: KVPages  # pool to read
+    batch: RaggedBatch  # rows of the step
+    spec: AttentionSpec  # of this device's heads
     scale: jax.Array  # f32 [K] factor of the products of queries and keys
     sink: jax.Array  # f32 [K, G] logit that is in the denominator from the start, -inf: none
     tree_mask: jax.Array | None  # u32 [T, words]

@@ -86,7 +86,7 @@ def attention_schedule(
 class _Keys(NamedTuple):
     """Inputs that determine which keys a token sees."""
 
-    batch: RaggedBatch
+    batch: RaggedBatch  # rows of the step
     q_lens: jax.Array  # i32 [S], 0 for rows that are not live
     spec: AttentionSpec  # of which causal, window and chunk count
     limits: jax.Array | None  # i32 [T], `kv_limits` of the public operation

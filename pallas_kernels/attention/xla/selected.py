@@ -37,8 +37,8 @@ def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, t
 class _Step(NamedTuple):
     """Operands that all tiles of the step share."""
 
-    kv: KVPages
-    batch: RaggedBatch
+    kv: KVPages  # pool of the indexer's keys, or of those to attend to
+    batch: RaggedBatch  # rows of the step
     sizes: XlaAttention  # of the schedule
     count: int  # k, keys that a token selects
 

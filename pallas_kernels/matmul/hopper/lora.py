@@ -111,14 +111,14 @@ def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, inter
 class _OfA(NamedTuple):
     """Operands, result and shared memory of the first kernel."""
 
-    visits: _Visits
+    visits: _Visits  # operands in memory
     x: Any  # [rows, in]
     a: Any  # [modules * slots * rank, in]
     sums: Any  # f32 [splits * modules * tiles of slots, rows, COLUMNS]
     x_smem: Any  # [stages, tile rows, inputs]
     a_smem: Any  # [stages, COLUMNS, inputs]
     sums_smem: Any  # f32 [2, stored rows, 64]
-    full: Any  # barriers of the ring, as `free`
+    full: Any  # this and the next: barriers of the ring
     free: Any
 
 
@@ -249,7 +249,7 @@ class _OfB(NamedTuple):
     b_smem: Any  # [stages, 2, COLUMNS, 64]
     added_smem: Any  # f32 [2, 64, 64]
     ready: Any  # barrier: rows and their tiles have arrived
-    full: Any  # barriers of the ring, as `free`
+    full: Any  # this and the next: barriers of the ring
     free: Any
 
 

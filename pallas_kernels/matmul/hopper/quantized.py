@@ -120,7 +120,7 @@ class _Refs(NamedTuple):
     ups_smem: Any  # f32 [64, rows]
     bias_full: Any  # barrier: the bias has arrived
     ups_full: Any  # barrier: the ups have been written
-    full: Any  # barriers of the ring, as `free`
+    full: Any  # this and the next: barriers of the ring
     free: Any
     wide_smem: Any  # [2 * packed, OUTPUTS, columns], codes of two steps; this and what follows on Blackwell only
     sums_tmem: Any  # f32 [OUTPUTS, 2 * sums * rows]

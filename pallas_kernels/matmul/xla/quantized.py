@@ -54,7 +54,7 @@ def quantized_matmul(
 class FineRows(NamedTuple):
     """Rows [M, in] to multiply with widened matrices, in their dtype."""
 
-    values: jax.Array
+    values: jax.Array  # [M, in], rounded in their units
     units: jax.Array | None  # f32 [M, 1] of the values; None for rows that are not rounded
     precision: Any  # of the product
 

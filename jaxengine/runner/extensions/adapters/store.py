@@ -54,9 +54,9 @@ class AdapterRecord:
 class GivenAdapter(NamedTuple):
     """Adapter of arrays in memory, checked."""
 
-    name: str
+    name: str  # by which requests name it
     number: int | None  # its lora_int_id; None for that of its name, or a free one
-    weights: AdapterWeights
+    weights: AdapterWeights  # its matrices in host memory
 
 
 class Replaced(NamedTuple):
@@ -70,8 +70,8 @@ class Replaced(NamedTuple):
 class _Upload:
     """Adapter on its way to a pool slot."""
 
-    slot: int
-    adapter: Adapter
+    slot: int  # of the pool
+    adapter: Adapter  # that gets the slot
     job: Future[tuple[AdapterWeights, Any]]  # its matrices in host memory, and on the devices
 
 
@@ -79,10 +79,10 @@ class _Upload:
 class _Load:
     """Adapter that is being read."""
 
-    name: str
+    name: str  # by which requests will name it
     path: str  # folder or URL
     number: int | None  # its lora_int_id; None for any free one, for which the name must be new
-    job: Future[AdapterWeights]
+    job: Future[AdapterWeights]  # gets its matrices in host memory, or the error
 
 
 class AdapterStore:
