@@ -23,6 +23,7 @@ class _Sizes:
     """Base of size tables, whose construction raises ValueError unless every field is an int of at least 1."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError, with the field's name, for a value that is not an int of at least 1."""
         for field in fields(self):  # pyright: ignore[reportArgumentType] - every subclass is a dataclass
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1:
@@ -226,6 +227,7 @@ def card_of_trace() -> Card | None:
 
 
 def _card(capability: str, num_sms: int) -> Card:
+    """Return the card of a compute capability, such as "9.0", with num_sms multiprocessors."""
     return Card(has_mosaic(capability), num_sms, has_tcgen05(capability))
 
 

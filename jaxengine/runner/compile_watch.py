@@ -22,6 +22,7 @@ class CompileWatch:
     """
 
     def __init__(self) -> None:
+        """Begin at 0, and have jax report compilations."""
         self.count = 0
         _listen()
 

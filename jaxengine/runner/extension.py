@@ -222,6 +222,7 @@ class DeviceExtension:
     score: Callable[..., jax.Array] | None = None
 
     def __init__(self, shape: StageShape):
+        """Extend a stage of this shape."""
         self.shape = shape
 
     def slots(self) -> Any:
@@ -411,6 +412,7 @@ class HostExtension:
     """Functions of a capability that the engine's loop calls."""
 
     def __init__(self, runner: Any):
+        """Serve the extension on the host. runner: the ModelRunner."""
         self.runner = runner
 
     def warm_up(self) -> None:

@@ -230,7 +230,9 @@ def plan_stages(
 
 
 def budget_of(config: ResolvedConfig, total: int, limit: int | None = None) -> int:
-    """Return the bytes of a device that an engine may plan for. total, limit: as of `plan_memory`."""
+    """Return the bytes of a device that an engine may plan for: the share gpu_memory_utilization of `total`, at most
+    what is usable of `limit`. total, limit: as of `plan_memory`.
+    """
     budget = int(total * config.gpu_memory_utilization)
     return budget if limit is None else min(budget, usable(limit))
 

@@ -178,12 +178,15 @@ class ProgressBar:
     """Progress bar for (done, total, what) calls, a context manager; shows nothing unless `show`."""
 
     def __init__(self, title: str, unit: str, show: bool):
+        """Show the bar. unit: "B" for bytes, which get prefixes such as M."""
         self._bar = tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=not show)
 
     def __enter__(self) -> ProgressBar:
+        """Return the bar."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the bar."""
         self._bar.close()
 
     def rename(self, title: str) -> None:

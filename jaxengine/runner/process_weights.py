@@ -31,6 +31,7 @@ class Spread:
     """
 
     def __init__(self, runner: ModelRunner):
+        """Give no order yet. runner: of host 0, with other processes."""
         self._orders: Orders = runner.peers.orders
         self._peers = runner.peers
         self.key = next(_keys)

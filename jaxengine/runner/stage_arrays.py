@@ -38,6 +38,7 @@ class StageArrays:
     """
 
     def __init__(self, stage: SplitStage):
+        """Sort the leaves of a stage's models."""
         self.programs, self._draft = stage.programs, None if stage.draft is None else stage.draft.programs
         named = abstract_leaves(self.programs.model, self.programs.mesh)
         self.params = [leaf for _, leaf in named]

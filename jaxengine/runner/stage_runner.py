@@ -282,6 +282,7 @@ class StageRunner:
 
     @pages.setter
     def pages(self, kv: Any) -> None:
+        """Replace the KV pool, by one of the same shapes."""
         self._kv = kv
 
     @property
@@ -291,6 +292,7 @@ class StageRunner:
 
     @slots.setter
     def slots(self, slots: SlotState) -> None:
+        """Replace the slot state, by one of the same shapes."""
         self._state = self._state._replace(slots=slots)
 
     def everywhere(self, x: jax.Array) -> jax.Array:

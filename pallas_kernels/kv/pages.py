@@ -75,6 +75,10 @@ class KVSpec:
     token_scales: bool = False
 
     def __post_init__(self) -> None:
+        """Replace the dtype by its numpy name, one with scales per token by that of its codes.
+
+        Raises ValueError, with the field's name, for sizes below 1 or that contradict each other or the dtype.
+        """
         if self.dtype in PER_TOKEN:
             object.__setattr__(self, "dtype", PER_TOKEN[self.dtype])
             object.__setattr__(self, "token_scales", True)
@@ -142,10 +146,12 @@ class KVPages:
 
     @property
     def num_pages(self) -> int:
+        """Pages of the pool."""
         return self.spec.num_pages
 
     @property
     def page_size(self) -> int:
+        """Tokens of a page."""
         return self.spec.page_size
 
     @property

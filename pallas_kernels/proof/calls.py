@@ -100,6 +100,7 @@ def _abstract(tree: Any) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
+    """Return whether a leaf is an array or a shape."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 

@@ -112,7 +112,7 @@ class OffloadStats:
         self.num_dropped = 0
 
     def count(self, way: str, number: int, size: int, seconds: float) -> None:
-        """Count pages moved. way: "load" or "store"."""
+        """Count pages and states moved. way: "load" or "store"; size: their bytes; seconds: the time that it took."""
         self.counts[way] += number
         self.bytes[way] += size
         self.seconds[way] += seconds

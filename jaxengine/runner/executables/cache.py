@@ -289,22 +289,28 @@ class _KeptPrograms:
     """
 
     def __init__(self, files: ExecutableFiles):
+        """Keep programs in `files`."""
         self._files = files
 
     def program(self, name: str, key: str) -> bytes | None:
+        """Return the stored program of a key; None if there is none."""
         return self._files.read(key)
 
     def program_bytes(self, key: str) -> int:
+        """Return the size of a stored program in bytes; 0 if there is none."""
         return len(self._files.read(key) or b"")
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
+        """Store a program."""
         self._files.write(key, content)
 
     def number(self, name: str, key: str) -> int | None:
+        """Return the stored number of a key; None if there is none."""
         stored = self._files.read(key)
         return None if stored is None else int.from_bytes(stored, "little")
 
     def add_number(self, key: str, number: int) -> None:
+        """Store a number, which is not negative."""
         self._files.write(key, number.to_bytes(8, "little"))
 
 

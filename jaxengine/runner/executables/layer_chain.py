@@ -368,6 +368,7 @@ def _vars(atoms: Sequence[Any]) -> set[Any]:
 
 
 def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a variable or literal of a jaxpr."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 

@@ -320,6 +320,7 @@ class StepRecorder(HostExtension):
 
     @property
     def _taker(self) -> StepTaker:
+        """Part of the recording in the stage that samples."""
         return self.runner.last.extensions[NAME]
 
 

@@ -319,6 +319,7 @@ def _call_kernel(
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """Append zeros to x [n, ...] until it has `rows` rows."""
     return _pad_axis(x, 0, rows)
 
 

@@ -284,6 +284,7 @@ def _ones_in_first_lane(values: jax.Array) -> jax.Array:
 
 
 def _precision(plan: Plan) -> lax.Precision:
+    """Return the precision of both products."""
     # The matrix unit rounds float32 operands to bfloat16 by default.
     return lax.Precision.HIGHEST if plan.operand_dtype == jnp.float32 else lax.Precision.DEFAULT
 
@@ -301,6 +302,7 @@ def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, oth
 
 
 def _row_max(x: jax.Array) -> jax.Array:
+    """Return the maximum of each row, [n, m] -> [n, 1]."""
     return jnp.max(x, axis=1, keepdims=True)
 
 

@@ -163,4 +163,5 @@ def check_page_size(page_size: int) -> None:
 
 
 def _round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

@@ -178,4 +178,5 @@ def _count(mask: jax.Array) -> jax.Array:
 
 
 def _ceil_div(x: jax.Array, y: int) -> jax.Array:
+    """Return x / y, rounded up, for integers."""
     return (x + y - 1) // y

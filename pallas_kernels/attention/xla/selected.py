@@ -250,7 +250,8 @@ def _folded(
     """Add keys [B, b, H] to the online softmax of queries [B, N, H], (largest logit and total f32 [B, N], sums f32
     [B, N, Hv]); returns the new one.
 
-    scales: f32 [B, b] of the keys, None for none. seen: bool [B, b], the keys that count. scale: factor of the logits.
+    Values are the first Hv elements of the keys. scales: f32 [B, b] of the keys, None for none. seen: bool [B, b], the
+    keys that count. scale: factor of the logits.
     """
     largest, total, sums = softmax
     logits = lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32) * scale

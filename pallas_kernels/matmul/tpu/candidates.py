@@ -20,7 +20,9 @@ _COLUMNS = (512, 256, 1024)  # the default first: of candidates with equal tiles
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield a candidate for each width of tiles, with scaled sums and with scaled codes; of equal tiles the first."""
+    """Yield a candidate for each width of tiles, with scaled codes and, if rows are few, with scaled sums; of equal
+    tiles the first.
+    """
     default, found = TpuProducts(), set()
     dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
     for by_sums in (True, False) if problem.rows <= problem.group // 2 else (False,):

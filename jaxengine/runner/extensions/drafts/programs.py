@@ -43,6 +43,7 @@ class DraftPrograms:
     """
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
+        """Split the draft model into its graph and weights. config: of the engine."""
         self.model = model
         self.target = target
         # Its keys and values are never coded: they are few, and need no scales.
@@ -138,6 +139,7 @@ class HeadPrograms(DraftPrograms):
     """Programs of a draft head that reads the target model's hidden states, for the steps of one target on one mesh."""
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
+        """Make the programs of a head, whose target gives it hidden states. config: of the engine."""
         super().__init__(model, target, config)
         self._hidden = target.shape.rows(config.max_num_seqs, config.dtype, model.config.hidden_size)
         graph, params = nnx.split(target.model)

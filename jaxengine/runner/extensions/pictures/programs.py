@@ -29,6 +29,7 @@ class EncoderPrograms:
     """
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
+        """Make the programs of a model's towers. dtype: of embeddings; mesh: of the first stage."""
         self.layout = layout
         self._mesh = mesh
         graph, params = nnx.split(model)
