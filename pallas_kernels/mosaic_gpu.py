@@ -40,8 +40,10 @@ def launch(
 ) -> tuple[jax.Array, ...]:
     """Run body(*operand refs, *output refs, *scratch refs) in each warpgroup of `num_ctas` CTAs; returns the outputs.
 
-    Axes "cta" and "wg" tell them apart. reduction_scratch_bytes: shared memory of the compiler's own reductions.
-    interpret: False to compile, True or the interpreter's parameters to run on the CPU (see `interpreter`).
+    The body reads its CTA and warpgroup from the axes "cta" and "wg" (`lax.axis_index`). name: the kernel's in compiled
+    programs. outputs, scratch: shapes of the results, and shared memory and barriers. num_warpgroups: of each CTA.
+    reduction_scratch_bytes: shared memory of the compiler's own reductions. interpret: False to compile, True or the
+    interpreter's parameters to run on the CPU (see `interpreter`).
     """
     options = {} if interpret is False else {"interpret": interpreter() if interpret is True else interpret}
     kernel = plgpu.kernel(
@@ -78,8 +80,9 @@ def interpreter(**options: Any) -> Any:
 
 
 def swizzle_of(num_columns: int, dtype: jnp.dtype) -> int:
-    """Return the largest swizzle in bytes whose rows divide a row of `num_columns`. Raises ValueError
-    if there is none.
+    """Return the largest swizzle, 128, 64 or 32 bytes, that divides the bytes of a row of `num_columns` elements.
+
+    Raises ValueError if none does.
     """
     row_bytes = num_columns * jnp.dtype(dtype).itemsize
     for swizzle in (128, 64, 32):
@@ -89,17 +92,16 @@ def swizzle_of(num_columns: int, dtype: jnp.dtype) -> int:
 
 
 def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Declare shared memory of `shape`, whose last two dimensions are tiled and swizzled as wgmma and TMA boxes need
-    them.
-    """
-    swizzle = swizzle_of(shape[-1], dtype)
-    columns = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    """Declare shared memory of `shape`, tiled as by `swizzled` with the largest swizzle of its rows."""
+    return swizzled(shape, dtype, swizzle_of(shape[-1], dtype))
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int) -> Any:
-    """Declare shared memory of `shape`, tiled as in `tiles` with a swizzle of `swizzle` bytes."""
+    """Declare shared memory of `shape`, whose last two dimensions are tiled and swizzled as wgmma and TMA boxes need
+    them.
+
+    A tile is BOX_ROWS rows of `swizzle` bytes.
+    """
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)

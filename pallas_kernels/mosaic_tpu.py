@@ -16,7 +16,8 @@ def compiler_params(interpret: Any, *semantics: Any, vmem_limit_bytes: int | Non
     On a chip every copy would be checked, and a failed check stops the device. The interpreter raises for what is read
     or written out of bounds.
 
-    semantics: "parallel" or "arbitrary" for each dimension of the grid, none for "arbitrary" ones.
+    semantics: "parallel" or "arbitrary" for each dimension of the grid; without any, all are "arbitrary".
+    vmem_limit_bytes: VMEM that the kernel may use, None for the compiler's default.
     """
     return pltpu.CompilerParams(
         dimension_semantics=semantics or None,

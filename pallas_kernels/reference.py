@@ -32,8 +32,8 @@ def ragged_paged_attention(
     """Compute softmax attention over pages: (output [T, N, Hv], log-sum-exp [T, N]), both float64.
 
     A token that belongs to no sequence gives output 0 and lse -inf; so does a token that sees no key, except that a
-    sink logit takes part in its lse. Reads exactly the visible slots, so anything else may hold NaN. k_pages, v_pages:
-    [P, page_size, K, H or Hv]. Other arguments: see RaggedBatch, AttentionSpec and attention.op.ragged_paged_attention.
+    sink logit takes part in its lse. Reads exactly the visible slots, so anything else may hold NaN. Arguments: see
+    RaggedBatch, AttentionSpec and attention.op.ragged_paged_attention; kv_limits: see attention_schedule there.
     """
     num_tokens, num_q_heads, _ = q.shape
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
@@ -190,11 +190,10 @@ def lora_product(
     slots: np.ndarray,  # [T]
     modules: tuple[int, ...],  # of each source
 ) -> np.ndarray:
-    """Compute what the adapter in each row's slot adds to the product, float64 [T, out of all sources]; zeros for slot
-    -1.
+    """Compute what the adapter in each row's slot adds to the product: float64 [T, out], the outputs of all sources one
+    after the other; zeros for slot -1.
 
-    x: [T, in]. a: [modules, slots, rank, in]. bs: for each source, [slots, rank, out]. slots: i32 [T]. modules: for
-    each source, its module in `a`.
+    bs, modules: B and the index of A in `a` for each source, a matrix that is part of the product.
     """
     out = np.zeros((len(x), sum(b.shape[2] for b in bs)))
     for row, slot in enumerate(slots):
@@ -213,7 +212,7 @@ def causal_conv(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute a causal convolution of x [T, C] along each sequence: (y [T, C], the windows after the step), both
+    """Compute a causal convolution along each sequence: (y [T, C], all windows [R, k - 1, C] after the step), both
     float64.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.conv; cu_q_lens and num_seqs are those
@@ -245,7 +244,7 @@ def gated_delta_rule(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the gated delta rule along each sequence: (o [T, N, Hv], the states after the step), both float64.
+    """Compute the gated delta rule along each sequence: (o [T, N, Hv], all states after the step), both float64.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.delta; cu_q_lens and num_seqs are
     those of RaggedBatch, reads and writes those of StateRows.
@@ -275,7 +274,7 @@ def state_space(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute Mamba-2's recurrence along each sequence: (y [T, N, P], the states after the step), both float64.
+    """Compute Mamba-2's recurrence along each sequence: (y [T, N, P], all states after the step), both float64.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.space; cu_q_lens and num_seqs are
     those of RaggedBatch, reads and writes those of StateRows.
@@ -304,7 +303,7 @@ def selective_scan(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute Mamba's recurrence along each sequence: (y [T, C], the states after the step), both float64.
+    """Compute Mamba's recurrence along each sequence: (y [T, C], all states after the step), both float64.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.scan; cu_q_lens and num_seqs are those
     of RaggedBatch, reads and writes those of StateRows.
@@ -329,11 +328,11 @@ def _recur(
     writes: np.ndarray,
     num_seqs: int,
 ) -> None:
-    """Update each sequence's matrices in `state` in place, by calling take(token, head, matrix of the head) for every
-    token.
+    """Run a recurrence along each sequence; writes its last matrices into `state` [R, heads, ...] in place.
 
-    cu_q_lens, num_seqs: as in RaggedBatch. reads, writes: the row of `state` from which each sequence's matrices come
-    (-1: zeros) and to which they go (out of range: nowhere).
+    take(token, head, matrix) updates one head's matrix in place, for every token in order and every head (a channel of
+    Mamba). cu_q_lens, num_seqs: as in RaggedBatch. reads, writes: the row of `state` from which each sequence's
+    matrices come (-1: zeros) and to which they go (R or more: nowhere). A sequence without tokens changes nothing.
     """
     for seq in range(num_seqs):
         first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])

@@ -191,8 +191,10 @@ def why_no_kernels(capability: str) -> str:
 
 @contextmanager
 def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
-    """Context manager in which operations do not run as these kinds, (operation, kind), but as the next one of their
-    platform's, in addition to those of a context around it. Operations that share a work list are left out together.
+    """Context manager in which the rows (operation, kind) are not used: an operation runs as the next kind of its
+    platform that has a row.
+
+    Adds to the rows of a context around it. Operations that share a work list are left out together.
     """
     left_out = {*_UNUSED.get(), *rows}
     for op, kind in tuple(left_out):
@@ -206,8 +208,10 @@ def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
 
 @contextmanager
 def observed(observer: Callable[..., Any]) -> Iterator[None]:
-    """Context manager in which `observer(op, platform, function, *arguments, **options)` is called in place of each
-    implementation, and calls it; for code that lists the calls of a trace.
+    """Context manager in which `kernel` returns functions that call observer(op, platform, function, *arguments,
+    **options) in place of `function`, the implementation.
+
+    The observer returns what the operation does, as a rule by calling `function`. For code that lists a trace's calls.
     """
     token = _OBSERVER.set(observer)
     try:
@@ -235,13 +239,14 @@ def has_kernels(platform: str) -> bool:
 
 
 def adds_bias(op: str, platform: str) -> bool:
-    """Whether the implementation of a grouped product adds the bias of a row's group to its sums."""
+    """Whether the implementation of grouped product `op` on `platform` adds the bias of a row's group to its sums."""
     return (op, platform) in _ADDS_BIAS and is_kernel(op, platform)
 
 
 def kernel_module(op: str, platform: str) -> str:
-    """Return the name of the module that implements `op` on `platform`. Raises ValueError naming the platforms that
-    have one.
+    """Return the name, under pallas_kernels, of the module that implements `op` on `platform`.
+
+    Raises ValueError naming the platforms that have one.
     """
     if (kind := kernel_kind(op, platform)) is not None:
         return _ROWS[op, kind]
@@ -259,7 +264,9 @@ def kernel(op: str, platform: str) -> Callable:
 
 
 def kernel_rows(platform: str) -> dict[str, str]:
-    """Return the module of each operation that `platform` implements, by the operation's name."""
+    """Return the name of the module, under pallas_kernels, of each operation that `platform` implements, by
+    operation.
+    """
     return {op: kernel_module(op, own) for op, own in KERNELS if own == platform}
 
 
@@ -290,10 +297,11 @@ def group_kernel(platform: str) -> Any:
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:
-    """Return the names of the modules whose kernels a program compiled for `platform` can contain.
+    """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, those in
+    place of kernels that fail their proof included.
 
     "gpu", "gpu_triton" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA
-    cards share a row.
+    cards share a row. "cpu" includes the rows of EXACT.
     """
     family = platform.partition("_")[0]
     modules = {kernel_module(op, row) for op, row in KERNELS if row.partition("_")[0] == family}

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 
 def run_numbers(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
-    """Return the number of the run of each token, i32[num_tokens]; cu_q_lens i32[S + 1]: first tokens of runs, then
-    `num_tokens`.
+    """Return the number of the run of each token, i32[num_tokens].
+
+    cu_q_lens: i32[S + 1], first tokens of runs, then `num_tokens`.
     """
     starts = jnp.zeros((num_tokens,), jnp.int32).at[cu_q_lens[:-1]].add(1, mode="drop")
     return jnp.cumsum(starts, dtype=jnp.int32) - 1

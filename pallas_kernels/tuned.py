@@ -46,10 +46,11 @@ class Entry(NamedTuple):
 
 def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int, codes: Any) -> Any:
     """Return the sizes for a product on the chip of the current trace: the platform's part of `tuning`, changed by the
-    nearest entry.
+    nearest entry of the table if the chip has one for such codes.
 
     platform: "tpu", for TpuProducts, or "gpu", for HopperProducts. The product is of rows [rows, size] and a matrix
-    [size, out] of `codes`, a dtype, with num_scales scales along its inputs.
+    [size, out] of `codes`, a dtype, with num_scales scales along its inputs. Logs once per chip and shape that an entry
+    of another shape is used.
     """
     tuning = tuning_of(platform)
     defaults = tuning.tpu_products if platform == "tpu" else tuning.hopper_products
@@ -74,6 +75,7 @@ def nearest(chip: str, rows: int, size: int, out: int, group: int, codes: str) -
 
 @functools.cache
 def _say_once(chip: str, *sizes: int) -> None:
+    """Log, once per process, that a product [inputs, outputs] uses the sizes of another [inputs, outputs]."""
     text = "%s: products [%d, %d] are not tuned, sizes of [%d, %d] are taken (jaxengine tune)"
     logger.info(text, chip, *sizes)
 

@@ -20,9 +20,10 @@ _CARDS = {"9.0": re.compile(r"NVIDIA G?H\d+\b"), "10.0": re.compile(r"NVIDIA G?B
 
 
 class _Sizes:
-    """Base of size tables: every field is an int of at least 1; raises ValueError for others."""
+    """Base of size tables, whose construction raises ValueError unless every field is an int of at least 1."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError, with the field's name, for a value that is not an int of at least 1."""
         for field in fields(self):  # pyright: ignore[reportArgumentType] - every subclass is a dataclass
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1:
@@ -39,15 +40,15 @@ class XlaAttention(_Sizes):
     block_bytes: int = 1 << 30  # most keys and values that a tile of several sequences gathers at a time
 
     def block_kv_of(self, page_size: int, num_rows: int) -> int:
-        """Return the number of keys per block: full pages, `block_kv` where the page size divides it; twice that for a
-        tile of one row, whose work on a block costs less than starting the block.
+        """Return the number of keys per block: as many full pages as fit `block_kv`, at least one; for a tile of
+        num_rows = 1, whose work on a block costs less than starting the block, twice `block_kv`.
         """
         wanted = self.block_kv if num_rows > 1 else 2 * self.block_kv
         return max(wanted // page_size, 1) * page_size
 
     def block_seqs_of(self, num_bytes: int) -> int:
-        """Return the most sequences of a tile of single tokens: `block_seqs`, or as many, two at least, whose blocks
-        of `num_bytes` each are `block_bytes` together.
+        """Return the most sequences of a tile of single tokens: `block_seqs`, or if they are fewer as many, two at
+        least, as have blocks of `num_bytes` each within `block_bytes`.
         """
         return min(self.block_seqs, max(2, self.block_bytes // num_bytes))
 
@@ -59,11 +60,9 @@ _XLA_ON_CUDA = XlaAttention(block_seqs=64, block_q=256, block_kv=1024, block_byt
 
 @dataclass(frozen=True)
 class XlaSelection(_Sizes):
-    """Sizes of attention.xla.selected: those of XlaAttention for the indexer's scores, and of attention to what it
-    selects.
-    """
+    """Sizes of attention.xla.selected: for the indexer's scores, and for attention to the keys that it selects."""
 
-    block_seqs: int = 8
+    block_seqs: int = 8  # these three as XlaAttention's, for scores
     block_q: int = 16
     block_kv: int = 512
     block_tokens: int = 8  # tokens that attend at a time
@@ -116,9 +115,8 @@ class TritonAttention(_Sizes):
 
     num_ctas: int = 216  # parts that the blocks of keys are cut into: two per SM, of which A100 has 108
     pair_cost: int = 2  # as HopperAttention's
-    min_part_cost: int = 4
-    # Two blocks of keys, which Triton's count of stages means by five: it divides them between the loads of page
-    # numbers and of what lies there.
+    min_part_cost: int = 4  # as HopperAttention's
+    # Triton's stages. Five keep two blocks of keys in flight, as the loads of page ids and of pages share them.
     num_stages: int = 5
     merged_parts: int = 16  # parts that a program of the merge loads at a time; a power of two
 
@@ -127,7 +125,7 @@ class TritonAttention(_Sizes):
 class TpuUpdate(_Sizes):
     """Sizes of kv.update_tpu."""
 
-    groups_in_flight: int = 32
+    groups_in_flight: int = 32  # groups of eight rows in VMEM
     reads_ahead: int = 16  # less than groups_in_flight: a read waits for the write of the group it replaces
     window_bytes: int = 2 << 20  # new tokens held in VMEM, in each of two buffers
     vmem_limit_bytes: int = 40 << 20  # the default does not hold the groups of very wide rows
@@ -151,7 +149,7 @@ class TpuProducts(_Sizes):
     # Codes and scales of groups' matrices that two visits hold, or one piece each; matrices in bfloat16: twice that.
     group_bytes: int = 8 << 20
     tile_bytes: int = 40 << 20  # operands of two tiles
-    vmem_limit_bytes: int = 56 << 20
+    vmem_limit_bytes: int = 56 << 20  # as TpuAttention's
     sum_rows: int = 64  # up to that many rows, or half a group, group sums are scaled; with more, the matrix is
     int8_products: int = 2  # int8 operations in the time of one in bfloat16; 1 where int8 is not faster
     cores: int = 1  # TensorCores that share a kernel call, each with columns of its own
@@ -170,17 +168,17 @@ class HopperProducts(_Sizes):
 
 @dataclass(frozen=True)
 class LoraTiles(_Sizes):
-    """Sizes of matmul.lora on all platforms; LoRA visits are cut by them."""
+    """Sizes of matmul.lora on all platforms, by which LoRA visits are cut."""
 
     rows: int = 256  # rows of a tile
     columns: int = 128  # columns of the slots that are multiplied together, about
     width: int = 2048  # most outputs at a time
-    vmem_limit_bytes: int = 56 << 20
+    vmem_limit_bytes: int = 56 << 20  # as TpuAttention's
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes of all implementations; each reads its own part."""
+    """Sizes of all implementations, one field for each, named like its module."""
 
     xla_attention: XlaAttention = XlaAttention()
     xla_selection: XlaSelection = XlaSelection()
@@ -213,8 +211,8 @@ class Card(NamedTuple):
 
 
 def card_of_trace() -> Card | None:
-    """Return the CUDA card that the current trace is for: of the ambient mesh, else of this process; None for another
-    device.
+    """Return the CUDA card that the current trace is for: of the ambient abstract mesh, else the first device of this
+    process; None for a device that is no CUDA card.
 
     A mesh gives a card's name only, from which the compute capability follows.
     """
@@ -229,6 +227,7 @@ def card_of_trace() -> Card | None:
 
 
 def _card(capability: str, num_sms: int) -> Card:
+    """Return the card of a compute capability, such as "9.0", with num_sms multiprocessors."""
     return Card(has_mosaic(capability), num_sms, has_tcgen05(capability))
 
 

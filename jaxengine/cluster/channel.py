@@ -1,6 +1,6 @@
 """Messages between the processes of one engine: framed, authenticated, and decoded as data only.
 
-Both ends share a key from a file. Each proves to know it by an HMAC-SHA256 over both nonces and its role, which
+Both ends share a key from a file. Each proves that it has it by an HMAC-SHA256 over both nonces and its role, which
 prevents replay. Every message carries a code, whose key is specific to the connection and direction, over its number
 and content. The content is not encrypted.
 """
@@ -44,7 +44,7 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
     "pool_tokens": {},
     "change": {"name": str},
     "expert load": {},
-    # Beside steps: what jaxengine.cluster.orders has, and what a worker answers. number: of the order.
+    # Between steps: orders of jaxengine.cluster.orders, and the workers' answers. number: of the order.
     "order": {"number": int, "name": str, "arguments": dict},
     "answer": {"number": int, "content": dict},
     # Any time.
@@ -72,7 +72,13 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Message:
-    """Message: an operation, its fields as declared in OPERATIONS, and arrays of the dtypes in DTYPES."""
+    """Message between two processes of an engine.
+
+    Attributes:
+      op: operation, a key of OPERATIONS.
+      fields: by name, as OPERATIONS declares them.
+      arrays: of the dtypes in DTYPES.
+    """
 
     op: str
     fields: Mapping[str, Any]
@@ -82,7 +88,7 @@ class Message:
 def encode(message: Message) -> bytes:
     """Encode a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
 
-    The arrays' dtypes are of DTYPES; another one raises KeyError. Raises ClusterError for fields that are too large.
+    Raises KeyError for an array of a dtype that DTYPES lacks, ClusterError for fields that are too large.
     """
     arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
@@ -116,12 +122,16 @@ def decode(payload: bytes) -> Message:
 
 
 def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.ndarray]:
+    """Return the arrays of a message's payload, which begin at byte `start`, as views.
+
+    listed: [dtype, shape] of each, not yet checked. Raises ClusterError if they do not fill the payload exactly.
+    """
     arrays = []
     for entry in listed if isinstance(listed, list) else [None]:
         dtype, shape = entry if isinstance(entry, list) and len(entry) == 2 else ("", [])
         valid = isinstance(dtype, str) and dtype in DTYPES and isinstance(shape, list) and len(shape) <= 4
         if not valid or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
-            raise ClusterError(f"a message {op!r} does not say its arrays' dtypes and shapes")
+            raise ClusterError(f"a message {op!r} lacks the dtypes and shapes of its arrays")
         count = math.prod(shape)
         num_bytes = count * DTYPES[dtype].itemsize
         if num_bytes > len(payload) - start:
@@ -129,7 +139,7 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
         arrays.append(np.frombuffer(payload, DTYPES[dtype], count, start).reshape(shape))
         start += num_bytes
     if start != len(payload):
-        raise ClusterError(f"a message {op!r} has {len(payload) - start} bytes more than it says")
+        raise ClusterError(f"a message {op!r} has {len(payload) - start} bytes more than its header lists")
     return arrays
 
 
@@ -145,9 +155,13 @@ class Channel:
     """Authenticated connection. Any thread may send, one thread receives.
 
     Raises ClusterError for an invalid message, OSError when the connection has ended.
+
+    Attributes:
+      connection: its socket.
     """
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes):
+        """Take over a connection after its handshake. send_key, receive_key: of the codes of either direction."""
         self.connection = connection
         self._keys = send_key, receive_key
         self._numbers = [0, 0]
@@ -206,6 +220,7 @@ class Channel:
         close_connection(self.connection)
 
     def _code(self, way: int, length: bytes, payload: bytes) -> bytes:
+        """Return the code of the next message in a direction. way: 0 for sent, 1 for received messages."""
         number = self._numbers[way].to_bytes(8, "little")
         self._numbers[way] += 1
         code = hmac.new(self._keys[way], number + length, hashlib.sha256)
@@ -214,8 +229,8 @@ class Channel:
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
-    """Connect to host 0 within some seconds. Raises ClusterError if it has another key or is something else, OSError
-    if nothing answers.
+    """Connect to host 0 within _HANDSHAKE_SECONDS. Raises ClusterError if the other end has another key or is not a
+    host 0 of this version, OSError if nothing answers.
     """
     connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
     try:
@@ -226,6 +241,7 @@ def connect_channel(host: str, port: int, key: bytes) -> Channel:
 
 
 def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
+    """Do a worker's part of the handshake. Raises as `connect_channel`; the caller then closes the connection."""
     deadline = _prepare(connection)
     own = os.urandom(_NONCE_BYTES)
     connection.sendall(_GREETING + own)
@@ -245,7 +261,7 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
     """Authenticate a new connection at host 0. Raises ClusterError or OSError if the peer does not prove in time that
-    it knows the key; the caller then closes the connection.
+    it has the key; the caller then closes the connection.
     """
     deadline = _prepare(connection)
     greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)
@@ -262,7 +278,7 @@ def accept_channel(connection: socket.socket, key: bytes) -> Channel:
 
 def close_connection(connection: socket.socket) -> None:
     """Shut a connection down for both ends and wake every thread that waits on it."""
-    with contextlib.suppress(OSError):  # the other end was faster
+    with contextlib.suppress(OSError):  # the other end has already closed it
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
@@ -277,10 +293,15 @@ def _prepare(connection: socket.socket) -> float:
 
 
 def _keyed(key: bytes, role: bytes, nonces: bytes) -> bytes:
+    """Return a proof of the key, or a key of one direction, for a connection with these nonces."""
     return hmac.new(key, role + b"\0" + nonces, hashlib.sha256).digest()
 
 
 def _receive_exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    """Receive `count` bytes. deadline: on the clock of time.monotonic; None: the connection's timeout for each part.
+
+    Raises ConnectionResetError if the connection ends before, TimeoutError if it takes too long.
+    """
     content = bytearray()
     while len(content) < count:
         if deadline is not None:

@@ -1,4 +1,4 @@
-"""Host 0 of an engine over several processes, which schedules, and its view for ModelRunner.
+"""Host 0 of an engine over several processes, which schedules: its side of the connections to the workers.
 
 Host 0 sends each program to the workers (worker.py) before it executes it itself, so that all processes execute the
 same programs in the same order. It admits workers and detects lost ones. jax's start-up traffic between processes
@@ -41,13 +41,22 @@ _CHECK_SECONDS = 0.05
 # Limit of connections that are not authenticated yet; one more closes the oldest. A worker authenticates within
 # milliseconds, so strangers cannot keep it out.
 _MAX_GREETINGS = 64
-# jax must never end a process because another one is lost: it gives no reason, while this module knows it.
+# jax must never end a process because another one is lost: it would give no reason, which this module logs.
 _NEVER_SECONDS = 10**6
 
 
 @dataclass(eq=False)
 class _Worker:
-    """Worker process as host 0 sees it; plan, ready and ended are as it reported them."""
+    """Worker process as host 0 sees it.
+
+    Attributes:
+      node_rank: its number, 1 to nnodes - 1.
+      host: its host name and address, for messages.
+      channel: its connection.
+      plan: its message "plan"; None before.
+      ready: whether it has compiled its programs.
+      ended: whether it has said goodbye or is lost.
+    """
 
     node_rank: int
     host: str
@@ -57,6 +66,7 @@ class _Worker:
     ended: bool = False
 
     def __str__(self) -> str:
+        """Return its name in messages."""
         return f"node rank {self.node_rank} ({self.host})"
 
 
@@ -64,6 +74,9 @@ class Cluster(Peers):
     """Host 0's side of an engine of several processes. After construction jax has the devices of all processes.
 
     Once a process is lost every call raises ClusterError, and the interpreter exits with status 1.
+
+    Attributes:
+      orders: gives the workers orders.
     """
 
     def __init__(self, config: EngineConfig):
@@ -169,16 +182,17 @@ class Cluster(Peers):
             if self._closing:
                 return
             self._closing = True
-        for worker in self._workers.values():
+            workers = list(self._workers.values())  # a worker that leaves before the start is removed meanwhile
+        for worker in workers:
             with contextlib.suppress(OSError):  # the worker may be gone already
                 if reason is None:
                     worker.channel.send("end")
                 else:
                     worker.channel.send("failed", reason=reason)
         with self._changed:
-            self._changed.wait_for(lambda: all(worker.ended for worker in self._workers.values()), _END_SECONDS)
+            self._changed.wait_for(lambda: all(worker.ended for worker in workers), _END_SECONDS)
         close_connection(self._listener)
-        for worker in self._workers.values():
+        for worker in workers:
             worker.channel.close()
 
     def _await(self, what: str, arrived: Callable[[_Worker], bool]) -> None:
@@ -206,13 +220,14 @@ class Cluster(Peers):
             self._started = True  # from now on a worker that leaves is lost, and none may join
 
     def _call(self) -> None:
+        """Call the functions of `run`, one after another, on a thread of their own."""
         while True:
             function, outcome = self._calls.get()
             try:
                 outcome.set_result(function())
             except BaseException as error:
                 outcome.set_exception(error)
-            del function, outcome  # they hold arrays
+            del function, outcome  # else they hold arrays until the next call
 
     def _leave(self) -> None:
         """Exit handler: end the workers, and if a process was lost also this process, with status 1.
@@ -243,6 +258,7 @@ class Cluster(Peers):
             raise
 
     def _accept(self) -> None:
+        """Accept connections until the listener is closed, each served by a thread of its own."""
         while True:
             try:
                 connection, (address, *_) = self._listener.accept()
@@ -304,12 +320,14 @@ class Cluster(Peers):
         return worker
 
     def _follow(self, worker: _Worker) -> None:
+        """Receive a worker's messages until it ends or is lost."""
         try:
             worker.channel.follow(lambda message: self._handle(worker, message))
         except (ClusterError, OSError) as error:
             self._lose(worker, str(error))
 
     def _handle(self, worker: _Worker, message: Message) -> bool:
+        """Handle a worker's message; return whether more are expected. Raises ClusterError for an unknown one."""
         if message.op == "failed":
             self._lose(worker, message.fields["reason"])
             return False
@@ -396,8 +414,8 @@ def versions() -> str:
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options for the workers, as JSON values, without the key file and hub token, of which each has its
-    own, and the steering vectors, whose files this process alone reads.
+    """Return the options for the workers, as JSON values. Left out are the key file and hub token, of which each has
+    its own, and the steering vectors, whose files only this process reads.
     """
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     for name in ("compilation_config", "structured_outputs_config"):
@@ -407,6 +425,7 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 
 def _listen(address: str, port: int) -> socket.socket:
+    """Open a listening socket at an address. Raises ConfigError if that is not possible."""
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address, port), family=family, backlog=_MAX_GREETINGS)
@@ -417,4 +436,5 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _named(ranks: Sequence[int]) -> str:
+    """Return the name of some node ranks, at least one, in messages."""
     return f"node rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

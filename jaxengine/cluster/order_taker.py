@@ -19,8 +19,8 @@ from jaxengine.runner.process_weights import bytes_of_part
 from jaxengine.runner.weight_names import WeightUpdateError
 from jaxengine.runner.weight_update import NewWeights, ReadOptions, read_here
 
-# Of an answer: characters of a text, tensors at fault, and bytes of what is said of these. All of it is in a message's
-# header, which has a limit.
+# Limits of an answer, which is part of a message's header: characters of a text, faulty tensors, and bytes of their
+# names and texts together.
 _MAX_TEXT, _MAX_FAULTS, _MAX_FAULT_BYTES = 4000, 200, 512 << 10
 # Functions of every process that give up memory and take it again.
 _SLEEP = {
@@ -32,10 +32,13 @@ _SLEEP = {
 
 
 class OrderTaker:
-    """Executor of host 0's orders on a worker; it sends the answers."""
+    """Executor of host 0's orders on a worker; it sends the answers.
+
+    The methods for orders, which `take` finds by name, take the order's number and arrays, and its arguments by name.
+    """
 
     def __init__(self, runner: ModelRunner, send: Callable[..., None]):
-        """Start without orders. send: sends a message to host 0."""
+        """Start without orders. runner: this process's part of the engine; send: sends a message to host 0."""
         self._runner, self._send = runner, send
         self._read: dict[int, _Reading] = {}
         self._part: np.ndarray | None = None  # bytes of the part of a weight that host 0 fetches
@@ -60,10 +63,13 @@ class OrderTaker:
         self._does[name](message.fields["number"], message.arrays, **message.fields["arguments"])
 
     def _answer(self, number: int, content: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Send the answer to an order, unless none is expected. content: JSON values."""
         if number != NO_ANSWER:
             self._send("answer", arrays, number=number, content=dict(content))
 
     def _sleeper(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """Return the method for an order that calls `function` of this runner and answers with its result or error."""
+
         def do(number: int, arrays: Sequence[np.ndarray], **arguments: Any) -> None:
             try:
                 self._answer(number, {"result": function(self._runner, **arguments)})
@@ -72,37 +78,44 @@ class OrderTaker:
 
         return do
 
-    def _part_of_weight(self, number: int, arrays: Any, *, first: int, count: int, **place: int) -> None:
+    def _part_of_weight(self, number: int, arrays: Any, *, first: int, count: int, **which: int) -> None:
         """Answer with some bytes of a part of a weight; host 0 requests one part at a time, from its first byte on.
 
-        number: of the order. first, count: the bytes; place: stage, index and part, as of
+        number: of the order. first, count: the bytes; which: stage, index and part, as of
         `jaxengine.runner.process_weights.bytes_of_part`.
         """
         if first == 0:
-            self._part = bytes_of_part(self._runner, **place)
+            self._part = bytes_of_part(self._runner, **which)
         found = [] if self._part is None else [self._part[first : first + count]]
         if self._part is not None and first + count >= len(self._part):
             self._part = None
         self._answer(number, {}, found)
 
     def _read_weights(self, number: int, arrays: Any, *, key: int, path: str | None, **options: Any) -> None:
-        tell = None if path is None else lambda content: self._answer(number, content)
-        self._read[key] = _Reading(self._runner, path, options, self._answer, tell)
+        """Begin to read new weights under a key. path: of a folder, whose end is answered; None: host 0 sends tensors,
+        and the beginning is answered. options: fields of ReadOptions.
+        """
+        report = None if path is None else lambda content: self._answer(number, content)
+        self._read[key] = _Reading(self._runner, path, options, self._answer, report)
         if path is None:
             self._answer(number, {})
 
-    def _take_tensor(self, number: int, arrays: Any, *, key: int, **place: Any) -> None:
-        self._read[key].pieces.put((number, arrays[0], place))
+    def _take_tensor(self, number: int, arrays: Any, *, key: int, **about: Any) -> None:
+        """Pass a piece of a tensor on to a reading, which answers. about: see `_Reading.pieces`."""
+        self._read[key].pieces.put((number, arrays[0], about))
 
     def _end_tensors(self, number: int, arrays: Any, *, key: int) -> None:
+        """End the tensors of a reading, which answers with their faults."""
         self._read[key].pieces.put(lambda content: self._answer(number, content))
 
     def _put_weights(self, number: int, arrays: Any, *, key: int) -> None:
+        """Switch to the weights of a reading, which must be complete. Not answered: an error ends the worker."""
         new = self._read.pop(key).new
         assert new is not None, "host 0 switches once all processes have read their weights"
         new.put()
 
     def _forget_weights(self, number: int, arrays: Any, *, key: int) -> None:
+        """Give up a reading and its weights, if there are any."""
         if (read := self._read.pop(key, None)) is not None:
             read.give_up()
         self._answer(number, {})
@@ -112,9 +125,10 @@ class _Reading:
     """New weights that a thread reads, or has read.
 
     Attributes:
-      pieces: of tensors that host 0 sends: (number of the order, bytes, arguments of `_tensors`). After the last one
-        the function that sends the outcome of the reading, or None if it was given up.
-      new: the weights, once they are all there.
+      pieces: queue of the pieces of tensors that host 0 sends: (number of the order, bytes u8[n], dict). The dict has
+        the tensor's name, dtype, shape and num_bytes, and the index of the piece's first byte. After the last piece
+        comes the function that sends the outcome of the reading, or None if it was given up.
+      new: the weights, once all have been read; None before.
     """
 
     def __init__(
@@ -123,12 +137,12 @@ class _Reading:
         path: str | None,
         options: Mapping[str, Any],
         answer: Callable[..., None],
-        tell: Callable[[Mapping[str, Any]], None] | None,
+        report: Callable[[Mapping[str, Any]], None] | None,
     ):
-        """Start the thread. path: of a folder, None for tensors that are sent. options: those of ReadOptions. answer:
-        answers an order. tell: answers that a folder has been read, or why not.
+        """Start the thread. path: of a folder, None for tensors that are sent. options: fields of ReadOptions. answer:
+        answers an order. report: sends the outcome of reading a folder; None for tensors.
         """
-        self._runner, self._path, self._options, self._answer, self._tell = runner, path, options, answer, tell
+        self._runner, self._path, self._options, self._answer, self._report = runner, path, options, answer, report
         self.pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.new: NewWeights | None = None
         self._stopped = threading.Event()
@@ -141,6 +155,7 @@ class _Reading:
         self.pieces.put(None)
 
     def _run(self) -> None:
+        """Read the weights and report the outcome, on the reading's thread."""
         content: Mapping[str, Any] = {}
         try:
             params = self._tensors() if self._path is None else self._path
@@ -148,40 +163,45 @@ class _Reading:
         except Exception as error:
             content = _fault(error)
         if self._path is None:
-            for _ in self._sent:  # after a fault host 0 goes on, for it may find more
+            for _ in self._sent:  # host 0 sends all tensors even after a fault, and waits for the answers
                 pass
-        if self._tell is not None:
-            self._tell(content)
+        if self._report is not None:
+            self._report(content)
 
     def _messages(self) -> Iterator[tuple[np.ndarray, Mapping[str, Any]]]:
-        """Yield the pieces that host 0 sends. Each is answered when the next one is requested; host 0 waits for that
-        even if the tensor is faulty, so one iterator serves to the end.
+        """Yield the bytes and the dict of each piece that host 0 sends, and set `_report` after the last.
+
+        A piece is answered when the next one is taken; host 0 waits for that even if the tensor is faulty, so one
+        iterator serves to the end.
         """
-        while self._tell is None and not self._stopped.is_set():
+        while self._report is None and not self._stopped.is_set():
             piece = self.pieces.get()
             if piece is None or callable(piece):
-                self._tell = piece
+                self._report = piece
                 return
-            number, data, place = piece
-            yield data, place
+            number, data, about = piece
+            yield data, about
             self._answer(number, {})
 
     def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the name and the tensor, assembled from its pieces."""
+        """Yield the name of each tensor, and the tensor assembled from its pieces, to which no reference is kept.
+
+        Raises WeightUpdateError if the reading is given up.
+        """
         held = np.empty(0, np.uint8)
-        for data, place in self._sent:
-            if place["first"] == 0:
-                held = np.empty(place["num_bytes"], np.uint8)
-            held[place["first"] : place["first"] + len(data)] = data
-            if place["first"] + len(data) == len(held):
-                array, held = [held.view(jnp.dtype(place["dtype"])).reshape(place["shape"])], np.empty(0, np.uint8)
-                yield place["name"], array.pop()
+        for data, about in self._sent:
+            if about["first"] == 0:
+                held = np.empty(about["num_bytes"], np.uint8)
+            held[about["first"] : about["first"] + len(data)] = data
+            if about["first"] + len(data) == len(held):
+                array, held = [held.view(jnp.dtype(about["dtype"])).reshape(about["shape"])], np.empty(0, np.uint8)
+                yield about["name"], array.pop()
         if self._stopped.is_set():
             raise WeightUpdateError("the update was given up before all weights were read")
 
 
 def _fault(error: BaseException) -> dict[str, Any]:
-    """Return an answer that reports an error: its text, and the faulty tensors."""
+    """Return the content of an answer that reports an error: its text, and the faulty tensors, cut to the limits."""
     faults = error.faults if isinstance(error, WeightUpdateError) else []
     shown = [[name[:_MAX_TEXT], text[:_MAX_TEXT]] for name, text in faults[:_MAX_FAULTS]]
     while len(json.dumps(shown)) > _MAX_FAULT_BYTES:

@@ -1,4 +1,4 @@
-"""Orders of host 0 to its workers besides steps, and the answers: new weights, sleep, parts of weights.
+"""Orders of host 0 to its workers in addition to steps, and the answers: new weights, sleep, parts of weights.
 
 An order is a name with arguments; a worker's answers may come in any order, while steps go on.
 """
@@ -20,7 +20,7 @@ _CHECK_SECONDS = 0.05
 
 
 class _Answers(list[Answer]):
-    """Answers to one order. Unlike a plain list it can be referred to weakly."""
+    """Answers to one order: a list that, unlike a plain one, can be referred to weakly."""
 
 
 class OpenOrders(Orders):
@@ -30,11 +30,11 @@ class OpenOrders(Orders):
         self, announce: Callable[..., None], check: Callable[[], None], later: Callable[..., None], num_workers: int
     ):
         """Start without orders. announce, check: of the Cluster, whose errors they raise. later: calls a function on
-        another thread.
+        another thread. num_workers: number of answers to an order.
         """
         self._announce, self._check, self._later, self._num_workers = announce, check, later, num_workers
         self._numbers = itertools.count(1)
-        # Of orders whose answers somebody still waits for, or may.
+        # Answers by number of the order, as long as the function that waits for them exists.
         self._answers: weakref.WeakValueDictionary[int, _Answers] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()
 
@@ -52,11 +52,12 @@ class OpenOrders(Orders):
         """Record a worker's answer. who: names the worker."""
         with self._changed:
             found = self._answers.get(message.fields["number"])
-            if found is not None:  # else nobody waits for it any more
+            if found is not None:  # else no caller can wait for it any more
                 found.append(Answer(who, message.fields["content"], message.arrays))
                 self._changed.notify_all()
 
     def _await(self, found: _Answers) -> list[Answer]:
+        """Wait for the answers of all workers and return them. Raises ClusterError if a process is lost."""
         with self._changed:
             while len(found) < self._num_workers:
                 self._check()

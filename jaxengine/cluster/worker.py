@@ -76,8 +76,8 @@ class Host0(Peers):
         self._channel.send("ready")
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Send host 0 a message: operation `op` with its arrays and fields. The loss of host 0 is noticed where its
-        messages are received.
+        """Send host 0 a message: operation `op` with its arrays and fields. A lost connection is ignored here, and
+        detected where messages are received.
         """
         with contextlib.suppress(OSError):
             self._channel.send(op, arrays, **fields)
@@ -87,20 +87,21 @@ class Host0(Peers):
         return self._messages.get()
 
     def expect(self, op: str) -> Message:
+        """Wait for the next message and return it. Raises ClusterError if it is of another operation than `op`."""
         message = self.next()
         if message.op != op:
             raise ClusterError(f"host 0 sent {message.op!r} instead of {op!r}")
         return message
 
     def watch(self, output: Any) -> None:
-        """Queue a step's output to be awaited, and return at once.
+        """Queue a step's output to be awaited on another thread, and return at once.
 
-        No caller reads it here, but a failure must be noticed.
+        No caller reads it in this process, but its failure must end the process.
         """
         self._outputs.put(output)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Report the error to host 0 and exit the process."""
+        """Report an error to host 0 and exit the process, after BLAME_SECONDS."""
         time.sleep(BLAME_SECONDS)  # if a lost process is the cause, its detection ends this process first
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
@@ -125,7 +126,8 @@ class Host0(Peers):
     def open_relay(self) -> int:
         """Open a port of this machine that leads to jax's coordination service in host 0's process; return the port.
 
-        jax's client would exit this process without a reason if its connection ended; therefore this end stays open.
+        jax's client would exit this process without a reason if its connection ended; so its end, in this process,
+        stays open.
         """
         listener = free_listener()
 
@@ -138,6 +140,7 @@ class Host0(Peers):
         return listener.getsockname()[1]
 
     def _relay(self, connection: socket.socket) -> None:
+        """Connect a connection of jax's client with host 0 until either ends; exit if host 0 cannot be reached."""
         try:
             channel = connect_channel(self._config.master_addr, self._config.master_port, self._key)
             channel.send("coordinator")
@@ -150,6 +153,9 @@ class Host0(Peers):
         close_connection(channel.connection)
 
     def _join(self) -> Channel:
+        """Connect to host 0, which may not have started yet. Raises ClusterError after cluster_timeout seconds, and at
+        once if it has another key.
+        """
         config = self._config
         where = f"{config.master_addr}:{config.master_port}"
         deadline = time.monotonic() + config.cluster_timeout
@@ -168,18 +174,21 @@ class Host0(Peers):
             time.sleep(_RETRY_SECONDS)
 
     def _follow(self) -> None:
+        """Receive host 0's messages until it ends; exit the process if it is lost."""
         try:
             self._channel.follow(self._handle)
         except (ClusterError, OSError) as error:
             self.leave(f"host 0 at {self._config.master_addr}:{self._config.master_port} is lost: {error}")
 
     def _handle(self, message: Message) -> bool:
+        """Queue a message of host 0, or exit if it reports a failure; return whether more are expected."""
         if message.op in ("failed", "refused"):
             self.leave(f"host 0 says: {message.fields['reason']}")
         self._messages.put(message)
         return message.op != "end"
 
     def _await_outputs(self) -> None:
+        """Wait for the outputs of `watch`, one after another; report the first error and exit."""
         try:
             while True:
                 jax.block_until_ready(self._outputs.get())
@@ -188,7 +197,7 @@ class Host0(Peers):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; it does not return. Exits the process with status 0 if host 0 ended the engine, else with 1.
+    """Run the command until host 0 ends, and exit the process: with status 0 if it ended the engine, else with 1.
 
     Raises ConfigError or ClusterError if it cannot join.
     """

@@ -18,7 +18,7 @@ from jaxengine.drafts.proposer import Drafts
 
 @dataclass(frozen=True)
 class Ngram:
-    """Implements jaxengine.drafts.proposer.Proposer by looking the last tokens up among the request's earlier ones.
+    """Proposer (jaxengine.drafts.proposer) that looks the last tokens up among the request's earlier ones.
 
     Attributes:
       longest, shortest: largest and smallest number of tokens that must match.
@@ -39,15 +39,15 @@ class Ngram:
         same = jnp.ones(history.shape, bool)
         run = jnp.zeros(history.shape, jnp.int32)
         for back in range(self.longest):
-            wanted = jnp.take_along_axis(history, jnp.maximum(last - back, 0)[:, None], axis=1)
-            same &= (jnp.roll(history, back, axis=1) == wanted) & (at >= back)
+            token = jnp.take_along_axis(history, jnp.maximum(last - back, 0)[:, None], axis=1)
+            same &= (jnp.roll(history, back, axis=1) == token) & (at >= back)
             run += same
         run = jnp.where(at < last[:, None], run, 0)
         best = jnp.max(run, axis=1)
-        place = jnp.max(jnp.where(run == best[:, None], at, 0), axis=1)
+        match = jnp.max(jnp.where(run == best[:, None], at, 0), axis=1)  # its last token
         found = best >= self.shortest
-        period = jnp.maximum(last - place, 1)
-        columns = place[:, None] + 1 + jnp.arange(count, dtype=jnp.int32) % period[:, None]
+        period = jnp.maximum(last - match, 1)
+        columns = match[:, None] + 1 + jnp.arange(count, dtype=jnp.int32) % period[:, None]
         token_ids = jnp.take_along_axis(history, jnp.minimum(columns, length - 1), axis=1)
         return Drafts(jnp.where(found[:, None], token_ids, 0), jnp.where(found, count, 0).astype(jnp.int32))
 
@@ -65,5 +65,5 @@ class Ngram:
             run += same
         if not count or not last or run.max() < self.shortest:
             return np.empty(0, np.int32)
-        place = last - 1 - int(np.argmax(run[::-1]))
-        return known[place + 1 + np.arange(count) % (last - place)]
+        match = last - 1 - int(np.argmax(run[::-1]))
+        return known[match + 1 + np.arange(count) % (last - match)]

@@ -1,4 +1,4 @@
-"""Registry of the proposers: one entry for each method of speculative_config that uses known tokens only."""
+"""Registry of the proposers: one entry for each method of speculative_config that uses only a request's own tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jaxengine.drafts.proposer import Proposer
 
 
 def _ngram(config: SpeculativeConfig) -> Ngram:
+    """Return the proposer of prompt lookup with a configuration's sizes, which must be set."""
     assert config.prompt_lookup_max is not None and config.prompt_lookup_min is not None
     return Ngram(config.prompt_lookup_max, config.prompt_lookup_min)
 

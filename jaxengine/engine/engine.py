@@ -30,13 +30,13 @@ class Engine:
     """Engine that runs requests to their end, step by step. Not thread-safe: one thread adds, aborts and steps.
 
     Attributes:
-      extensions: optional capabilities. stats, request_stats, timeline: counts of steps and requests, last steps.
+      extensions: optional capabilities. stats, request_stats, timeline: counts of steps and requests, latest steps.
       uncounted: requests that have ended but are not yet in `request_stats`: `record_finish` enters them.
       busy_since: time.monotonic seconds at which the first request came after a time without any.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None, clock: Callable[[], float] = time.monotonic):
-        """Build the loop of a started runner. inputs: what prepares requests; None: they are tokens. clock: seconds."""
+        """Build the loop of a started runner. inputs: prepares requests; None: they are tokens. clock: seconds."""
         self.runner, self._now = runner, clock
         self.extensions = Extensions(runner, inputs)
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
@@ -54,13 +54,13 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work left: requests or steps in flight; in a pause, requests past their deadline."""
+        """Whether `step` has work left: requests or steps in flight; in a pause steps, or requests past deadlines."""
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queue the requests of a caller's n outputs. Raises RequestError if one is refused: the others are aborted."""
+        """Queue the requests of a caller's n outputs; if one is refused, end them all and raise its RequestError."""
         added = []
         try:
             for request in requests:
@@ -92,7 +92,7 @@ class Engine:
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return its results."""
+        """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return new results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for each in self._active:
@@ -124,7 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule a step and dispatch its forward pass; None in a pause, or if no request can run now."""
+        """Schedule a step and dispatch its forward pass; return it, or None in a pause or if no request can run."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)

@@ -42,17 +42,12 @@ NO_EVENTS = Events()
 
 
 class Loop(NamedTuple):
-    """The parts of an engine that its extensions use.
+    """Parts of an engine that its extensions use."""
 
-    Attributes:
-      rows: writes the slots' sampling parameters to the devices.
-      in_flight: dispatched steps without results, oldest first.
-    """
-
-    runner: ModelRunner
-    scheduler: Scheduler
-    rows: SlotRows
-    in_flight: deque[InFlight]
+    runner: ModelRunner  # of the devices
+    scheduler: Scheduler  # of the requests
+    rows: SlotRows  # writes the slots' sampling parameters to the devices
+    in_flight: deque[InFlight]  # dispatched steps without results, oldest first
 
 
 class LoopExtension:
@@ -78,7 +73,7 @@ class LoopExtension:
         """Complete a request before it is queued. Raises RequestError to refuse it; it is not queued then."""
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Note that these requests, all made of one caller's request, have been queued."""
+        """Record that these requests, all made of one caller's request, have been queued."""
 
     def poll(self) -> Events:
         """Return events of requests since the last call, without waiting. Called before each step is scheduled."""
@@ -113,7 +108,7 @@ class LoopExtension:
         """Send the devices the changed per-slot inputs of this step's sampler, which is dispatched next."""
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Handle the results of a step, after the scheduler has been updated with them; may add to `output`."""
+        """Read the results of a step, with which the scheduler has been updated; may add to `output`."""
 
     def ended(self, request: Request) -> None:
         """Release what the extension holds for a request that has ended."""

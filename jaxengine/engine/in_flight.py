@@ -11,14 +11,9 @@ from jaxengine.scheduler.batch import ScheduledStep
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """Dispatched step.
+    """Dispatched step."""
 
-    Attributes:
-      step, pending, record: the schedule, the device's results to come, and the step's entry in the timeline.
-      seconds: device time of the step as the host sees it; 0 until its results have come.
-    """
-
-    step: ScheduledStep
-    pending: PendingStep
-    record: StepRecord
-    seconds: float = 0.0
+    step: ScheduledStep  # its schedule
+    pending: PendingStep  # the device's results to come
+    record: StepRecord  # its entry in the timeline
+    seconds: float = 0.0  # device time as the host measures it; 0 until the results have come

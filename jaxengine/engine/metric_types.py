@@ -8,15 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Metric:
-    """Number with a metric's name and help text.
+    """Number under a metric's name."""
 
-    Attributes:
-      labels: label values that distinguish metrics of one name.
-    """
-
-    name: str
-    value: float
-    labels: Mapping[str, str] = field(default_factory=dict)
+    name: str  # vLLM's name of the metric, or one that begins with "jaxengine:"
+    value: float  # in the unit that the name has
+    labels: Mapping[str, str] = field(default_factory=dict)  # that distinguish metrics of one name
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,7 @@ class Histogram:
     """Distribution of observations.
 
     Attributes:
+      name: of the metric.
       buckets: cumulative counts of observations by upper bound, the last bound "+Inf", as in Prometheus.
       sum, count: sum and number of all observations.
       labels: as of Metric.

@@ -53,22 +53,22 @@ HELP = {
     "vllm:spec_decode_num_drafts": "Times that drafts of a request were verified.",
     "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
     "vllm:spec_decode_num_accepted_tokens": "Drafts that were accepted.",
-    "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that were accepted, by their place.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that were accepted, by their position in the draft.",
     "jaxengine:forced_tokens": "Tokens given to steps before they were sampled: grammars allowed nothing else.",
-    "vllm:mm_cache_queries": "Pictures and videos looked up as made ready for the model.",
-    "vllm:mm_cache_hits": "Pictures and videos found made ready for the model.",
+    "vllm:mm_cache_queries": "Pictures and videos looked up in the cache of processed ones.",
+    "vllm:mm_cache_hits": "Pictures and videos found in the cache of processed ones.",
     "jaxengine:mm_ipc_bytes": "Bytes of pixels that came from API processes, by way.",
-    "jaxengine:encoder_cache_queries": "Pictures and videos whose embeddings prompts came to.",
-    "jaxengine:encoder_cache_hits": "Pictures and videos whose embeddings were there when prompts came to them.",
+    "jaxengine:encoder_cache_queries": "Pictures and videos whose embeddings a step needed.",
+    "jaxengine:encoder_cache_hits": "Pictures and videos whose embeddings were in the cache when a step needed them.",
     "jaxengine:encoder_calls": "Calls of the encoder of images.",
     "jaxengine:encoder_items": "Pictures and videos encoded.",
     "jaxengine:encoder_patches": "Patches of images and videos encoded.",
     "jaxengine:encoder_host_seconds": "Time the host spent on putting images together and calling their encoder.",
-    "jaxengine:encoder_cache_embeddings": "Embeddings of images that there is room for.",
-    "jaxengine:encoder_cache_embeddings_kept": "Embeddings of images that are there.",
+    "jaxengine:encoder_cache_embeddings": "Embeddings of images that the cache has room for.",
+    "jaxengine:encoder_cache_embeddings_kept": "Embeddings of images that the cache has.",
     "jaxengine:encoder_cache_embeddings_used": "Embeddings of images that running requests need.",
     "jaxengine:request_preprocessing_time_seconds": "From a request's arrival until the engine got it, tokenised.",
-    "jaxengine:compilations_since_ready": "Programs that XLA compiled while the engine was serving; 0 is right.",
+    "jaxengine:compilations_since_ready": "Programs that XLA compiled while the engine was serving; 0 is expected.",
     "jaxengine:executables_compiled": "Programs that the start-up compiled.",
     "jaxengine:executables_loaded": "Programs that the start-up found compiled.",
     "jaxengine:steps": "Steps of the engine.",
@@ -105,7 +105,7 @@ HELP = {
     "jaxengine:kv_offload_load_pages": "KV pages and states brought back to the devices.",
     "jaxengine:kv_offload_store_pages": "KV pages and states copied from the devices.",
     "jaxengine:kv_offload_dropped_pages": "KV pages and states not copied because too many copies were on their way.",
-    "jaxengine:kv_offload_disk_bytes": "Bytes of the files of KV pages that this engine knows.",
+    "jaxengine:kv_offload_disk_bytes": "Bytes of the files of KV pages that this engine has listed.",
     "jaxengine:kv_offload_disk_bad_files": "Files of KV pages that were damaged, and removed.",
     "jaxengine:kv_offload_disk_failed_writes": "KV pages that could not be written to the folder.",
     "vllm:prompt_tokens_cached": "Prompt tokens that were found in the prefix cache at a request's first admission.",
@@ -122,21 +122,26 @@ HELP = {
     "process_open_fds": "Open files and sockets of a process of the server.",
     "jaxengine:num_preemptions_by_mode": "Preempted requests, by how they get their pages back: recompute or swap.",
 }
-# Counters that every engine shows, at 0 while nothing of their kind has been asked of it.
+# Counters that every engine shows, at 0 while no extension counts them.
 ALWAYS = ("jaxengine:masks", "jaxengine:mask_seconds", "vllm:mm_cache_queries", "vllm:mm_cache_hits")
 
 
 class Metrics:
-    """Metrics of one engine, made from its counts."""
+    """Metrics of one engine, made from its counts.
+
+    Attributes:
+      server: counts that the processes of a server report.
+    """
 
     def __init__(self, engine: Engine, *, log_stats: bool):
+        """Start the rates at the engine's current counts. log_stats: whether `stepped` logs a line of statistics."""
         self._engine = engine
         self._log_stats = log_stats
         now = time.monotonic()
-        # Where the log line's interval begins; it is moved on by the times in which there was nothing to do.
+        # Sample at which the log line's interval begins; its time is moved on by the time without any requests.
         self._logged = self._now()
         self._stepped = now
-        # (time, prompt tokens, generated tokens), a second apart; the last is of the latest step.
+        # Samples of `_now`, at least a second apart but for the last, which is of the latest step.
         self._samples: deque[tuple[float, int, int]] = deque([self._logged] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
         self.server = ServerStats()
 
@@ -148,7 +153,7 @@ class Metrics:
         return found + [Counter(name, 0) for name in ALWAYS if name not in names]
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Return all metrics as plain JSON values: the fields of each, and its `kind` (counter, gauge or histogram)."""
+        """Return all metrics as dicts of plain JSON values: fields, and `kind`: "counter", "gauge" or "histogram"."""
         return [{"kind": type(each).__name__.lower(), **dataclasses.asdict(each)} for each in self.collect()]
 
     def throughput(self) -> tuple[float, float]:
@@ -160,12 +165,12 @@ class Metrics:
                 break
             before = sample
         seconds = max(now - before[0], 1e-3)
-        # A sample is of a moment at which tokens came: nothing did between it and the start of the window.
+        # `before` may precede the window: samples are taken when tokens come, and none came between it and the window.
         return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
 
     def stepped(self) -> None:
-        """Record a sample of the token counts, for rates. To be called after each step. With log_stats, logs vLLM's
-        line of statistics after every ten seconds of work.
+        """Record a sample of the token counts, for rates; with log_stats, log vLLM's line of statistics after every ten
+        seconds of work. To be called after each step.
         """
         sample, samples = self._now(), self._samples
         if (busy_since := self._engine.busy_since) > self._stepped:
@@ -180,10 +185,12 @@ class Metrics:
             self._log(*sample)
 
     def _now(self) -> tuple[float, int, int]:
+        """Return time.monotonic seconds, and the prompt and generated tokens counted so far."""
         engine = self._engine
         return time.monotonic(), engine.request_stats.num_prompt_tokens, engine.stats.num_generated_tokens
 
     def _log(self, now: float, prompt: int, generated: int) -> None:
+        """Log vLLM's line of statistics, with rates since the last line; the arguments are a sample of `_now`."""
         then, prompt_before, generated_before = self._logged
         scheduler = self._engine.scheduler
         queries = scheduler.num_prefix_queries
@@ -201,6 +208,7 @@ class Metrics:
         self._logged = (now, prompt, generated)
 
     def _counters(self) -> Iterator[Counter]:
+        """Yield the counters of the engine loop, its scheduler and its runner."""
         engine, runner, counts = self._engine, self._engine.runner, self._engine.stats
         scheduler, finished = engine.scheduler, engine.request_stats.finished
         for name, value in {
@@ -241,6 +249,7 @@ class Metrics:
             yield Counter("jaxengine:bucket_padding_tokens", use.num_padding_tokens, labels)
 
     def _gauges(self) -> Iterator[Gauge]:
+        """Yield the gauges of the scheduler: requests, pages, rates, and how the KV pages are set up."""
         scheduler, config = self._engine.scheduler, self._engine.runner.config
         prompt_rate, generation_rate = self.throughput()
         deferred = scheduler.num_deferred
@@ -265,6 +274,7 @@ class Metrics:
         yield Gauge("vllm:cache_config_info", 1, {name: str(value) for name, value in info.items()})
 
     def _histograms(self) -> Iterator[Histogram]:
+        """Yield the histograms of requests' times and tokens."""
         requests = self._engine.request_stats
         for name, histogram in {
             "vllm:time_to_first_token_seconds": requests.first_token,

@@ -17,7 +17,13 @@ from jaxengine.scheduler.request import Request
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Logprobs of a stretch of a request's prompt. first: index in the prompt of the first scored token."""
+    """Logprobs of a stretch of a request's prompt.
+
+    Attributes:
+      request: whose prompt is scored.
+      first: index in the prompt of the first scored token.
+      scores: of the tokens from there on, one row each.
+    """
 
     request: Request
     first: int
@@ -28,7 +34,8 @@ class Found(NamedTuple):
     """Rows that a capability returns for a request, such as activations or routed experts.
 
     Attributes:
-      name: the field of CompletionOutput that gets them.
+      request: the request that gets them.
+      name: field of CompletionOutput to which they are added.
       rows: [n, ...], one row for each of the next n tokens of the request, prompt tokens first.
     """
 

@@ -13,13 +13,15 @@ _NUMBER = np.dtype(">u8")
 
 
 def known_prefixes(engine: Engine, most_bytes: int) -> dict[str, Any]:
-    """Return what requests find here: "digests", numbers of 64 bits in at most `most_bytes` bytes, big-endian, in
-    hexadecimal; "weights", the digest of the weights that compute pages, in hexadecimal too; and "adapters", the digest
-    of each by name.
+    """Return the prefixes that requests find in an engine's pages, and what their digests depend on.
 
-    The digests are of pages on the devices. If they take more bytes, only those are there whose lowest k bits are 0,
-    with the least k by which they do not. So every engine leaves out the same prefixes, and of a long prefix some page
-    is always there.
+    The values, all in hexadecimal: "digests": the last 64 bits of each cached page's digest, big-endian, one after
+    another and sorted, in at most `most_bytes` bytes before the conversion; "weights": digest of the weights that
+    compute pages; "adapters": digest of each adapter by name.
+
+    If the digests of all pages take more than `most_bytes`, only those whose lowest k bits are 0 are returned, with the
+    smallest k that makes them fit. So all engines leave out the same prefixes, and a long prefix nearly always has some
+    page among those returned.
     """
     keys = [key for rank in engine.scheduler.ranks for key in rank.pool.digests]
     digests = b"".join(keys)

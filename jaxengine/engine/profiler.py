@@ -8,9 +8,10 @@ from jaxengine.scheduler.errors import RequestError
 
 
 class Profiler:
-    """The process's jax profiler. folder: where profiles are written; None if profiling is not enabled."""
+    """Switch of the process's jax profiler, which takes one profile at a time."""
 
     def __init__(self, folder: str | None):
+        """Take no profile yet. folder: where profiles are written; None if profiling is not enabled."""
         self._folder = folder
         self._is_running = False
 
@@ -46,6 +47,6 @@ class Profiler:
         return self._folder
 
     def close(self) -> None:
-        """End and write the profile that is running, if any."""
+        """End and write the profile that is running, if any. Raises RequestError if it cannot be written."""
         if self._is_running:
             self.stop()

@@ -1,7 +1,7 @@
 """Counts of the processes of a server: HTTP requests, processes and restarts, shown with the engine's own metrics.
 
-A process in front of the engine counts its requests (`HttpCounts`) and reports them now and then to the engine
-(`ServerStats`), so that every process answers /metrics alike.
+An API process counts its HTTP requests (`HttpCounts`) and reports them now and then to the engine (`ServerStats`), so
+that every process answers /metrics alike.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ class HttpCounts:
     """Counts and seconds of requests by method, route and status."""
 
     def __init__(self):
+        """Begin without counts."""
         self._rows: dict[tuple[str, str, str], Histogram] = {}
 
     def observe(self, method: str, route: str, status: str, seconds: float) -> None:
-        """Count a request. route: a template of the server's, not a path that a client chose."""
+        """Count a request that took `seconds`. route: a route of the server, such as "/v1/models/{name}", not the path
+        that a client sent, so that clients cannot add rows without bound.
+        """
         self._row(method, route, status).observe(seconds)
 
     @property
     def has_counts(self) -> bool:
+        """Whether requests were counted since the last `take`."""
         return bool(self._rows)
 
     def take(self) -> list[Row]:
@@ -47,12 +51,14 @@ class HttpCounts:
         return [[*key, row.counts.tolist(), row.sum] for key, row in rows.items()]
 
     def add(self, rows: Sequence[Row]) -> None:
+        """Add counts that another process took."""
         for method, route, status, counts, seconds in rows:
             row = self._row(method, route, status)
             row.counts += np.array(counts, np.int64)
             row.sum += seconds
 
     def metrics(self) -> Iterator[Metric | metric_types.Histogram]:
+        """Yield a counter for each method, route and status, and a histogram of seconds for each method and route."""
         durations: dict[tuple[str, str], Histogram] = {}
         for (method, route, status), row in self._rows.items():
             labels = {"method": method, "handler": route, "status": status}
@@ -67,6 +73,7 @@ class HttpCounts:
             yield metric_types.Histogram("http_request_duration_seconds", buckets, row.sum, buckets["+Inf"], labels)
 
     def _row(self, method: str, route: str, status: str) -> Histogram:
+        """Return the histogram of a method, route and status; a new one if it is the first request of them."""
         return self._rows.setdefault((method, route, status), Histogram(_BOUNDS))
 
 
@@ -78,12 +85,13 @@ class ServerStats:
     """
 
     def __init__(self):
+        """Begin without reports."""
         self.num_restarts = 0
         self._http = HttpCounts()
         self._processes: dict[str, dict[str, float]] = {}
 
     def report(self, process: str, rows: Sequence[Row], facts: dict[str, float]) -> None:
-        """Add the counts of a process since its last report. facts: of `process_facts` there."""
+        """Add the counts of a process since its last report. rows: of `HttpCounts.take`; facts: of `process_facts`."""
         self._http.add(rows)
         self._processes[process] = facts
 
@@ -98,7 +106,10 @@ class ServerStats:
 
 
 def process_facts() -> dict[str, float]:
-    """Return figures of this process, by the names that Prometheus' clients give them; those that the system tells."""
+    """Return figures of this process by the names that Prometheus' clients give them.
+
+    CPU and start time in seconds, and, on a system with /proc, resident bytes and the number of open files.
+    """
     times = os.times()
     facts = {"process_cpu_seconds": times.user + times.system, "process_start_time_seconds": _STARTED}
     with contextlib.suppress(OSError):

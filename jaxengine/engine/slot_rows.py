@@ -21,7 +21,13 @@ from jaxengine.scheduler.token_params import BIAS, LAST_TOKEN, row_words
 
 
 class _SlotBias(NamedTuple):
-    """Bias of a slot's request, and the stop tokens and bad words that it forbids now."""
+    """Bias of a slot's request.
+
+    Attributes:
+      request: the request that had the slot when its bias was last sent.
+      bias: makes its bias rows.
+      forbidden: stop tokens and ends of bad words that the row on the devices forbids.
+    """
 
     request: Request
     bias: TokenBias
@@ -32,6 +38,7 @@ class SlotRows:
     """Owner of the sampler inputs of all slots that the host decides."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler):
+        """Begin without biases. runner: sends the inputs to the devices; scheduler: gives requests their slots."""
         self._runner = runner
         self._scheduler = scheduler
         self._biases: dict[int, _SlotBias] = {}
@@ -39,7 +46,7 @@ class SlotRows:
     def sync(self, step: ScheduledStep) -> None:
         """Send the devices what has changed for the sampler of this step, which must be dispatched next.
 
-        All tokens that its biases depend on must be known: `is_behind` is False.
+        The host must have all tokens that the biases depend on: `is_behind` is False.
         """
         if admitted := self.admitted(step):
             self._begin(admitted)
@@ -121,6 +128,7 @@ class SlotRows:
         self._runner.set_biases(biases)
 
     def _bias_row(self, request: Request, bias: TokenBias, forbidden: Forbidden) -> np.ndarray:
+        """Return the bias row f32[V] that forbids `forbidden`, and record it as the one on the devices."""
         self._biases[self.number(request)] = _SlotBias(request, bias, forbidden)
         return bias.row(forbidden)
 

@@ -46,23 +46,26 @@ class Histogram:
     """Counts of observations by upper bound.
 
     Attributes:
+      bounds: upper bounds, ascending; a value equal to a bound counts under it.
       counts: i64[len(bounds) + 1], not cumulative; the last counts values above all bounds.
       sum: of all observed values.
     """
 
     def __init__(self, bounds: Sequence[float]):
+        """Begin without observations. bounds: at least one."""
         self.bounds = tuple(bounds)
         self.counts = np.zeros(len(bounds) + 1, np.int64)
         self.sum = 0.0
         self._bounds = np.array(bounds, np.float64)
 
     def observe(self, value: float) -> None:
+        """Count one observation."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def observe_all(self, values: np.ndarray) -> None:
         """Count observations. values: f64[n] with n > 0."""
-        # The requests of a step have mostly waited equally long.
+        # The tokens of a step mostly came after nearly equal intervals: one bucket has them all.
         lowest, highest = bisect.bisect_left(self.bounds, values.min()), bisect.bisect_left(self.bounds, values.max())
         if lowest == highest:
             self.counts[lowest] += len(values)
@@ -78,14 +81,15 @@ class Histogram:
 
 
 class Recent:
-    """The last `size` observed values, for percentiles of recent work."""
+    """Ring of the latest observed values, for percentiles of recent work."""
 
     def __init__(self, size: int):
+        """Begin without values. size: number of values that are held."""
         self._values = np.zeros(size)
         self._count = 0
 
     def add(self, values: np.ndarray) -> None:
-        """Add values f64[n] in place of the oldest ones; of more than `size` values, keep the last."""
+        """Add values f64[n], latest last, in place of the oldest ones; of more than `size` values, keep the latest."""
         size, first = len(self._values), self._count % len(self._values)
         values = values[-size:]
         fits = min(len(values), size - first)
@@ -103,7 +107,12 @@ class Recent:
 
 @dataclass
 class BucketUse:
-    """Number of steps of one compiled shape, and their real and padding tokens over all replicas."""
+    """Use of one compiled shape.
+
+    Attributes:
+      num_steps: steps of the shape.
+      num_tokens, num_padding_tokens: their real and padding tokens over all replicas.
+    """
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -121,6 +130,7 @@ class StepStats:
       idle_seconds: time with unfinished requests in which the device had nothing to do, as far as the host sees: from
         the moment it knew that the device was done until the next step was dispatched.
       num_generated_tokens: tokens that callers got; tokens sampled after the end of a text are not counted.
+      _num_undelivered_tokens: counted tokens that callers did not get, still to be subtracted from later counts.
       page_slots_used, page_slots_empty: token slots of pages held by running requests, summed over steps.
     """
 
@@ -175,7 +185,13 @@ class RequestStats:
       num_prompt_tokens: tokens of completed prompts, including those found in the prefix cache.
       num_cached_tokens: those of them that were found there when their requests were first admitted.
       num_external_tokens: those of the cached ones that came from outside of the devices.
-      recent_first_token, recent_intervals: last times to first token, and between tokens, in seconds.
+      max_model_len: longest sequence of the engine, which bounds the histograms of tokens.
+      finished: number of requests that ended, by reason.
+      first_token, intervals, time_per_output_token, e2e, preprocessing, queue, prefill, decode, inference: histograms
+        of seconds; `metrics.HELP` says from when to when, under the names in `Metrics`.
+      prompt_tokens, generation_tokens, max_tokens, computed_tokens, preemptions, n: histograms of numbers of a request.
+      step_tokens: histogram of the tokens of a step.
+      recent_first_token, recent_intervals: latest times to first token, and between tokens, in seconds.
     """
 
     max_model_len: int
@@ -187,6 +203,7 @@ class RequestStats:
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     def __post_init__(self):
+        """Make the histograms, whose bounds are constants or depend on max_model_len."""
         lengths = bounds_up_to(self.max_model_len)
         self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
         self.intervals = Histogram(TOKEN_BOUNDS)

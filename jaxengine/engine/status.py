@@ -113,6 +113,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
 
 
 def _longest_running(scheduler: Scheduler) -> list[Request]:
+    """Return the running requests, oldest arrival first, at most MAX_REQUESTS."""
     running = [request for rank in scheduler.ranks for request in rank.slots.requests if request is not None]
     return sorted(running, key=lambda request: request.arrival_index)[:MAX_REQUESTS]
 

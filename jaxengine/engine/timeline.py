@@ -26,13 +26,16 @@ class StepRecord:
     """Times and counts of one step.
 
     Attributes:
+      number: of the step, from when the engine was started.
       start, scheduled, prepared, dispatched: when scheduling began, it was done, the step's message and slot rows were
         written, and the forward pass was dispatched.
       idle_since: when the device ran out of work, as far as the host saw; None if it was still at work.
       waiting, arrived, updated: when the host began to wait for the sampled tokens, got them, and had updated the
         scheduler; 0 before.
+      bucket: its compiled shape.
       num_running, num_waiting: requests once the step was scheduled. num_new_tokens: tokens that requests got.
       num_padded: tokens of the compiled shape over all replicas; num_tokens of them are real.
+      num_rows: rows of requests over all replicas.
       num_bytes: of the step's message to the device.
       pages_used: referenced pages of all replicas.
       chunks: (request id, tokens) of prefill rows.
@@ -68,9 +71,10 @@ class StepRecord:
 
 
 class Timeline:
-    """Records of the last steps and of the requests that ended last."""
+    """Records of the latest steps and of the requests that ended last."""
 
     def __init__(self, num_steps: int = NUM_STEPS, num_requests: int = NUM_REQUESTS):
+        """Begin without records. num_steps, num_requests: how many of each are kept."""
         self._steps: deque[StepRecord] = deque(maxlen=num_steps)
         self._ended: deque[dict[str, Any]] = deque(maxlen=num_requests)
 
@@ -129,6 +133,7 @@ class Timeline:
         return [step for step in self._steps.copy() if not step.updated]
 
     def ended(self, request: Request) -> None:
+        """Record the times and token counts of a request that has just ended."""
         self._ended.append(_life(request))
 
     def last(self, seconds: float, unfinished: list[Request]) -> dict[str, Any]:
@@ -160,5 +165,6 @@ def _life(request: Request) -> dict[str, Any]:
 
 
 def _step(record: StepRecord) -> dict[str, Any]:
+    """Return the fields of a record as plain JSON values."""
     values = {name: getattr(record, name) for name in StepRecord.__slots__}
     return {**values, "bucket": str(record.bucket)}

@@ -16,8 +16,11 @@ from jaxengine.scheduler.request import Request
 
 
 class Forbidden(NamedTuple):
-    """Tokens forbidden to a request's next token besides the constant ones: stops, whether its stop tokens are
-    forbidden; ends, last tokens of bad words whose other tokens were just generated.
+    """Tokens forbidden to a request's next token in addition to the constant ones.
+
+    Attributes:
+      stops: whether its stop tokens are forbidden.
+      ends: last tokens of bad words whose other tokens were just generated.
     """
 
     stops: bool
@@ -28,14 +31,10 @@ _NO_ENDS: frozenset[int] = frozenset()
 
 
 class TokenBias:
-    """Bias row of one request.
-
-    Args:
-      request: its parameters and stop ids are used.
-      vocab_size: V.
-    """
+    """Maker of one request's bias rows."""
 
     def __init__(self, request: Request, vocab_size: int):
+        """Make the constant row from a request's parameters and stop token ids. vocab_size: V."""
         params = request.params
         row = np.zeros(vocab_size, np.float32)
         if params.allowed_token_ids is not None:

@@ -1,18 +1,18 @@
-"""Types and names of pauses and weight updates, apart from `extensions.weights`, which an engine imports only when
-needed.
+"""Types and names of pauses and weight updates, in a file of their own because an engine imports `extensions.weights`
+only when it needs it.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-# What becomes of the requests that are there: they stay where they are, run to their end, or end at once.
+# Effect of a pause on unfinished requests: they stay as they are, run to their end, or end at once.
 PauseMode = Literal["keep", "wait", "abort"]
-# What becomes of keys and values that earlier weights made: running requests go on with them, or are computed again;
-# `drop` also gives up the cached prefixes, which nobody finds either way, at once.
+# Treatment of keys and values that earlier weights computed: running requests keep them (keep), or are computed again
+# (recompute, drop). `drop` also frees the cached prefixes at once, which no request finds in any of the modes.
 KVMode = Literal["keep", "recompute", "drop"]
 Version = int | str
-# Functions by which an operator's server asks for them, see jaxengine.engine.extensions.weights.
+# Utilities of the engine by which a server pauses it and replaces weights, see jaxengine.engine.extensions.weights.
 WEIGHT_UTILITIES = (
     "pause_engine",
     "pause_is_there",
@@ -37,7 +37,7 @@ class WeightUpdate(NamedTuple):
     Attributes:
       version: of the new weights.
       leaves: number of arrays replaced; num_bytes: their size over all devices of this process.
-      load_seconds: time to read and place the weights, during which steps went on.
+      load_seconds: time to read the weights and send them to the devices, during which steps went on.
       switch_seconds: time of the switch, between two steps.
     """
 

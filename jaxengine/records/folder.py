@@ -1,8 +1,8 @@
 """The folder of an engine's recorded steps: `engine.json`, which describes the engine, and a file for each of the last
 steps.
 
-The oldest files are deleted to make room. Each file is written whole or not at all: a process may be killed at any
-time.
+The oldest files are deleted to make room. Each file is written completely or not at all, as a process may be killed at
+any time.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from jaxengine.records.step_file import (
 )
 
 ENGINE_FILE, LOCK_FILE = "engine.json", "engine.lock"
-# What an engine says of itself (jaxengine.runner.recorded_engine), and weights.
+# Fields of `engine.json`, in addition to its format: those of jaxengine.runner.recorded_engine, and the weights.
 _FIELDS = {"versions": dict, "platform": str, "device": str, "options": dict, "model": dict, "weights": list}
 _STEP = re.compile(r"step-(\d{8,})\.safetensors")
-# What write_whole leaves of a process that was killed.
+# Names of the files that write_whole leaves if the process is killed.
 _UNFINISHED = re.compile(r"\.(step-\d{8,}\.safetensors|engine\.json)\.tmp")
 
 
 class StepFolder:
-    """A folder to which one engine records steps. Only its owner may read it, for it holds what users sent.
+    """A folder to which one engine records steps. Only its owner may read it, as it holds what users sent.
 
     Attributes:
+      path: the folder.
       num_recorded: steps written since the engine started.
       num_too_large: steps that were too large to keep and were left out.
     """
@@ -58,7 +59,7 @@ class StepFolder:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _has_others(path):
             read_about(path)
-        # Also when nobody closes it: an engine may just be dropped.
+        # Closed by a finalizer, too: an engine may be dropped without an end.
         self._unlock = weakref.finalize(self, os.close, _locked(path))
         try:
             self._about = _continued(path, {"format": FORMAT, **about, "weights": []})
@@ -75,10 +76,10 @@ class StepFolder:
         self._unlock()
 
     def weights(self, version: Any, checksums: Mapping[str, str]) -> int:
-        """Record in `engine.json` which weights the next steps use, unless it lists them already; returns their index
+        """Record in `engine.json` which weights the next steps use, unless it lists them already; return their index
         there.
 
-        version: of the weights; checksums: by weight name.
+        version: of the weights; checksums: by weight name. Raises OSError.
         """
         entry = {"version": version, "checksums": dict(checksums)}
         if entry not in self._about["weights"]:
@@ -90,8 +91,8 @@ class StepFolder:
         """Write a step and return its number; None, with nothing written, if its arrays alone exceed the folder's
         limit.
 
-        about: plain JSON values; arrays: with dtypes that step_file.py names, KeyError for another. Raises OSError;
-        then no step was added, but old ones may have been deleted to make room.
+        about: plain JSON values; arrays: with dtypes that step_file.py lists. Raises KeyError for another dtype, and
+        OSError; then no step was added, but old ones may have been deleted to make room.
         """
         size = num_bytes(arrays)
         if size > self._max_bytes:
@@ -110,6 +111,7 @@ class StepFolder:
         return number
 
     def _write_about(self) -> None:
+        """Write `engine.json`. Raises OSError."""
         write_whole(self.path / ENGINE_FILE, iter([json.dumps(self._about, indent=1).encode()]))
 
 
@@ -132,7 +134,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecordError(f"{path} cannot be read ({error})") from None
     if missing := [name for name in _FIELDS if name not in about]:
-        raise RecordError(f"{path} says nothing of {', '.join(missing)}")
+        raise RecordError(f"{path} lacks {', '.join(missing)}")
     if version != FORMAT:
         raise RecordError(f"{path} has format {version!r}; this version of jaxengine reads {FORMAT}")
     if wrong := [name for name, kind in _FIELDS.items() if not isinstance(about[name], kind)]:
@@ -156,8 +158,8 @@ def find_step(folder: Path, number: int | None) -> RecordedStep:
 
 
 def _has_others(folder: Path) -> bool:
-    """Whether a folder has files other than the lock file and unfinished ones, which may exist before `engine.json`
-    does.
+    """Return whether a folder has files other than the lock file and unfinished ones, which may exist before
+    `engine.json` does.
     """
     return any(file.name != LOCK_FILE and not _UNFINISHED.fullmatch(file.name) for file in folder.iterdir())
 
@@ -203,6 +205,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _name(number: int) -> str:
+    """Return the file name of a step."""
     return f"step-{number:08}.safetensors"
 
 
@@ -218,4 +221,5 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _differing(found: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return the names, sorted, whose values differ or that only one of two descriptions has."""
     return sorted(name for name in found.keys() | own.keys() if found.get(name) != own.get(name))

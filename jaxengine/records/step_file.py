@@ -43,7 +43,7 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class RecordError(ValueError):
-    """A recorded step cannot be read or run. The message names the step and says why."""
+    """Raised if a recorded step cannot be read or run. The message has its file and the reason."""
 
 
 class RecordedStep(NamedTuple):
@@ -66,9 +66,9 @@ class RecordedStep(NamedTuple):
         """
         found = []
         for name, array in self.arrays.items():
-            digest, wanted = digest_of(name, array), self.digests.get(name)
-            if digest != wanted:
-                entries = zip(digest, wanted, strict=False) if isinstance(wanted, list) else ()
+            digest, recorded = digest_of(name, array), self.digests.get(name)
+            if digest != recorded:
+                entries = zip(digest, recorded, strict=False) if isinstance(recorded, list) else ()
                 found.append((name, [at for at, (own, other) in enumerate(entries) if own != other]))
         return found
 
@@ -88,12 +88,14 @@ def num_bytes(arrays: Mapping[str, np.ndarray]) -> int:
 
 
 def write_step(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
-    """Write a step, whole or not at all; return the size of the file in bytes. Raises OSError."""
+    """Write a step, completely or not at all; return the size of the file in bytes. Raises KeyError for an array of a
+    dtype that _DTYPES lacks, and OSError.
+    """
     return write_whole(path, _chunks(about, {name: np.asarray(array, order="C") for name, array in arrays.items()}))
 
 
 def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
-    """Write `chunks` to a file, whole or not at all, and flush it to the disk; return the file's size in bytes.
+    """Write `chunks` to a file, completely or not at all, and flush it to the disk; return its size in bytes.
 
     Raises OSError, or what `chunks` raises; an earlier file of that name is then unchanged.
     """
@@ -138,8 +140,7 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def _owned(path: str, flags: int) -> int:
-    """`opener` for `open`: open a file so that only its owner may read and write it, since records hold what users
-    sent.
+    """Open a file, as `opener` of `open`, for its owner alone to read and write, as records hold what users sent.
 
     flags: as of os.open. Returns the descriptor.
     """
@@ -147,6 +148,7 @@ def _owned(path: str, flags: int) -> int:
 
 
 def _chunks(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    """Yield the content of a step's file: the header of safetensors, then each array. arrays: C-contiguous."""
     digests = {name: digest_of(name, array) for name, array in arrays.items()}
     header: dict[str, Any] = {
         "__metadata__": {_ABOUT: json.dumps({"format": FORMAT, "about": about, "digests": digests})}
@@ -167,6 +169,9 @@ def _chunks(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Itera
 
 
 def _array(content: bytes, first: int, entry: Mapping[str, Any]) -> np.ndarray:
+    """Return an array of a file as a view. first: offset of the arrays; entry: its entry in the header. Raises
+    ValueError, KeyError or TypeError for an entry that does not fit the file.
+    """
     dtype, shape, (begin, end) = _BY_NAME[entry["dtype"]], tuple(map(int, entry["shape"])), entry["data_offsets"]
     count = math.prod(shape)
     if min(shape, default=0) < 0 or begin < 0 or end - begin != count * dtype.itemsize or first + end > len(content):
@@ -175,9 +180,11 @@ def _array(content: bytes, first: int, entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    # A view of bytes: buffers of ml_dtypes' types have no format that others know.
+    """Return the bytes of an array in C order, if possible as a view."""
+    # By way of uint8: buffers of ml_dtypes' types have formats that Python does not support.
     return np.asarray(array, order="C").reshape(-1).view(np.uint8).data
 
 
 def _sha256(array: np.ndarray) -> str:
+    """Return the SHA-256 of an array's bytes in hexadecimal."""
     return hashlib.sha256(_bytes(array) if array.nbytes else b"").hexdigest()

@@ -15,7 +15,7 @@ class StepRow(NamedTuple):
 
     Attributes:
       slot: the sequence's slot on its replica.
-      start: tokens of it computed before the step. count: tokens that the step computes.
+      start: number of its tokens computed before the step. count: number that the step computes.
       is_sampled: whether a token is sampled after the row.
     """
 

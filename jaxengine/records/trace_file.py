@@ -1,4 +1,4 @@
-"""Our own form of traces: JSON lines, a header and then a line for each request. Has no text and no token ids."""
+"""jaxengine's own form of traces: JSON lines, a header and then one for each request, without text and token ids."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class TraceRequest:
     Attributes:
       arrival: seconds since the trace began.
       num_prompt, num_output: tokens.
-      max_tokens: the caller's limit; None: it ended by its length.
-      hash_ids: ids of its blocks, of prompt and output together, as far as they are known: equal ids, equal prefixes.
+      max_tokens: the caller's limit; None: num_output, as the request ended by it.
+      hash_ids: ids of its blocks, of prompt and output together, as far as the trace has them. Equal ids stand for
+        equal tokens up to the end of the block.
     """
 
     arrival: float
@@ -28,7 +29,7 @@ class TraceRequest:
 
     @property
     def limit(self) -> int:
-        """Tokens that the request may get."""
+        """Number of tokens that the request may get."""
         return self.num_output if self.max_tokens is None else self.max_tokens
 
 

@@ -1,7 +1,7 @@
-"""Arguments of the forward pass of trainers: shapes, dtypes and ranges, before jax clamps an index in silence.
+"""Checks of the arguments of trainers' forward pass: shapes, dtypes and ranges, before jax clamps an index silently.
 
-Numbers that jax does not know yet, in a function under `jax.jit`, cannot be looked at: a token of which one is out of
-range then gets NaN.
+Values that jax traces, in a function under `jax.jit`, cannot be read: if one is out of range, its token's results are
+NaN.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Arguments(NamedTuple):
 
     Attributes:
       tokens: int32[B, T].
-      segment_ids, positions: int32[B, T], or None.
+      segment_ids, positions: int32[B, T], or None; see `jaxengine.rl.forward`.
       experts: int32[B * T, k] by layer number, or None.
-      fits: bool[B, T], whether a token's numbers are in range; None if all are.
+      fits: bool[B, T], whether a token's values are in range; None if all were read and are.
     """
 
     tokens: jax.Array
@@ -69,29 +69,29 @@ def checked(
         positions = _integers("positions", positions, shape)
         ranges.append(("positions", positions, 0, _INT32.max + 1 if most is None else most))
     if routed_experts is not None:
-        wanted, count = _experts_shape(model, shape)
-        routed_experts = _integers("routed_experts", routed_experts, wanted)
+        experts_shape, count = _experts_shape(model, shape)
+        routed_experts = _integers("routed_experts", routed_experts, experts_shape)
         ranges.append(("routed_experts", routed_experts, _INT32.min, count))
     fits = [_in_range(*each, segment_ids) for each in ranges]
-    unknown = [each for each in fits if each is not None]
+    traced = [each for each in fits if each is not None]
     return Arguments(
         jnp.asarray(tokens, jnp.int32),
         segment_ids,
         None if positions is None else jnp.asarray(positions, jnp.int32),
         None if routed_experts is None else _by_layer(model, jnp.asarray(routed_experts, jnp.int32)),
-        jnp.logical_and.reduce(jnp.stack(unknown)) if unknown else None,
+        jnp.logical_and.reduce(jnp.stack(traced)) if traced else None,
     )
 
 
 def _check_params(model: CausalLM, params: Any) -> None:
-    """Raise ValueError for params of another structure or other shapes than the model's, or no floats where it has
-    some.
+    """Raise ValueError for params whose structure or shapes differ from the model's, or that are not floats where the
+    model's are.
     """
-    wanted = nnx.state(model)
-    if jax.tree.structure(params) != jax.tree.structure(wanted):
+    expected = nnx.state(model)
+    if jax.tree.structure(params) != jax.tree.structure(expected):
         text = "params must be an nnx.State of the model's structure, as nnx.state(model) gives"
         raise ValueError(f"{text}, got {type(params).__name__} with {len(jax.tree.leaves(params))} leaves")
-    for (path, leaf), own in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(wanted), strict=True):
+    for (path, leaf), own in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(expected), strict=True):
         dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
         is_float = jnp.issubdtype(dtype, jnp.floating) or not jnp.issubdtype(own.dtype, jnp.floating)
         if np.shape(leaf) != own.shape or not is_float:
@@ -111,11 +111,13 @@ def _experts_shape(model: CausalLM, shape: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def _expert_layers(model: CausalLM) -> list[int]:
+    """Return the numbers of the layers with experts, of a model that has some."""
     assert model.config.experts is not None
     return [layer for layer in range(model.config.num_layers) if layer not in model.config.experts.dense_layers]
 
 
 def _by_layer(model: CausalLM, experts: jax.Array) -> dict[int, jax.Array]:
+    """Split experts [B, T, L, k], L the layers with experts, into [B * T, k] by layer number."""
     rows = experts.reshape(-1, *experts.shape[2:])
     return {layer: rows[:, number] for number, layer in enumerate(_expert_layers(model))}
 
@@ -136,33 +138,35 @@ def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array
 
 
 def _check_axes(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for arrays over explicit mesh axes: XLA alone knows how to split what lies between layers."""
+    """Raise ValueError for arrays over explicit mesh axes: XLA must decide how the arrays between layers are split."""
     for name, tree in arguments.items():
         for leaf in jax.tree.leaves(tree):
             if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
-                wanted = "axis_types=(jax.sharding.AxisType.Auto,) * number of axes, of jax.make_mesh"
-                raise ValueError(f"{name} must be split over automatic mesh axes ({wanted}), got explicit {explicit}")
+                how = "axis_types=(jax.sharding.AxisType.Auto,) * number of axes, of jax.make_mesh"
+                raise ValueError(f"{name} must be split over automatic mesh axes ({how}), got explicit {explicit}")
 
 
 def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> Any:
-    """Return integers as a numpy or jax array of their own dtype. Raises ValueError for others. shape: the shape that
-    they must have, None for any [B, T] that is not empty.
+    """Return integers as a numpy or jax array of their own dtype. Raises ValueError for other values. name: of the
+    argument; shape: the shape that they must have, None for any [B, T] that is not empty.
     """
     values = values if isinstance(values, jax.Array) else np.asarray(values)
-    wanted = "[B, T] with B, T >= 1" if shape is None else list(shape)
+    expected = "[B, T] with B, T >= 1" if shape is None else list(shape)
     fits = values.ndim == 2 and values.size > 0 if shape is None else values.shape == shape
     if not fits or not jnp.issubdtype(values.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers {wanted}, got {values.dtype}{list(values.shape)}")
+        raise ValueError(f"{name} must be integers {expected}, got {values.dtype}{list(values.shape)}")
     return values
 
 
 def _in_range(name: str, values: Any, least: int, below: int, segment_ids: Any) -> jax.Array | None:
-    """Return whether the numbers of each token are at least `least` and below `below`, bool[B, T]; None if all are.
+    """Check values int[B, T, ...], at least `least` and below `below`; None if they can be read, and all fit.
 
-    Padding, where segment_ids are negative, always fits. Raises ValueError for the first number that is known not to.
+    Values that cannot be read, as jax traces them or other processes have them, are checked on the device: returns
+    bool[B, T], whether all those of a token fit. Padding, where segment_ids are negative, always fits. Raises
+    ValueError, with the argument's name, for the first value that is read and does not fit.
     """
-    known = not any(isinstance(each, jax.core.Tracer) for each in (values, segment_ids))
-    if known and getattr(values, "is_fully_addressable", True):
+    is_concrete = not any(isinstance(each, jax.core.Tracer) for each in (values, segment_ids))
+    if is_concrete and getattr(values, "is_fully_addressable", True):
         values, segment_ids = jax.device_get((values, segment_ids))
     else:
         values, below = jnp.asarray(values, jnp.int32), min(below, _INT32.max)

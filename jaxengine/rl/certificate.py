@@ -65,6 +65,8 @@ class Certificate:
         return not self.rollout_recomputed.mismatches and not self.rollout_trainer.mismatches
 
     def __str__(self) -> str:
+        """Return the certificate as text: a line for each computation, and one for the engine."""
+
         def line(name: str, total: float, found: Agreement) -> str:
             differing = f"{found.mismatches} of {self.num_tokens} bit patterns differ"
             return f"{name:<11}{total:.9g}  {differing}, at most by {found.largest:.3g}"
@@ -101,8 +103,8 @@ def certify(
       sampling_params: of each request, by default 16 tokens of temperature 1, with a seed for each prompt. One
         completion of a prompt is compared.
 
-    Raises ValueError for prompts that are none, and for a model without weights; else as `generate`, `get_logprobs` and
-    `log_probs` do.
+    Raises ValueError if there are no prompts or one is empty, and for a model without weights; else as `generate`,
+    `get_logprobs` and `log_probs` do.
     """
     module = getattr(model, "module", model)
     params = getattr(model, "params", None) if params is None else params
@@ -112,10 +114,10 @@ def certify(
         raise ValueError(f"prompts must be lists of token ids, none of them empty, got {len(prompts)} prompts")
     config = llm.core.config
     chosen = sampling_params or SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
-    asked = [chosen.clone_with(logprobs=0, n=1) for _ in prompts]
+    given = [chosen.clone_with(logprobs=0, n=1) for _ in prompts]
     if sampling_params is None:
-        asked = [own.clone_with(seed=number) for number, own in enumerate(asked)]
-    outputs = llm.generate([list(prompt) for prompt in prompts], asked, use_tqdm=False)
+        given = [own.clone_with(seed=number) for number, own in enumerate(given)]
+    outputs = llm.generate([list(prompt) for prompt in prompts], given, use_tqdm=False)
     completions = [list(output.outputs[0].token_ids) for output in outputs]
     rollout = _joined(
         [position[token].logprob for token, position in zip(own, output.outputs[0].logprobs, strict=True)]
@@ -139,14 +141,14 @@ def certify(
 
 
 def _joined(values: Any) -> np.ndarray:
+    """Return the numbers of several sequences as one array f32[N]."""
     return np.concatenate([np.asarray(own, np.float32) for own in values])
 
 
 def _trained(
     module: Any, params: Any, prompts: Sequence[Sequence[int]], completions: list[list[int]], exact: bool
 ) -> np.ndarray:
-    """Compute log-probabilities f32[N] of the tokens of all completions, one after the other, by the trainer's forward
-    pass.
+    """Compute log-probabilities f32[N] of the tokens of all completions, concatenated, by the trainer's forward pass.
 
     module, params: model and weights. prompts: token ids before each completion. exact: as of `jaxengine.rl.forward`.
     """
@@ -160,6 +162,7 @@ def _trained(
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of a certificate; the device is this process's first."""
     device = jax.devices()[0]
     return {
         "jaxengine": __version__,

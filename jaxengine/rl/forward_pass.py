@@ -1,4 +1,4 @@
-"""Forward pass that a trainer differentiates: the modules that serve, over whole sequences."""
+"""Forward pass that a trainer differentiates: the engine's own modules, over whole sequences."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def forward(
     axes.
 
     Args:
-      model: gives the family and its shape; its own weights are not read.
+      model: of the family, with its shape; its own weights are not read.
       params: weights, an `nnx.State` as `nnx.state(model)` gives.
       segment_ids: int32[B, T], for several sequences in a row. Neighbours with equal ids are a segment, and a token
         sees only its own segment up to itself. Negative ids are padding. None: each row is one segment.
-      positions: int32[B, T], for rope; None to count from 0 in each segment. Windows count tokens, whatever these say.
-      remat: compute each layer again for its gradient, instead of keeping what it computed.
+      positions: int32[B, T], for rope; None to count from 0 in each segment. Windows count tokens, not positions.
+      remat: compute each layer again for its gradient, instead of keeping its intermediate arrays.
       exact: return the bits that an engine with rl_exact computes, by the programs' own kernels in the engine's one
         form; the gradient is that of the forward pass without it, which is computed for it. On CPUs, for arrays that
         are not split over devices. Logits of padding are meaningless.
@@ -50,12 +50,13 @@ def forward(
         them (rollout routing replay): only the choice is replayed, and gradients reach the router through the weights
         that its scores give the chosen. Where one is negative the router chooses. None: it always does.
 
-    Tokens must be ids of the vocabulary, positions at least 0 and, where they have learned vectors, of these; padding
-    is not looked at. Under `jax.jit` such numbers are not known: a token of which one is out of range gets NaN there.
+    Tokens must be ids of the vocabulary, positions at least 0 and, for a model with learned vectors of positions, below
+    their number; padding is not checked. Under `jax.jit` the values cannot be read: if one of a token is out of range,
+    its logits are NaN.
 
     Raises ValueError for a model that has no such forward pass (a pooling model, a pipeline stage, one built for
     several devices, quantised weights), for arguments whose shape, dtype or range does not fit, for arrays over
-    explicit mesh axes, for routed_experts of a model without experts, and for exact=True where bits cannot be the same.
+    explicit mesh axes, for routed_experts of a model without experts, and for exact=True if the bits cannot be equal.
     """
     given = _checked_for(exact, model, params, tokens, segment_ids, positions, routed_experts)
     return _forward(model, params, given, remat, exact)
@@ -100,7 +101,7 @@ def hidden_states(
 
 
 def _checked_for(exact: bool, model: CausalLM, params: Any, *arguments: Any) -> Arguments:
-    """Check the arguments of `forward`. Raises as it does."""
+    """Check the arguments of `forward`, in its order, and return them. Raises as it does."""
     given = checked(model, params, *arguments)
     if exact:
         if given.experts is not None:
@@ -128,6 +129,7 @@ def _logits(
     *,
     remat: bool,
 ) -> jax.Array:
+    """Compute logits f32[B, T, V] of checked arguments. graph: of the model, from `nnx.split`."""
     sections: dict[str, Any] = {"recompute": Recompute()} if remat else {}
     if experts is not None:
         sections["routed_experts"] = ReplayedExperts(experts)
@@ -185,6 +187,7 @@ def _token_log_probs(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Arra
 def _states(
     graph: Any, params: Any, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
 ) -> jax.Array:
+    """Compute the hidden states of `hidden_states` from checked arguments. graph: of the model, from `nnx.split`."""
     model = nnx.merge(graph, params)
     counts = range(model.config.num_layers)
     capture = Capture(counts)

@@ -36,8 +36,8 @@ _RENAMED = {"max_output_tokens": "max_tokens", "min_output_tokens": "min_tokens"
 def named_tensors(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a Levanter model's `haliax.state_dict.to_state_dict`, in Hugging Face's shapes.
 
-    The names are Hugging Face's already. Attention projections have an axis for each of heads, groups and dimensions
-    of a head, which are joined.
+    The names are already Hugging Face's. Attention projections have separate axes for heads, groups and dimensions of a
+    head, which are joined.
     """
     for name, array in state_dict.items():
         match name.split(".")[-2:]:
@@ -59,14 +59,15 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
 
     Attributes:
       tokenizer: the model's, as a transformers object.
-      mesh, axis_mapping: for marin's weight transfer, which then delivers tensors on the host.
+      model_name: of the model, in completions.
+      mesh, axis_mapping: none, so that marin's weight transfer delivers tensors on the host.
     """
 
     mesh = None
     axis_mapping: Mapping[str, str] = {}
 
     def __init__(self, llm: LLM, *, model_name: str | None = None):
-        """model_name: reported in completions and as the policy's identity; None for the engine's model.
+        """Take an engine. model_name: reported in completions and as the policy's identity; None: the engine's model.
 
         Raises RequestError if the engine has no tokenizer.
         """
@@ -75,7 +76,7 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         self.model_name = model_name or str(llm.core.config.model)
 
     def start_server(self, model: Any) -> None:
-        """Give the engine the weights of a Levanter model; None leaves those that it has."""
+        """Give the engine the weights of a Levanter model; None leaves its own. Raises as `reload_model`."""
         if model is not None:
             self.reload_model(model, None)
 
@@ -98,7 +99,7 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         self._llm.shutdown()
 
     def get_metrics(self) -> dict[str, float]:
-        """Return the engine's counters and gauges; those of a name are added."""
+        """Return the values of the engine's counters and gauges by name, each summed over its labels."""
         found: dict[str, float] = {}
         for each in self._llm.get_metrics():
             if isinstance(each, Metric):
@@ -148,8 +149,8 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
     def generate_token_rollouts(self, batch: Any) -> Any:
         """Answer a TokenizedRolloutBatchRequest; return a TokenizedRolloutBatchResult.
 
-        A generation that was aborted or failed is one of its failures. Each rollout's metadata tell the
-        weight_versions that made its tokens: (version, start, end). Raises as `batch_completions`.
+        A generation that was aborted or failed is one of its failures. A rollout's metadata have weight_versions, of
+        the weights that made its tokens: (version, start, end) each. Raises as `batch_completions`.
         """
         began = time.monotonic()
         prompts = [{"prompt_token_ids": [*request.prompt_token_ids]} for request in batch.requests]
@@ -189,6 +190,7 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
 
     @staticmethod
     def _conversation(prompt: str | Sequence[Mapping[str, Any]], system_prompt: str | None) -> list[Mapping[str, Any]]:
+        """Return the messages of a prompt. Raises ValueError for a conversation together with a system prompt."""
         if not isinstance(prompt, str):
             if system_prompt is not None:
                 raise ValueError(f"system_prompt must be None for conversations, got {system_prompt!r}")
@@ -213,6 +215,7 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         )
 
     def _choice(self, prompt: list[int], answer: CompletionOutput) -> dict[str, Any]:
+        """Return the fields of a ChatCompletion's choice, with the token ids of the prompt and the answer."""
         names = self.tokenizer.convert_ids_to_tokens([*answer.token_ids])
         content = [
             {"token": name or f"<id_{token}>", "logprob": float(logprob), "bytes": None, "top_logprobs": []}

@@ -20,7 +20,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _READY = re.compile(r"jaxengine is ready: (https?://\S+?)(?:,|$)")
-# The server ends running requests, then its processes.
+# Time in which the server may end running requests and then its processes, before it is killed.
 _END_SECONDS = 60.0
 
 
@@ -30,7 +30,8 @@ class ServedModel:
 
     Attributes:
       base_url: without /v1.
-      model_id: the name by which requests call the model.
+      model_id: name of the model in requests.
+      process: the server.
     """
 
     base_url: str
@@ -48,6 +49,7 @@ class JaxengineBackend:
     """marin's ServingBackend over `jaxengine serve`.
 
     Attributes:
+      name: of the backend, for marin.
       startup_timeout_seconds: after which a server that is not ready is ended.
       extra_args: further words of the command line.
     """
@@ -60,8 +62,9 @@ class JaxengineBackend:
     def serve(self, spec: Any) -> Iterator[ServedModel]:
         """Serve a ModelSpec while the context is open; yields the server once it is ready, on a free port of localhost.
 
-        Chips that tensor parallelism leaves hold replicas. Raises ValueError if it does not divide them, RuntimeError
-        if the server ends or is not ready in time; what the server says is logged and on stderr.
+        The chips are divided among replicas of tensor_parallel_size each. Raises ValueError if that is not possible,
+        RuntimeError if the server ends or is not ready in time. The server's standard output is logged; its errors go
+        to this process's stderr.
         """
         replicas, rest = divmod(spec.num_chips, spec.tensor_parallel_size)
         if rest or not replicas:
@@ -86,9 +89,10 @@ class JaxengineBackend:
 
 
 class _Output(threading.Thread):
-    """Reader of what a server prints: it is logged, and its URL is kept."""
+    """Thread that reads a server's standard output: it is logged, and its URL is kept."""
 
     def __init__(self, process: subprocess.Popen[str]):
+        """Start to read. process: its stdout is a pipe."""
         super().__init__(name="jaxengine-serve", daemon=True)
         self._process = process
         self._url: str | None = None
@@ -96,6 +100,7 @@ class _Output(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Read until the output ends."""
         assert self._process.stdout is not None
         for line in map(str.rstrip, self._process.stdout):
             logger.info("%s", line)
@@ -105,7 +110,7 @@ class _Output(threading.Thread):
         self._decided.set()
 
     def url(self, seconds: float) -> str:
-        """Wait until the server is ready. Raises RuntimeError if it ends or is not ready in time."""
+        """Wait until the server is ready; return its URL. Raises RuntimeError if it ends or is not ready in time."""
         if not self._decided.wait(seconds):
             raise RuntimeError(f"the server was not ready within {seconds} s")
         if self._url is None:

@@ -23,7 +23,7 @@ from jaxengine.rl.trees import flat, in_first, in_float32, named_arrays, out_las
 
 Turn = Callable[[np.ndarray], np.ndarray]
 
-# Gemma 3 scans over blocks of so many layers; those that are left over follow unscanned.
+# Number of layers in a block that Gemma 3 scans over; the remaining layers follow unscanned.
 GEMMA3_PERIOD = 6
 
 _ATTENTION: dict[str, tuple[str, Turn]] = {
@@ -84,9 +84,10 @@ class _Family:
 
     Attributes:
       layer: names within a layer, with Hugging Face's and how an array is transposed.
-      query_scaled: the query kernel is divided by the root of the head dimension.
+      query_scaled: the query kernel is divided by the square root of the head dimension.
       norm_offset: number that norms have in addition to those of Hugging Face.
-      embedding_scaled: the dtype of the root of the hidden size that embeddings are multiplied by; None for none.
+      embedding_scaled: embeddings are multiplied by the square root of the hidden size in this dtype; None: they are
+        not.
       paired: a layer of MaxText is two of Hugging Face, a local one and a global one.
     """
 
@@ -112,8 +113,14 @@ MODEL_TYPES = (*_FAMILIES, "gemma3")
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Location of a MaxText tensor: the layers that it holds, its name in them, and whether they are scanned."""
+class _Location:
+    """Location of a MaxText tensor.
+
+    Attributes:
+      name: within its layer, or its whole name outside the layers.
+      layers: Hugging Face's numbers of the layers that it holds; empty outside the layers.
+      is_scanned: whether it has an axis for them.
+    """
 
     name: str
     layers: Sequence[int] = field(default=())
@@ -130,7 +137,7 @@ def named_tensors(
       config: the fields of the Hugging Face model's config.json, or the folder with it.
       scan_axis: the axis of scanned arrays that counts layers, MaxText's `param_scan_axis`.
 
-    An array is converted when its tensors are requested, in host memory. Raises ValueError for an unknown family or
+    An array is converted, in host memory, when the iterator comes to it. Raises ValueError for an unknown family or
     names, OSError for a folder without config.json; the iterator raises ValueError for an array that has another number
     of layers than `config`.
     """
@@ -143,13 +150,19 @@ def named_tensors(
     arrays = {_PREFIXES.sub("", name): array for name, array in named_arrays(params)}
     model = _Model(family, text, "model.language_model." if text is not outer else "model.")
     kind_text = f"MaxText's for {kind}"
-    refuse_unknown(arrays, lambda name: model.place(name) is not None, kind_text)
+    refuse_unknown(arrays, lambda name: model.location(name) is not None, kind_text)
     return model.tensors(arrays, scan_axis)
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A family with a model's shape. prefix: of the Hugging Face names."""
+    """A family with a model's shape.
+
+    Attributes:
+      family: names and layouts.
+      config: fields of the Hugging Face model's config.json, of its text model if it has several.
+      prefix: of the Hugging Face names.
+    """
 
     family: _Family
     config: Mapping[str, Any]
@@ -157,33 +170,35 @@ class _Model:
 
     @property
     def _num_layers(self) -> int:
+        """Number of layers, as Hugging Face counts them."""
         return int(self.config["num_hidden_layers"])
 
     @property
     def _head_dim(self) -> int:
+        """Dimension of a head."""
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
 
-    def place(self, name: str) -> _Place | None:
+    def location(self, name: str) -> _Location | None:
         """Return the location of a tensor by its MaxText name; None for an unknown name."""
         if name in _TOP:
-            return _Place(name)
+            return _Location(name)
         if match := _OF_BLOCK.fullmatch(name):
             whole = self._num_layers - self._num_layers % GEMMA3_PERIOD
-            found = _Place(match[2], range(int(match[1]), whole, GEMMA3_PERIOD), True)
+            found = _Location(match[2], range(int(match[1]), whole, GEMMA3_PERIOD), True)
         elif match := _LEFT_OVER.fullmatch(name):
             whole = self._num_layers - self._num_layers % GEMMA3_PERIOD
-            found = _Place(match[2], [whole + int(match[1])])
+            found = _Location(match[2], [whole + int(match[1])])
         elif match := _SCANNED.fullmatch(name):
-            found = _Place(match[1], range(self._num_layers // (2 if self.family.paired else 1)), True)
+            found = _Location(match[1], range(self._num_layers // (2 if self.family.paired else 1)), True)
         elif match := _ALONE.fullmatch(name):
-            found = _Place(match[2], [int(match[1])])
+            found = _Location(match[2], [int(match[1])])
         else:
             return None
         if self.family.paired:
             if (match := _PAIRED.fullmatch(found.name)) is None:
                 return None
             odd = match[2] == "global"
-            found = _Place(f"{match[1]}.{match[3]}", [2 * layer + odd for layer in found.layers], found.is_scanned)
+            found = _Location(f"{match[1]}.{match[3]}", [2 * layer + odd for layer in found.layers], found.is_scanned)
         return found if found.name in self.family.layer else None
 
     def tensors(self, arrays: Mapping[str, Any], scan_axis: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -192,15 +207,15 @@ class _Model:
         scan_axis and errors: as of `named_tensors`.
         """
         for name, array in arrays.items():
-            place, host = self.place(name), on_host(array)
-            assert place is not None
+            location, host = self.location(name), on_host(array)
+            assert location is not None
             if name in _TOP:
                 yield self._top(name, host)
                 continue
-            hf_name, turn = self.family.layer[place.name]
-            turn = self._turned(place.name, turn)
-            each = _by_layer(name, host, scan_axis, len(place.layers)) if place.is_scanned else host[None]
-            for layer, one in zip(place.layers, each, strict=True):
+            hf_name, turn = self.family.layer[location.name]
+            turn = self._turned(location.name, turn)
+            each = _by_layer(name, host, scan_axis, len(location.layers)) if location.is_scanned else host[None]
+            for layer, one in zip(location.layers, each, strict=True):
                 full = f"{self.prefix}layers.{layer}.{hf_name}"
                 if "{expert}" not in hf_name:
                     yield full, turn(one)

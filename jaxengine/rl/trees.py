@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+# Number of unknown names in an error's text.
 MAX_SHOWN = 10
 
 
@@ -20,6 +21,7 @@ def named_arrays(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of a tree, under names that begin with `path`; None is no array."""
     if isinstance(tree, nnx.Variable):
         tree = tree.get_value()
     elif hasattr(tree, "unbox"):
@@ -35,7 +37,7 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_unknown(names: Iterable[str], is_known: Callable[[str], bool], kind: str) -> None:
-    """Raise ValueError that lists the unknown names. kind: what they should be, for its text."""
+    """Raise ValueError, with the first ones, if there are unknown names. kind: whose names are known, for its text."""
     if unknown := [name for name in names if not is_known(name)]:
         more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
         raise ValueError(f"params has names that are not {kind}: {', '.join(unknown[:MAX_SHOWN])}{more}")

@@ -27,7 +27,7 @@ from jaxengine.rl.trees import named_arrays
 from jaxengine.rl.tunix_names import named_tensors
 from jaxengine.runner.weight_names import Renamed
 
-# By its name: it is in no extra, as it asks for an older safetensors than jaxengine does (and works with this one).
+# Imported by name: it is in no extra, as it requires an older safetensors than jaxengine (and works with this one).
 try:
     _tunix: Any = import_module("tunix.rl.rollout.base_rollout")
 except ImportError as error:
@@ -43,10 +43,11 @@ class Frozen(nnx.Variable[jax.Array]):
 
 
 class TunixModel(nnx.Module):
-    """Model of jaxengine with Tunix's calling convention: the modules that serve, over whole rows of tokens.
+    """Model of jaxengine with Tunix's calling convention: the engine's own modules, over whole rows of tokens.
 
     Attributes:
       module: the family's own module, as `jaxengine.open_model` returns it.
+      remat: compute each layer again for its gradient.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class TunixModel(nnx.Module):
         """Return logits float32[B, T, V] of tokens int32[B, T], and no cache.
 
         positions: int32[B, T], for rope; None to count from 0. segment_ids: int32[B, T], with 0 for padding. Without
-        them a token that does not attend to itself, by the diagonal of attention_mask [B, T, T], is padding; other
-        masks than causal ones are not looked at. Raises ValueError for a cache.
+        them a token that does not attend to itself, by the diagonal of attention_mask [B, T, T], is padding; the rest
+        of the mask is ignored: attention is causal. Raises ValueError for a cache.
         """
         if cache is not None:
             raise ValueError("cache must be None: the engine generates, and this model only trains")
@@ -97,6 +98,9 @@ class JaxengineRollout(_tunix.BaseRollout):
     """Tunix's interface of a rollout engine, over an `LLM`.
 
     Give Tunix `functools.partial(JaxengineRollout, llm=llm)` as `ClusterConfig.rollout_engine`.
+
+    Attributes:
+      mesh: the mesh that Tunix's `with` statements use; None for none.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class JaxengineRollout(_tunix.BaseRollout):
             self.update_params(nnx.state(rollout_actor, nnx.Param))
 
     def generate(self, prompts: str | list[str], rollout_config: Any, **kwargs: Any) -> Any:
-        """Answer each prompt once, as the RolloutConfig says; return a RolloutOutput. A text is one prompt.
+        """Answer each prompt once, with a RolloutConfig's parameters; return a RolloutOutput. A text is one prompt.
 
         kwargs: fields of SamplingParams, which override those of the config. With a seed each prompt of each call draws
         its own numbers, and the same calls give the same answers. Tokens have no padding, and end with the token that
@@ -164,7 +168,7 @@ class JaxengineRollout(_tunix.BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **_: Any) -> jax.Array:
-        """Return the log-probabilities float32[B, C] of completions [B, C], by the programs that serve; 0 for padding.
+        """Return the log-probabilities float32[B, C] of completions [B, C], by the engine's programs; 0 for padding.
 
         prompt_tokens: [B, P], padded on the left; completions are padded on the right. Where pad_id ends answers too,
         their last token counts as padding. Raises ValueError where the rollout's temperature is neither 0 nor 1: these
@@ -186,9 +190,9 @@ class JaxengineRollout(_tunix.BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Replace the engine's weights by the trained ones: all of them or, with WeightUpdateError, none.
 
-        params: of the kind of model that `__init__` was given, an nnx.State. Arrays are copied where the engine would
-        take them over, as a trainer may donate its own. Raises ValueError for LoRA parameters (`filter_types` has their
-        type), and for a TunixModel for other weights than the trained ones.
+        params: of the kind of model that `__init__` was given, an nnx.State. Arrays that the engine would use as its
+        own are copied, as a trainer may donate them later. Raises ValueError for LoRA parameters (`filter_types` has
+        their type), and for a TunixModel for other weights than the trained ones.
         """
         if any(isinstance(kind, type) and issubclass(kind, nnx.LoRAParam) for kind in filter_types or ()):
             raise ValueError("LoRA parameters are not taken: merge them into the weights, or train all weights")
@@ -211,13 +215,16 @@ class JaxengineRollout(_tunix.BaseRollout):
         return _token(self._tokenizer, "eos_id")
 
     def model(self) -> None:
-        """Return None: the engine's weights are its own, so that Tunix gives it new ones after a step.
+        """Return None: the engine's weights are its own, so that Tunix updates them after a step.
 
         ClusterConfig.offload_to_cpu, which moves this model, must be False; `LLM.sleep` frees an engine's devices.
         """
 
     def _update(self, params: Any, strict: bool) -> None:
-        # Tunix forbids transfers on a CPU, where the engine looks whether the numbers are finite.
+        """Replace the engine's weights by those of an nnx.State. strict: none may be missing; read for those of a
+        TunixModel, as others must always be complete.
+        """
+        # Tunix forbids transfers on a CPU, where the engine checks that the numbers are finite.
         with jax.transfer_guard("allow"):
             if self._own:
                 self._llm.update_weights(jax.tree.map(jnp.copy, params), strict=strict)
@@ -237,9 +244,9 @@ class JaxengineRollout(_tunix.BaseRollout):
         if config.return_logprobs:
             check_logprobs(engine.logprobs_mode, config.temperature)
         for name in ("tensor_parallel_size", "data_parallel_size"):
-            asked, has = getattr(config, name), getattr(engine, name)
-            if asked not in (-1, has):
-                raise ValueError(f"{name} must be -1 or the engine's, {has}, got {asked}")
+            given, own = getattr(config, name), getattr(engine, name)
+            if given not in (-1, own):
+                raise ValueError(f"{name} must be -1 or the engine's, {own}, got {given}")
         if config.rollout_mapping_config is not None:
             raise ValueError("rollout_mapping_config has names of other engines: give JaxengineRollout a mapping")
         longest = engine.max_model_len
@@ -272,9 +279,11 @@ class JaxengineRollout(_tunix.BaseRollout):
         return SamplingParams(**fields | dict(more))
 
     def _ends(self, config: Any) -> list[int]:
+        """Return the tokens that end an answer: those of a RolloutConfig, or the tokenizer's."""
         return [int(token) for token in config.eos_tokens or [self.eos_id()]]
 
     def _without_end(self, answer: Any, config: Any) -> list[int]:
+        """Return the token ids of an answer without the one that ended it, if any."""
         ids = [*answer.token_ids]
         return ids[:-1] if ids and answer.finish_reason == "stop" and ids[-1] in self._ends(config) else ids
 

@@ -13,7 +13,7 @@ from jaxengine.rl.trees import flat, in_first, named_arrays, out_last, refuse_un
 
 Turn = Callable[[np.ndarray], np.ndarray]
 
-# Names without the layer's number, of modules outside and within layers. Several names: along a first axis.
+# Names outside the layers, with Hugging Face's and how an array is transposed.
 _TOP: dict[str, tuple[str, Turn]] = {
     "embedder.input_embedding": ("model.embed_tokens.weight", same),
     "final_norm.w": ("model.norm.weight", same),
@@ -27,6 +27,8 @@ def _heads_first(array: np.ndarray) -> np.ndarray:
     return array.transpose(0, 2, 1).reshape(-1, array.shape[1])
 
 
+# Names within a layer, with Hugging Face's and how an array is transposed. An array with several has them on its first
+# axis.
 _LAYER: dict[str, tuple[tuple[str, ...], Turn]] = {
     "attn.q_proj.w": (("self_attn.q_proj.weight",), in_first),
     "attn.k_proj.w": (("self_attn.k_proj.weight",), in_first),
@@ -58,7 +60,7 @@ _LAYER: dict[str, tuple[tuple[str, ...], Turn]] = {
     "pre_ffw_norm.scale": (("pre_feedforward_layernorm.weight",), same),
     "post_ffw_norm.scale": (("post_feedforward_layernorm.weight",), same),
 }
-# Of all experts, along a first axis.
+# Names within a layer of arrays whose first axis is that of all experts.
 _EXPERTS = {f"mlp.{name}_proj": f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")}
 _OF_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -66,8 +68,8 @@ _OF_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 def named_tensors(params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Return an iterator over (Hugging Face name, array) of the parameters of one of Tunix's models.
 
-    params: an nnx.State, an nnx.Module, or nested mappings. An array is converted, in host memory, when its tensors are
-    requested. Raises ValueError for unknown names.
+    params: an nnx.State, an nnx.Module, or nested mappings. An array is converted, in host memory, when the iterator
+    comes to it. Raises ValueError for unknown names.
     """
     arrays = dict(named_arrays(params))
     refuse_unknown(arrays, _is_known, "those of Tunix's Llama 3, Qwen 2, Qwen 3, Gemma and Gemma 3")
@@ -75,11 +77,13 @@ def named_tensors(params: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _is_known(name: str) -> bool:
+    """Return whether Tunix's models have parameters of this name."""
     match = _OF_LAYER.fullmatch(name)
     return name in _TOP if match is None else match[2] in _LAYER or match[2] in _EXPERTS
 
 
 def _tensors(arrays: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the Hugging Face names and arrays of arrays by Tunix's names, all of which are known."""
     for name, array in arrays.items():
         host, match = on_host(array), _OF_LAYER.fullmatch(name)
         if match is None:

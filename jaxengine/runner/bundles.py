@@ -34,15 +34,19 @@ _X86 = re.compile(r"(s?sse|avx|fma|f16c|bmi|amx|v?aes|v?pclmul|sha|gfni|adx)\w*|
 
 
 def executables_of(config: ResolvedConfig) -> Place:
-    """Return where an engine's programs are kept: its bundle, or the folder of executables. Raises as Bundle does."""
+    """Return where an engine's programs are kept: its bundle, or the folder of executables.
+
+    Raises ConfigError as Bundle does.
+    """
     directory = config.compile_cache_dir
     return directory if config.bundle is None else Bundle(config.bundle, config.bundle_key_file, directory)
 
 
 def with_bundle(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any]) -> ResolvedConfig:
-    """Return the config of an engine that takes the bundle it names, with as many KV pages as that was built for.
+    """Return the config of an engine that uses the bundle which it names, with as many KV pages as that was built for.
 
-    Raises ConfigError if there is no such bundle, or it was built for something else, which the message names.
+    config: with a bundle. devices: of all stages. Raises ConfigError if there is no such bundle, if it was built for
+    something else, which the message names, or if the engine needs what no bundle has.
     """
     assert config.bundle is not None
     refuse_unknown_code(source, config)
@@ -55,7 +59,9 @@ def with_bundle(source: ModelSource, config: ResolvedConfig, devices: Sequence[A
 
 
 def refuse_unknown_code(source: ModelSource, config: ResolvedConfig) -> None:
-    """Raise ConfigError for code of a user's own, of which a bundle could not tell whether it has changed."""
+    """Raise ConfigError for a user's own code in model or logits processors, of which a bundle could not tell whether
+    it has changed.
+    """
     if has_custom_class(source.config):
         problem = f"the class of {source.config.architecture} is your own, and bundles have jaxengine's only"
         raise ConfigError.because("bundle", problem, "leave bundle out")
@@ -66,15 +72,16 @@ def refuse_unknown_code(source: ModelSource, config: ResolvedConfig) -> None:
 
 
 def about(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any], *, built: bool) -> About:
-    """Return what programs of an engine are compiled for.
+    """Return what programs of an engine are compiled for: facts of versions and devices, options, and the model.
 
-    devices: of all stages. built: they are those to compile for, which need not exist; False: those that are here.
+    devices: of all stages. built: whether a bundle is being built for these devices, which need not exist here.
     """
     model = {field.name: getattr(source.config, field.name) for field in dataclasses.fields(source.config)}
     return About(_facts(devices, built), compiled_options(config), {name: _short(each) for name, each in model.items()})
 
 
 def _facts(devices: Sequence[Any], built: bool) -> dict[str, Any]:
+    """Return versions, compiler flags and devices as JSON values by name; arguments as of `about`."""
     first = devices[0]
     kind = "gpu" if first.platform in ("gpu", "cuda") else first.platform
     found: dict[str, Any] = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "platform": kind}
@@ -115,6 +122,7 @@ def _cuda_of_driver() -> int:
 
 
 def _version(package: str) -> str | None:
+    """Return the version of an installed package, None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -122,5 +130,6 @@ def _version(package: str) -> str | None:
 
 
 def _short(value: Any) -> str:
+    """Return a value's repr, or the digest of a long one."""
     text = repr(value)
     return text if len(text) <= _LONG else f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

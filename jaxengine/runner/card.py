@@ -2,7 +2,7 @@
 
 jax takes three quarters of a card when it first looks for devices, unless the environment says otherwise; no program
 of its process has more afterwards. An engine that comes first says how much. `gpu_memory_utilization` is what it plans
-for; the client takes a little more, for the holes between what is allocated and given back.
+for; the client takes a little more, for gaps between allocations.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 _FRACTIONS = FRACTION, OLD_FRACTION
 JAX_SHARE = 0.75
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"
-# One part in so many of what the client has is left for holes.
-_HOLES = 32
+# One part in so many of what the client has is left for gaps.
+_GAPS = 32
 _CPU_DEVICES = "jax_num_cpu_devices"
 
 
 def client_share(utilization: float) -> float:
-    """The share of a card that a client needs for an engine to plan for `utilization` of it, both at most 1."""
-    return min(1.0, utilization * _HOLES / (_HOLES - 1))
+    """Return the share of a card that a client needs for an engine to plan for `utilization` of it, both at most 1."""
+    return min(1.0, utilization * _GAPS / (_GAPS - 1))
 
 
 def usable(limit: int) -> int:
-    """Bytes that an engine may plan for of those that a client has, `limit`."""
-    return limit - limit // _HOLES
+    """Return the bytes that an engine may plan for of the `limit` bytes that a client has."""
+    return limit - limit // _GAPS
 
 
 def claim_card(utilization: float) -> None:
-    """Has jax's client take the share of each CUDA card that `utilization` needs, if there is a plugin for such cards.
+    """Make jax's client take the share of each CUDA card that `utilization` needs, if there is a plugin for such cards.
 
-    Does nothing where the environment says how much, and warns where jax has its devices already: the client then has
-    what it has. To be called before anything asks jax for devices.
+    Sets an environment variable, unless one says already how much to take. Where jax has its devices already this has
+    no effect: it warns if the client then has less than is needed. Call it before jax looks for devices.
     """
     if not any(map(_is_installed, _PLUGINS)) or any(name in os.environ for name in _FRACTIONS):
         return
@@ -58,17 +58,18 @@ def claim_card(utilization: float) -> None:
 
 
 def client_environment(utilization: float) -> dict[str, str]:
-    """The environment variables by which a process's client takes what `utilization` needs."""
+    """Return the environment variables with which a process's client takes what `utilization` needs."""
     return {FRACTION: f"{client_share(utilization):.4f}"}
 
 
 def card_bytes(limit: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Bytes of a card of which a client that was started in this environment has `limit`."""
+    """Return the bytes of a card of which a client that was started in this environment has `limit` bytes."""
     given = next((environment[name] for name in _FRACTIONS if environment.get(name)), None)
     return int(limit / (JAX_SHARE if given is None else float(given)))
 
 
 def _is_installed(module: str, find: Callable[[str], object] = find_spec) -> bool:
+    """Whether a module can be imported; imports its parent packages only. find: in place of find_spec, for tests."""
     try:
         return find(module) is not None
     except ModuleNotFoundError:  # a parent package is missing
@@ -76,7 +77,7 @@ def _is_installed(module: str, find: Callable[[str], object] = find_spec) -> boo
 
 
 def _has_devices() -> bool:
-    """Whether jax has looked for its devices: then it refuses another number of CPU devices, which nobody asks for."""
+    """Whether jax has looked for its devices: it then refuses another number of CPU devices. Changes nothing."""
     before = getattr(jax.config, _CPU_DEVICES)
     try:
         jax.config.update(_CPU_DEVICES, 1 if before != 1 else 2)

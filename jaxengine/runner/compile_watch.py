@@ -22,11 +22,13 @@ class CompileWatch:
     """
 
     def __init__(self) -> None:
+        """Begin at 0, and have jax report compilations."""
         self.count = 0
         _listen()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
+        """Context in which this thread's compilations are counted, by this watch and not by one of a context around."""
         outer = getattr(_active, "watch", None)
         _active.watch = self
         try:
@@ -36,9 +38,7 @@ class CompileWatch:
 
 
 def _listen() -> None:
-    """Register the listener of jax's compilation events, once: jax cannot remove it again, so one
-    serves all engines.
-    """
+    """Register the listener of jax's compilation events, once: jax cannot remove it, so one serves all engines."""
     global _registered
     with _listening:
         if not _registered:
@@ -47,6 +47,7 @@ def _listen() -> None:
 
 
 def _count(event: str, duration_secs: float, **_: str | int | float) -> None:
+    """Count a compilation for the watch that this thread is in, if any: jax's listener."""
     watch = getattr(_active, "watch", None)
     if watch is not None and event == _EVENT:
         watch.count += 1

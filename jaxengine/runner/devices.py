@@ -41,21 +41,21 @@ BEFORE_LAYERS = ("embed", "layer_inputs")
 
 
 class SplitDraft(NamedTuple):
-    """Draft model or head of a stage before its weights are read. source: the open files of these weights."""
+    """Draft model or draft head of a stage before its weights are read."""
 
-    programs: Any
-    source: ModelSource
+    programs: Any  # DraftPrograms of its kind, whose `model` is abstract
+    source: ModelSource  # the open files of its weights
 
 
 class SplitStage(NamedTuple):
-    """A pipeline stage before its weights are read. draft: what drafts at it; None without one that has weights."""
+    """Pipeline stage before its weights are read."""
 
-    programs: StepPrograms
-    draft: SplitDraft | None
+    programs: StepPrograms  # whose `model` is abstract
+    draft: SplitDraft | None  # None without a draft model or head that has weights
 
     @property
     def models(self) -> list[Any]:
-        """Abstract models whose weights it has."""
+        """Abstract models whose weights it has: the stage's, and that of its draft."""
         return [self.programs.model, *([] if self.draft is None else [self.draft.programs.model])]
 
 
@@ -135,7 +135,7 @@ def open_stages(
 
     Closes the source when all weights are loaded. devices: of all stages, stage after stage. mesh: in the engine's
     axes, if the caller's mesh says how attention heads are split; else None. progress(done, total, what): called with
-    bytes.
+    the bytes of weights loaded, those of all, and the tensor's name.
 
     Raises ConfigError for a model that cannot be split in this way, ModelFileError for weights that do not fit, and the
     errors of jaxengine.runner.extensions.drafts.open.open_drafting.
@@ -165,7 +165,7 @@ def open_stages(
 
 
 def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]) -> MemoryPlan:
-    """The memory plan with which an engine starts on these devices; weights are neither read nor allocated.
+    """Return the memory plan with which an engine starts on these devices; weights are neither read nor allocated.
 
     Compiles or loads what start-up compiles before the pages are known. Raises as `open_stages`, and ConfigError where
     not even one request of max_model_len fits.
@@ -181,7 +181,10 @@ def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform,
 
 
 def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
-    """A StageRunner with shapes in the place of weights, which compiles and cannot run. place: of its programs."""
+    """Return a StageRunner with shapes in the place of weights, which compiles and cannot run.
+
+    place: of its programs, see ExecutableCache.
+    """
     mesh, own = stage.programs.mesh, []
     if stage.draft is not None:
         from jaxengine.runner.extensions.drafts.drafter import Drafter
@@ -195,10 +198,10 @@ def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
 def split_stages(
     source: ModelSource, config: ResolvedConfig, platform: Platform, layout: MeshLayout, meshes: Sequence[Any]
 ) -> list[SplitStage]:
-    """The model's stages in order, before any weights are read. Nothing is allocated; a draft's source stays open.
+    """Return the model's stages in order, before any weights are read. Nothing is allocated; a draft's source stays
+    open.
 
-    meshes: of each stage, with the axes of `layout`; abstract ones will do where nothing is to run. Raises as
-    `open_stages`.
+    meshes: of each stage, with the axes of `layout`; abstract ones if nothing is to run. Raises as `open_stages`.
     """
     stages = choose_stages(source.config, config, layout)
     models = [build_split(source.config, config, layout, stage) for stage in stages]
@@ -210,7 +213,7 @@ def split_stages(
     found = []
     for model, mesh in zip(models, meshes, strict=True):
         programs = step_programs(model, config, platform, mesh)
-        # Drafts are beside the only stage there is.
+        # With drafts there is one stage.
         own = None if draft is None else SplitDraft(draft.programs(draft.model, programs, config), draft.source)
         found.append(SplitStage(programs, own))
     return found
@@ -220,8 +223,7 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
     """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else so that the largest stage
     has the fewest bytes.
 
-    config: has the number of stages. Raises as `build_split` does if sizes must be computed, that is for several stages
-    without `pipeline_layers`.
+    Raises as `build_split` does if sizes must be computed, that is for several stages without `pipeline_layers`.
     """
     if config.pipeline_layers is not None:
         return stages_of(config.pipeline_layers)
@@ -308,8 +310,10 @@ def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: Resol
 
 
 def _sizes(model: CausalLM) -> list[int]:
+    """Return the bytes of each weight of an abstract model, over all devices."""
     return [param.num_bytes for param in declared_params(model)]
 
 
 def _part_of(progress: Progress, before: int, total: int) -> Progress:
+    """Return a progress function for a part of the work that begins after `before` of `total`."""
     return lambda done, _, what: progress(before + done, total, what)

@@ -60,4 +60,5 @@ def ends_heard(on_end: Callable[[], None]) -> Iterator[None]:
 
 
 def _raise(_number: int, _frame: Any) -> NoReturn:
+    """Raise SystemExit with the status of a process that SIGTERM ended: a signal handler."""
     raise SystemExit(_STATUS)

@@ -42,14 +42,12 @@ Shape = tuple[tuple[int, ...], Any, PartitionSpec]
 
 @dataclass(frozen=True)
 class Kept:
-    """Declaration of an array that a device keeps between steps: shape and dtype of its part, and `fill`, its initial
-    value.
-    """
+    """Declaration of an array that devices keep between steps."""
 
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec = RANKS
-    fill: int = 0
+    shape: tuple[int, ...]  # of one device's part
+    dtype: Any  # of its elements
+    spec: PartitionSpec = RANKS  # how devices' parts form the array
+    fill: int = 0  # initial value of every element
 
     def begin(self) -> jax.Array:
         """Return one device's initial array, every element `fill`."""
@@ -77,11 +75,11 @@ class Epilogue:
       arguments: names of its arguments: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or a
         section of Forwarded.
       changes: those arguments, fields of DeviceState, that it returns changed; they are donated.
-      output: the NamedTuple that the host reads: of all replicas, [replicas, ...].
+      output: class of the NamedTuple that it returns for the host, with arrays [replicas, ...].
       size_of: maps a bucket to the size of the program that serves it, the number of rows of its arguments from
         Forwarded; None for a bucket that it does not serve.
       width: tokens of a row in the steps that it serves; logits have size * width positions.
-      ends: no other epilogue can run on a step after it.
+      ends: whether it is the last one of a step: no other epilogue can run after it.
       of_model: as Program's.
     """
 
@@ -140,17 +138,12 @@ class EpilogueSpec:
 
 @dataclass(frozen=True)
 class StageShape:
-    """Model, configuration and mesh that a stage's programs are made for; it makes their abstract arrays.
+    """Model, configuration and mesh that a stage's programs are made for; it makes their abstract arrays."""
 
-    Attributes:
-      model: abstract, built for the mesh.
-      config: resolved for the platform.
-    """
-
-    model: CausalLM
-    config: ResolvedConfig
-    platform: Platform
-    mesh: Mesh
+    model: CausalLM  # abstract, built for the mesh
+    config: ResolvedConfig  # resolved for the platform
+    platform: Platform  # whose kernels the programs use
+    mesh: Mesh  # of the stage
 
     @cached_property
     def buckets(self) -> Buckets:
@@ -229,6 +222,7 @@ class DeviceExtension:
     score: Callable[..., jax.Array] | None = None
 
     def __init__(self, shape: StageShape):
+        """Extend a stage of this shape."""
         self.shape = shape
 
     def slots(self) -> Any:
@@ -282,11 +276,13 @@ class DeviceExtension:
         return ()
 
     def allocated(self) -> Mapping[str, Any]:
-        """Return abstract arrays, by purpose, that its half at a stage allocates, beside its sections of the state."""
+        """Return abstract arrays, by purpose, that its StageExtension allocates, besides its sections of the state."""
         return {}
 
     def memory(self) -> Mapping[str, int]:
-        """Return bytes of one device, by purpose, of arrays that it holds besides weights and workspace."""
+        """Return bytes of one device, by purpose, of the arrays that its part of a stage holds besides weights and
+        workspace: those of `allocated`, unless overridden.
+        """
         return {purpose: sum(map(part_bytes, jax.tree.leaves(own))) for purpose, own in self.allocated().items()}
 
     # Traced.
@@ -302,7 +298,9 @@ class DeviceExtension:
         return step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with what this extension keeps, and leaves to epilogues, from the model's outputs."""
+        """Return the pass with what this extension keeps in its state, and leaves to epilogues, of the model's outputs:
+        step.hidden, and what layers have stored in its sections.
+        """
         return step
 
     def remember(
@@ -310,6 +308,8 @@ class DeviceExtension:
     ) -> TokenState:
         """Return the state after an epilogue has chosen tokens: each is stored at its slot and position where is_kept
         is true.
+
+        slot, position, token_ids, is_kept: i32 and bool arrays [rows], of one device.
         """
         return tokens
 
@@ -335,6 +335,7 @@ class StageExtension:
     device.
 
     Attributes:
+      name: of the capability.
       weight_bytes: bytes of its own weights, and of what it keeps for slots.
       page_bytes: bytes that it keeps for each KV page.
       models: abstract models whose weights it has; prefix: of their names in tables of weights.
@@ -367,17 +368,16 @@ class StageExtension:
         return 0
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """Estimate program_bytes and workspace_bytes before the number of pages is known. params: the
-        model's leaves.
-        """
+        """Estimate (program_bytes, workspace_bytes) before the number of pages is known. params: the model's leaves."""
         return 0, 0
 
     def plan_pool(self, num_pages: int) -> None:
         """Store the number of KV pages, from which the shapes of its programs and arrays follow."""
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compile or load its programs that run before and after a bucket's forward pass. params: the
-        model's leaves.
+        """Compile or load its programs that run before and after a bucket's forward pass.
+
+        params: the model's leaves.
         """
 
     def allocate(self) -> None:
@@ -396,13 +396,15 @@ class StageExtension:
         return None
 
     def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
-        """Dispatch its work between the newest forward pass and the epilogue `name`. state: DeviceState before that
-        epilogue.
+        """Dispatch its work between the newest forward pass and the epilogue `name`.
+
+        state: DeviceState before that epilogue. forwarded: Forwarded, what the pass has left.
         """
 
     def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:
-        """Dispatch its work that follows the sampling of the newest forward pass's tokens. state: DeviceState after the
-        sampler.
+        """Dispatch its work that follows the sampling of the newest forward pass's tokens.
+
+        params: the model's leaves. state: DeviceState after the sampler. forwarded: Forwarded, what the pass has left.
         """
 
 
@@ -410,6 +412,7 @@ class HostExtension:
     """Functions of a capability that the engine's loop calls."""
 
     def __init__(self, runner: Any):
+        """Serve the extension on the host. runner: the ModelRunner."""
         self.runner = runner
 
     def warm_up(self) -> None:

@@ -41,12 +41,15 @@ _UNFINISHED = "ended the process, or did not end: it was not finished when the p
 
 
 class _Proof(NamedTuple):
-    """Means of a proof: the verdicts known so far, how thorough it is, and how it reports.
+    """What the functions of a proof share.
 
     Attributes:
+      verdicts: those known so far.
+      thorough: whether all mixes of lengths are run, not one.
       timed: whether kernels are measured: not on a CPU, whose other load decides, and not by several processes, which
         must come to the same verdicts.
-      device: the device that runs the kernels. progress: as of `prove_kernels`.
+      device: the device that runs the kernels.
+      progress: as of `prove_kernels`.
     """
 
     verdicts: Verdicts
@@ -57,12 +60,13 @@ class _Proof(NamedTuple):
 
 
 def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | None, progress: Progress) -> Rows:
-    """Return the rows of kernels, (operation, kind), that the engine must not use, and have its programs compiled
-    without them.
+    """Return the rows of kernels, (operation, kind), that the engine must not use, and set them as `unused` of the
+    stages' caches, so that programs are compiled without them.
 
     Runs on a device of this process whatever has no verdict yet. mode: "quick" proves the calls of the largest and the
-    smallest steps with one mix of lengths, "full" those of all steps with all mixes. directory: of the executables.
-    progress: called with (done, total, what). Raises ConfigError as ExecutableFiles does.
+    smallest steps with one mix of lengths, "full" those of all steps with all mixes. directory: of the executables,
+    where verdicts are kept, too; None for the user's cache folder. progress: called with (done, total, what). Raises
+    ConfigError as ExecutableFiles does.
     """
     device = stages[0].programs.mesh.local_devices[0]
     verdicts = Verdicts(directory, stages[0].executables.environment)
@@ -98,7 +102,9 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
 
 
 def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
-    """Return the calls of the forward passes of each stage, of all buckets or of some, and of extensions' programs."""
+    """Return the calls of kernels in forward passes of each stage, of all buckets or of the largest and smallest, and
+    in extensions' programs; without repetitions.
+    """
     platforms = {platform_of(proof.device), product_platform_of(proof.device)}
     found: dict[str, Call] = {}
     for stage in stages:
@@ -117,8 +123,8 @@ def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
 
 
 def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
-    """Judge the calls that have no verdict, and store what is found. A call whose proof was cut off twice fails; other
-    calls of a kernel that has failed are left out.
+    """Judge the calls that have no verdict, and store the verdicts. A call whose proof was not finished twice fails;
+    further calls of a kernel that has failed are left out.
     """
     verdicts, unfinished = proof.verdicts, Counter(proof.verdicts.unfinished())
     for call in calls:
@@ -132,11 +138,11 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
         if (text := _text(call, proof)) in known or call[:3] in failed:
             continue
         verdicts.begin(text)
-        with ends_heard(partial(_in_a_hurry, text, verdicts, begin := time.monotonic())):
+        with ends_heard(partial(_forget_if_brief, text, verdicts, begin := time.monotonic())):
             try:
                 verdict = _judged(call, proof)
             except (KeyboardInterrupt, SystemExit):
-                _in_a_hurry(text, verdicts, begin)
+                _forget_if_brief(text, verdicts, begin)
                 raise
         verdicts.end(text, verdict._asdict())
         proven += 1
@@ -149,17 +155,20 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
         logger.info("%d calls of kernels were proven in %.0f s", proven, time.monotonic() - start)
 
 
-def _in_a_hurry(text: str, verdicts: Verdicts, begin: float) -> None:
-    """Forget a proof that somebody ends, unless it has taken so long that the kernel may be why.
+def _forget_if_brief(text: str, verdicts: Verdicts, begin: float) -> None:
+    """Forget that a proof has begun, as its process is being ended, unless it has taken so long that the kernel may be
+    the reason.
 
-    begin: when it began, by time.monotonic.
+    text: of the call. begin: when its proof began, by time.monotonic.
     """
     if time.monotonic() - begin < _LONG:
         verdicts.forget(text)
 
 
 def _judged(call: Call, proof: _Proof) -> Verdict:
-    """Judge one call; say so while it takes long, as a kernel that waits for ever does."""
+    """Return the verdict of one call; after _LONG seconds, as with a kernel that hangs, log a warning and store that it
+    takes long.
+    """
 
     def warn() -> None:
         proof.verdicts.takes_long(_text(call, proof))
@@ -201,6 +210,7 @@ def _failed(texts: Sequence[str], verdicts: Verdicts) -> dict[tuple[str, str], t
 
 
 def _report(row: tuple[str, str], text: str, error: str) -> None:
+    """Log that a row (operation, kind) is not used. text: a call that failed; error: why."""
     logger.error(
         "the %s kernel of %s is replaced: it %s. Shapes: %s. Please report this with the file that "
         "`jaxengine report` writes",
@@ -212,11 +222,12 @@ def _report(row: tuple[str, str], text: str, error: str) -> None:
 
 
 def _text(call: Call, proof: _Proof) -> str:
+    """Return the text under which a call's verdict is kept."""
     return f"{call.text}; {'all mixes' if proof.thorough else 'one mix'}"
 
 
 def _digest(stages: Sequence[StageRunner], mode: str) -> str:
-    """Return a digest of what decides an engine's calls, apart from the environment."""
+    """Return a digest of the facts that determine an engine's calls of kernels, apart from its environment."""
     facts = [(each.programs.description, list(each.programs.packer.buckets), each.programs.num_columns,
               each.programs.model.mesh, [own.name for own in each.programs.extensions]) for each in stages]  # fmt: skip
     return hashlib.sha256(repr((mode, facts)).encode()).hexdigest()

@@ -197,5 +197,6 @@ def read_largest(path: Path, shape: KVShape) -> KVScales:
 
 
 def _shape(config: ModelConfig) -> KVShape:
+    """Return the layers and KV heads of a model that scales are for."""
     paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.has_pages)
     return KVShape(config.num_layers, paged, config.num_kv_heads, config.attention[0].values_in_keys)

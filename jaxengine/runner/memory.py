@@ -55,14 +55,15 @@ class MemoryPlan:
 
     Attributes:
       total: the device's memory.
-      budget: the share of it that the engine may use. weights: the model's on this device.
-      page_bytes: of one page; page_size: its tokens; num_pages: in the pool.
+      budget: the share of it that the engine may use.
+      weights: the model's on this device.
       programs: held by all compiled programs.
       workspace: the largest compiled step's temporary memory, slot state included.
-      extensions: held by optional capabilities, by purpose.
       process: on a CPU, other memory of the process, such as the interpreter and its libraries; else 0.
-      by_need: the pool is as large as default requests need, although the budget has room for more.
+      page_bytes: of one page; page_size: its tokens; num_pages: in the pool.
       pages_per_seq: the most pages that a request of max_model_len tokens holds at once, over all cache groups.
+      by_need: the pool is as large as default requests need, although the budget has room for more.
+      extensions: held by optional capabilities, by purpose.
     """
 
     total: int
@@ -81,6 +82,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
+        """Return the bytes of the pool's pages."""
         return self.num_pages * self.page_bytes
 
     @property
@@ -188,7 +190,11 @@ def held_bytes(code: int, stored: int, backend: str) -> int:
 
 
 class TooLong(ConfigError):
-    """max_model_len is more than the pages that fit hold. Attributes: fits, the most that they hold."""
+    """Error of a max_model_len that is more than the pages that fit hold.
+
+    Attributes:
+      fits: the most tokens of a request that they hold.
+    """
 
     def __init__(self, fits: int, max_model_len: int, allowed: str):
         super().__init__("max_model_len", max_model_len, allowed)
@@ -196,15 +202,12 @@ class TooLong(ConfigError):
 
 
 class StageSizes(NamedTuple):
-    """Bytes of one device of a stage: its memory, the weights, and a page, both with what extensions have of them.
+    """Bytes of one device of a stage, with which its memory plan begins."""
 
-    limit: as `plan_memory` has it.
-    """
-
-    total: int
-    weights: int
-    page_bytes: int
-    limit: int | None = None
+    total: int  # the device's memory
+    weights: int  # those of extensions included
+    page_bytes: int  # of one page, with what extensions keep for each
+    limit: int | None = None  # as of `plan_memory`
 
 
 def plan_stages(
@@ -215,9 +218,9 @@ def plan_stages(
     windows: tuple[int | None, ...],
     shared: int,
 ) -> MemoryPlan:
-    """The plan of the stage with the least room, the fewest pages.
+    """Return the plan of the stage with the least room, the fewest pages.
 
-    needs: of each stage. windows, shared, and what it raises: as `plan_memory`.
+    stages, needs: of each stage. windows, shared, and what it raises: as of `plan_memory`.
     """
     plans = [
         plan_memory(config, **sizes._asdict(), needs=own, windows=windows, shared=shared)
@@ -227,7 +230,9 @@ def plan_stages(
 
 
 def budget_of(config: ResolvedConfig, total: int, limit: int | None = None) -> int:
-    """Bytes of a device that an engine may plan for. total, limit: as `plan_memory`."""
+    """Return the bytes of a device that an engine may plan for: the share gpu_memory_utilization of `total`, at most
+    what is usable of `limit`. total, limit: as of `plan_memory`.
+    """
     budget = int(total * config.gpu_memory_utilization)
     return budget if limit is None else min(budget, usable(limit))
 
@@ -248,8 +253,8 @@ def plan_memory(
 
     Args:
       total, weights, page_bytes: bytes of one device: its memory, the weights, and a page.
-      needs: bytes of one device besides.
-      limit: bytes of a device that jax's client has, if that is not all.
+      needs: bytes of one device besides these.
+      limit: bytes of a device that jax's client has; None if it has all.
       windows: of the cache groups, whose pages are all `page_bytes` large.
       shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
 
@@ -307,7 +312,9 @@ def plan_memory(
 
 
 def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...], most: int) -> int:
-    """Return the tokens of the longest sequence that so many pages hold, at most `most`: these, or whole pages."""
+    """Return the tokens of the longest sequence that num_pages pages hold: `most`, or fewer in a multiple of whole
+    pages. windows: of the cache groups.
+    """
     limits = config.scheduler_config(1, windows=windows)
     if most_pages_of(limits, most) <= num_pages:
         return most
@@ -322,7 +329,7 @@ def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | Non
 
 
 def _no_room(config: ResolvedConfig, budget: int, weights: int, needs: StageNeeds) -> ConfigError:
-    """Return the error of a device without room for a single page. weights: with what the process holds."""
+    """Return the error of a device without room for a single page. weights: bytes of these and of the process."""
     gib = 1 << 30
     held = {"weights": weights, "programs and what they need": needs.programs + needs.workspace, **needs.extensions}
     listed = ", ".join(f"{purpose} {size / gib:.2f} GiB" for purpose, size in held.items() if size)

@@ -29,15 +29,17 @@ LEFT = "left of the budget"
 
 
 def parts_of(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of a running engine's plan by purpose, with what they leave of its budget as LEFT."""
+    """Return the bytes of a running engine's plan by purpose, without zeros, and the rest of its budget as LEFT, which
+    is negative for a plan beyond it.
+    """
     return {purpose: size for purpose, size in plan.parts.items() if size} | {LEFT: plan.budget - plan.planned}
 
 
 def text_bar(parts: Mapping[str, int], total: int) -> str:
     """Return two lines of text: a bar of `total` bytes with a letter for each part, and what the letters mean.
 
-    A part has a column for each 72nd of the total, at least one. What is LEFT has dots, and what the engine does not
-    use is blank.
+    A part has a column for each 72nd of the total, at least one. LEFT has dots, and the rest of the total is blank.
+    parts: bytes by purpose; those without are not drawn.
     """
     drawn = {purpose: size for purpose, size in parts.items() if size > 0}
     letters = dict(zip((each for each in drawn if each != LEFT), _LETTERS, strict=False)) | {LEFT: "."}
@@ -48,10 +50,9 @@ def text_bar(parts: Mapping[str, int], total: int) -> str:
 
 
 def svg(title: str, parts: Mapping[str, int], total: int) -> str:
-    """SVG text of a bar of `total` bytes, whose parts follow each other.
+    """Return an SVG image of a bar of `total` bytes, whose parts follow each other, with a legend, as text.
 
-    parts: bytes by purpose; LEFT is drawn as empty. What the parts leave of the total, the share of the device that the
-    engine does not use, stays empty too.
+    parts: bytes by purpose. LEFT is grey; the rest of the total, which the engine does not use, is empty.
     """
     scale = (_WIDTH - 2 * _LEFT) / max(total, sum(max(0, size) for size in parts.values()), 1)
     shapes, legend, at = [], [], float(_LEFT)

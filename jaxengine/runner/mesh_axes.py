@@ -1,6 +1,4 @@
-"""Conversion of a user's mesh, for instance a training script's with axes fsdp and tp, to one with the
-engine's axes.
-"""
+"""Conversion of a user's mesh, such as a training script's with axes fsdp and tp, to one with the engine's axes."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np
     meanings = _meanings(sizes, mesh_axes)
     named = {meanings[axis] for axis in meanings}
     if TENSOR in named and named & {"attn", "model"}:
-        raise ConfigError("mesh_axes", _shown(mesh_axes, sizes), "tensor, or attn and model; not both")
-    order = [("data",), ("attn",), ("model", TENSOR)]
-    groups = [[axis for axis in sizes if meanings.get(axis) in kinds] for kinds in order]
+        raise ConfigError("mesh_axes", dict(mesh_axes or sizes), "tensor, or attn and model; not both")
+    wanted = [("data",), ("attn",), ("model", TENSOR)]
+    groups = [[axis for axis in sizes if meanings.get(axis) in kinds] for kinds in wanted]
     free = [axis for axis in sizes if axis not in meanings]
-    places = [list(sizes).index(axis) for group in [*groups, free] for axis in group]
+    order = [list(sizes).index(axis) for group in [*groups, free] for axis in group]
     shape = [int(np.prod([sizes[axis] for axis in group], dtype=int)) for group in groups]
-    return mesh.devices.transpose(places).reshape(shape), TENSOR not in named
+    return mesh.devices.transpose(order).reshape(shape), TENSOR not in named
 
 
 def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> dict[Any, str]:
@@ -64,10 +62,6 @@ def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> 
                 raise ConfigError.because("mesh_axes", problem, advice)
             del meanings[axis]
     return meanings
-
-
-def _shown(mesh_axes: Mapping[str, str] | None, sizes: Mapping[Any, int]) -> Any:
-    return dict(mesh_axes) if mesh_axes else dict(sizes)
 
 
 def engine_mesh(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[Mesh, bool]:

@@ -53,9 +53,13 @@ class ModelRunner:
     """Runner that compiles at construction, and then only executes. Each process of an engine has one.
 
     Attributes:
-      plan: use of a device's memory, in the stage with the least room.
+      config: the resolved configuration.
+      plan: use of a device's memory: pages of the stage with the least room, other parts of the one that holds most.
       compiles: counter of XLA compilations while the engine serves.
       stages: in order; `last` of them is the one that samples.
+      peers: the engine's other processes.
+      packer: of the steps' messages; vocab_size, num_ranks, windows: of the model, replicas, and cache groups.
+      weight_rows: of each kind of weight, how it is stored and multiplied.
       extensions: HostExtensions of the optional capabilities that the engine was started with, by name.
     """
 
@@ -109,6 +113,7 @@ class ModelRunner:
 
     @property
     def buckets(self):
+        """The closed set of step shapes, a Buckets."""
         return self.packer.buckets
 
     @property
@@ -171,7 +176,7 @@ class ModelRunner:
     def run_epilogue(self, name: str, pending: PendingStep) -> Any:
         """Dispatch the epilogue `name` on what the newest forward pass left; return its output, on the devices.
 
-        pending: the step, which the output is stored in. The engine's other processes do the same.
+        pending: the step of that forward pass, which is not changed. The engine's other processes do the same.
         """
         return self._run_epilogue(name, self._size(name, pending.bucket), pending)
 
@@ -182,6 +187,7 @@ class ModelRunner:
         return size
 
     def _run_epilogue(self, name: str, size: int, pending: PendingStep) -> Any:
+        """Dispatch the epilogue `name`, compiled for `size` rows, in all processes; return its output."""
         forwarded = pending.forwarded
         assert forwarded is not None
         return self._everywhere(name, (), lambda: self.last.run_epilogue(name, size, forwarded))
@@ -193,8 +199,8 @@ class ModelRunner:
         return function() if self.peers is ALONE else self.peers.call(op, arrays, function, **fields)
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Run a state change with these arguments on the stages that have it; the engine's other
-        processes do the same.
+        """Run the state change `name` with these arguments on the stages that have it; the engine's other processes do
+        the same.
         """
         self._everywhere(
             "change", arguments, lambda: [stage.change_state(name, *arguments) for stage in self.stages], name=name
@@ -205,8 +211,8 @@ class ModelRunner:
         self.change_slots(PARAMETERS, rows, NUM_PARAM_ROWS, len(NEUTRAL))
 
     def set_logprob_ids(self, rows: list[tuple[int, tuple[int, ...]]]) -> None:
-        """Write the token ids whose logprobs slots report: (slot over all replicas, ids). Slots that report none keep
-        the ids of earlier requests, which nobody reads.
+        """Write the token ids whose logprobs slots report: (slot over all replicas, at most MAX_LOGPROB_TOKEN_IDS ids).
+        Slots that report none keep the ids of earlier requests, which are not read.
         """
         width = MAX_LOGPROB_TOKEN_IDS
         own = [(slot, np.pad(np.array(ids, np.int32), (0, width - len(ids)), constant_values=-1)) for slot, ids in rows]
@@ -225,15 +231,17 @@ class ModelRunner:
         self.change_rows(BIAS_ROWS, rows, self.last.programs.vocab_size)
 
     def set_token_counts(self, sequences: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
-        """Write the token counts that penalties use, from slots' prompts and outputs: (slot, prompt i32[n], output
-        i32[m]).
+        """Write the token counts that penalties use, of slots' prompts and outputs: (slot over all replicas, prompt
+        i32[n], output i32[m]).
         """
         rows = ((slot, self._counts(prompt, output)) for slot, prompt, output in sequences)
         self.change_rows(COUNTS_ROWS, rows, self.last.programs.vocab_size)
 
     def change_rows(self, name: str, rows: Iterable[tuple[int, np.ndarray]], width: int) -> None:
-        """Replace long rows of slots by the state change `name`, in as few launches as is worthwhile: see
-        `state_changes.long_rows`, and `change_slots`. rows: (slot over all replicas, row [at most width]).
+        """Replace rows of vocabulary width of slots by the state change `name`: NUM_LONG_ROWS at a time, and fewer than
+        MIN_LONG_ROWS one by one (see `state_changes.long_rows`).
+
+        rows: (slot over all replicas, row [at most width]); padded as by `change_slots`.
         """
         rows = iter(rows)
         while chunk := list(islice(rows, NUM_LONG_ROWS)):
@@ -257,7 +265,7 @@ class ModelRunner:
         """Send the devices one int32 value for each slot whose value differs from what they have.
 
         name: of the state change. known: i32[slots of all replicas], the values that the devices have; updated in
-        place.
+        place. slots, values: of equal length, slots over all replicas and the wanted values.
         """
         news = [pair for pair in zip(slots, values, strict=True) if known[pair[0]] != pair[1]]
         for first in range(0, len(news), NUM_COLUMN_ROWS):
@@ -281,9 +289,7 @@ class ModelRunner:
         return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
-        """Return i32[V]: for each token twice the number of times it is in the output, plus one if it
-        is in the prompt.
-        """
+        """Return i32[V]: for each token twice its number of times in the output, plus one if it is in the prompt."""
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1
         return counts
@@ -298,8 +304,8 @@ class ModelRunner:
         return plan_stages(self.config, sizes, needs, windows=self.windows, shared=shared)
 
     def _plan_as_compiled(self, before: int) -> MemoryPlan:
-        """Return the plan with the measured memory of compiled programs, of the stage that holds most; the number of
-        pages stays as planned.
+        """Return the plan with the memory of programs as compiled, of the stage that holds most; the number of pages
+        stays as planned.
 
         before: bytes of a device in use before any program was compiled; used for CPUs only, where the process's growth
         shows what programs hold. Programs compiled now hold about half of what loaded ones do.

@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 class OpenedModel(NamedTuple):
-    """Settled facts of an engine before anything is loaded. mesh: in the engine's axes, if the caller's mesh says how
-    tensor parallelism is split into attn and model; else None.
-    """
+    """Settled facts of an engine before anything is loaded."""
 
-    source: ModelSource
-    config: ResolvedConfig
-    platform: Platform
-    devices: Sequence[Any]
-    mesh: Mesh | None
+    source: ModelSource  # open
+    config: ResolvedConfig  # resolved for the source and the devices
+    platform: Platform  # whose kernels the devices run
+    devices: Sequence[Any]  # of all stages, stage after stage
+    mesh: (
+        Mesh | None
+    )  # in the engine's axes, if the caller's mesh says how tensor parallelism is split into attn and model
 
 
 def open_resolved(
@@ -86,7 +86,8 @@ def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource
 
 
 def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSource, ResolvedConfig]:
-    """The model with the longest max_model_len whose pages fit, at most its own context; reads no weights.
+    """Return the opened model and its config with the longest max_model_len whose pages fit, at most the model's own
+    context; reads no weights.
 
     Compiles what start-up compiles before the pages are known. Raises ConfigError where no page fits.
     """
@@ -99,7 +100,7 @@ def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSourc
             source.close()
             if error.fits < 2:
                 raise
-            # A shorter page table takes less: what fits now is never less than what was told.
+            # A shorter page table takes less memory: what fits now is never less than error.fits.
             source, resolved = resolve_model(replace(config, max_model_len=error.fits), opened.platform)
     logger.info("max_model_len is %d, the longest that fits", resolved.max_model_len)
     return source, resolved
@@ -112,10 +113,10 @@ def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource,
     """
     source = open_model(config, keep_tables=platform.keeps_tables)
     config = settled(config, source)
-    # What was downloaded is here now: nobody who is given this config needs the hub or the token.
+    # What was downloaded is here now: code that gets this config needs neither the hub nor the token.
     tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
-    if has_custom_class(source.config):  # our sources, after which compiled steps are named, do not tell of its class
+    if has_custom_class(source.config):  # compiled steps are named after our sources, which do not include its class
         config = replace(config, compile_cache_dir="")
     return source, config
 
@@ -159,8 +160,10 @@ def load_runner(
 def proven(
     stages: Sequence[StageRunner], config: ResolvedConfig, platform: Platform, show: bool
 ) -> frozenset[tuple[str, str]]:
-    """Prove the kernels of the stages' programs where that is to be done, and return the rows that they are then
-    compiled without. Imports nothing for a platform without kernels.
+    """Prove the kernels of the stages' programs, unless kernel_proof is "off" or the platform has none; return the rows
+    (operation, kind) that programs are to be compiled without.
+
+    show: whether to show progress.
     """
     platforms = {platform.name, product_platform_of(stages[0].programs.mesh.local_devices[0])}
     if config.kernel_proof == "off" or not any(map(has_kernels, platforms)):
@@ -172,21 +175,26 @@ def proven(
 
 
 class ProgressBar:
-    """Progress bar for (done, total, what) calls; shows nothing when it is off."""
+    """Progress bar for (done, total, what) calls, a context manager; shows nothing unless `show`."""
 
     def __init__(self, title: str, unit: str, show: bool):
+        """Show the bar. unit: "B" for bytes, which get prefixes such as M."""
         self._bar = tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=not show)
 
     def __enter__(self) -> ProgressBar:
+        """Return the bar."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the bar."""
         self._bar.close()
 
     def rename(self, title: str) -> None:
+        """Change the title."""
         self._bar.set_description_str(title)
 
     def update(self, done: int, total: int, what: str) -> None:
+        """Show that `done` of `total` units are done, and the name of the current one."""
         self._bar.total = total
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.update(done - self._bar.n)

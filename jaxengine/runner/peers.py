@@ -8,18 +8,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 _T = TypeVar("_T")
-# Number of orders whose answers nobody waits for.
+# Number of orders that are not answered.
 NO_ANSWER = 0
 
 
 class Answer(NamedTuple):
-    """Answer of another process to an order. who: names the process; content: plain JSON, with "error" and "faults" for
-    an error.
-    """
+    """Answer of another process to an order."""
 
-    who: str
-    content: Mapping[str, Any]
-    arrays: Sequence[np.ndarray] = ()
+    who: str  # name of the process
+    content: Mapping[str, Any]  # plain JSON, with "error" and "faults" for an error
+    arrays: Sequence[np.ndarray] = ()  # results of the order
 
 
 class Orders(Protocol):
@@ -36,7 +34,7 @@ class Orders(Protocol):
         ...
 
     def leave(self, name: str, /, **arguments: Any) -> None:
-        """Send an order soon, from any thread and whatever locks it holds; no answer is awaited."""
+        """Leave an order to be sent soon, from any thread and whatever locks it holds; no answer is awaited."""
         ...
 
 
@@ -50,8 +48,9 @@ class Peers:
     orders: Any = None
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """Return the number of pages of the process with the least room. programs: digest that must be the same in all
-        processes.
+        """Return the number of pages of the process with the least room.
+
+        num_pages: of this process. programs: digest that must be the same in all processes.
         """
         return num_pages
 

@@ -17,21 +17,21 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import NO_ANSWER, Answer, Orders
 from jaxengine.runner.weight_names import WeightUpdateError
 
-# Of a tensor in one message; the channel takes twice as much.
-MAX_PIECE_BYTES = 32 << 20
+MAX_PIECE_BYTES = 32 << 20  # most bytes of a tensor in one message; the channel takes twice as much
 _DEFAULT_PIECE_BYTES = 16 << 20
 _keys = itertools.count(1)
 
 
 class Spread:
-    """New weights in all processes: each reads its parts, and all put them in place between the same two steps, or drop
-    them.
+    """Orders for new weights in all processes: each reads its parts, and all put them in place between the same two
+    steps, or drop them.
 
     Attributes:
-      key: by which the other processes identify them.
+      key: number by which the other processes identify these weights.
     """
 
     def __init__(self, runner: ModelRunner):
+        """Give no order yet. runner: of host 0, with other processes."""
         self._orders: Orders = runner.peers.orders
         self._peers = runner.peers
         self.key = next(_keys)
@@ -45,10 +45,11 @@ class Spread:
         return self._orders.give("read_weights", key=self.key, path=path, **options)
 
     def sending(self, tensors: Iterator[tuple[str, Any]], chunk_bytes: int | None) -> Iterator[tuple[str, Any]]:
-        """Yield the same tensors, each after it was sent to the other processes. Raises ClusterError if a process is
-        lost.
+        """Yield the same tensors, each after it was sent to the other processes; one that is no numeric array is only
+        yielded. Raises ClusterError if a process is lost.
 
-        chunk_bytes: largest size of a message; a row of a tensor is copied to host memory in one piece in any case.
+        chunk_bytes: largest size of a message, None for the default; a row of a tensor is copied to host memory in one
+        piece in any case.
         """
         most = min(chunk_bytes or _DEFAULT_PIECE_BYTES, MAX_PIECE_BYTES)
         for name, array in tensors:
@@ -59,20 +60,21 @@ class Spread:
             yield name, held.pop()
 
     def _send(self, name: str, array: Any, most: int) -> None:
+        """Send one tensor to the other processes in pieces of at most `most` bytes, and wait for each."""
         source, shape = ArraySource({name: array}), tuple(array.shape)
         dtype = jnp.dtype(array.dtype)
         dtype = dtype if dtype.isnative else dtype.newbyteorder("=")  # a dtype's name does not tell the order
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         about = {"key": self.key, "name": name, "dtype": dtype.name, "shape": list(shape)}
-        about["num_bytes"], at = math.prod(shape) * dtype.itemsize, 0
+        about["num_bytes"], sent = math.prod(shape) * dtype.itemsize, 0
         step = max(1, most // max(1, row_bytes))
         for first in range(0, shape[0], step) if shape else (0,):
             rows = source.read(name, slice(first, first + step)) if shape else source.read(name)
             data = np.ascontiguousarray(rows, dtype).reshape(-1).view(np.uint8)
             for begin in range(0, len(data), most):
                 piece = data[begin : begin + most]
-                self._orders.give("take_tensor", [piece], first=at, **about)()
-                at += len(piece)
+                self._orders.give("take_tensor", [piece], first=sent, **about)()
+                sent += len(piece)
         if not about["num_bytes"]:
             self._orders.give("take_tensor", [np.empty(0, np.uint8)], first=0, **about)()
 
@@ -95,7 +97,7 @@ class Spread:
 
 
 def raise_faults(answers: Sequence[Answer]) -> None:
-    """Raise WeightUpdateError with all faults that other processes found, if any."""
+    """Raise WeightUpdateError with all faults that other processes found, or the first error of one that found none."""
     failed = [each for each in answers if "error" in each.content]
     faults = [(name, f"{text} ({each.who})") for each in failed for name, text in each.content["faults"]]
     if faults:
@@ -105,9 +107,10 @@ def raise_faults(answers: Sequence[Answer]) -> None:
 
 
 def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function of `jaxengine.runner.sleep` in all processes; return its result here.
+    """Call a function of `jaxengine.runner.sleep` in all processes, each with its runner; return its result here.
 
-    Raises what it raises here, and RuntimeError, with the process's name, for an error elsewhere.
+    arguments: plain JSON. Raises what it raises here, and RuntimeError, with the process's name, for an error
+    elsewhere.
     """
     if runner.config.nnodes == 1:
         return function(runner, **arguments)
@@ -130,22 +133,22 @@ def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
         return on_host(array)
     out = np.empty(array.shape, array.dtype)
     here = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    for part, (place, _) in enumerate(_places(array)):
-        slices = tuple(slice(begin, end) for begin, end in place)
-        out[slices] = on_host(here[place]) if place in here else _fetched(runner, stage, index, part, out[slices])
+    for part, (bounds, _) in enumerate(_owners(array)):
+        slices = tuple(slice(begin, end) for begin, end in bounds)
+        out[slices] = on_host(here[bounds]) if bounds in here else _fetched(runner, stage, index, part, out[slices])
     return out
 
 
 def bytes_of_part(runner: ModelRunner, *, stage: int, index: int, part: int) -> np.ndarray | None:
     """Return the bytes u8[n] of a part of a weight, in C order, if this process is the one to send it; else None.
 
-    part: its number, see `_places`.
+    index: in the stage's list of arrays. part: number of the part, see `_owners`.
     """
     array: Any = runner.stages[stage].params[index]
-    place, process = _places(array)[part]
+    bounds, process = _owners(array)[part]
     if process != jax.process_index():
         return None
-    data = next(shard.data for shard in array.addressable_shards if _bounds(shard.index, array.shape) == place)
+    data = next(shard.data for shard in array.addressable_shards if _bounds(shard.index, array.shape) == bounds)
     return np.ascontiguousarray(on_host(data)).reshape(-1).view(np.uint8)
 
 
@@ -155,24 +158,25 @@ def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.nd
     data = np.empty(like.nbytes, np.uint8)
     for first in range(0, len(data), MAX_PIECE_BYTES):
         count = min(MAX_PIECE_BYTES, len(data) - first)
-        place = {"stage": stage, "index": index, "part": part, "first": first, "count": count}
-        (piece,) = [each for answer in orders.give("part_of_weight", (), **place)() for each in answer.arrays]
+        wanted = {"stage": stage, "index": index, "part": part, "first": first, "count": count}
+        (piece,) = [each for answer in orders.give("part_of_weight", (), **wanted)() for each in answer.arrays]
         data[first : first + count] = piece
     return data.view(like.dtype).reshape(like.shape)
 
 
-def _places(array: Any) -> list[tuple[tuple[tuple[int, int], ...], int]]:
-    """Return the parts of an array in an order that all processes agree on: the bounds along each axis, and the first
-    process that has the part.
+def _owners(array: Any) -> list[tuple[tuple[tuple[int, int], ...], int]]:
+    """Return the parts of an array in an order that all processes agree on: the bounds along each axis, and the lowest
+    index of a process that has the part.
     """
     found: dict[tuple[tuple[int, int], ...], int] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        place = _bounds(index, array.shape)
-        found[place] = min(found.get(place, device.process_index), device.process_index)
+        bounds = _bounds(index, array.shape)
+        found[bounds] = min(found.get(bounds, device.process_index), device.process_index)
     return sorted(found.items())
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return [begin, end) along each axis of the part `index` of an array of `shape`."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 

@@ -14,6 +14,7 @@ class Program(NamedTuple):
 
     Attributes:
       name: for messages; with the description of its StepPrograms it identifies the program.
+      function: of whole arrays, to be compiled for the mesh.
       arguments: shapes with shardings and layouts.
       results: a pytree with the structure of the result.
       donate: indices of donated arguments.

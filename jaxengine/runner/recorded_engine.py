@@ -36,11 +36,12 @@ def about_engine(runner: ModelRunner) -> dict[str, Any]:
 
 
 def model_digest(model: Any) -> str:
-    """Return a digest of a model's configuration, of the parts that decide what is computed."""
+    """Return the SHA-256 digest, in hexadecimal, of a model's configuration (its repr)."""
     return hashlib.sha256(repr(model).encode()).hexdigest()
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of jax and of the compilers that are installed, by package."""
     found = {}
     for name in _PACKAGES:
         try:

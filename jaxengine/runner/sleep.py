@@ -17,16 +17,13 @@ from jaxengine.runner.model_runner import ModelRunner
 
 
 class Absent(NamedTuple):
-    """Description of a freed array, from which it is restored.
-
-    Attributes:
-      host: copies of its parts by device; None if none are kept. Equal parts are one array.
-    """
+    """Description of a freed array, from which it is restored, with fields as jax.Array's."""
 
     shape: tuple[int, ...]
     dtype: Any
-    format: Any
+    format: Any  # layout on the devices, and sharding
     sharding: Any
+    # Copies of its parts by device, None if none are kept. Devices with equal parts have one copy.
     host: list[tuple[Any, np.ndarray]] | None = None
 
     def restored(self, memory: HugePages | None) -> jax.Array:
@@ -43,8 +40,7 @@ def release_weights(runner: ModelRunner, *, keep: bool) -> None:
     """Free the weights' memory on the devices: each leaf of the stages becomes an Absent.
 
     keep: copies stay in host memory; those of adapters always do. If weights are absent already and have copies,
-    keep=False drops the copies. Arrays that somebody else holds, such as the trainer that provided them, keep their
-    memory.
+    keep=False drops the copies. Arrays to which other code, such as a trainer, has references keep their memory.
     """
     for stage in runner.stages:
         adapters = {pool.index for pool in declared_pools(stage.programs.model)}
@@ -76,19 +72,20 @@ def are_present(runner: ModelRunner) -> bool:
 
 
 def release_pools(runner: ModelRunner) -> None:
-    """Free the memory of keys, values and embeddings."""
+    """Free the memory of keys and values, and of extensions' arrays whose content can be computed again."""
     for stage in runner.stages:
         stage.release_pools()
     return_free_memory()
 
 
 def allocate_pools(runner: ModelRunner) -> None:
-    """Allocate the pools again, empty."""
+    """Allocate what `release_pools` freed again, empty."""
     for stage in runner.stages:
         stage.allocate_pools()
 
 
 def _absent(array: Any, keep: bool) -> Absent:
+    """Return the description of an array, or of one that is absent already, with copies of its parts if `keep`."""
     if isinstance(array, Absent):
         return array if keep else array._replace(host=None)
     host = _parts(array) if keep else None
@@ -100,8 +97,8 @@ def _parts(array: Any) -> list[tuple[Any, np.ndarray]]:
     copies: dict[tuple[tuple[Any, Any], ...], np.ndarray] = {}
     parts = []
     for shard in array.addressable_shards:
-        place = tuple((each.start, each.stop) for each in shard.index)
-        if place not in copies:
-            copies[place] = np.array(shard.data)
-        parts.append((shard.device, copies[place]))
+        bounds = tuple((each.start, each.stop) for each in shard.index)
+        if bounds not in copies:
+            copies[bounds] = np.array(shard.data)
+        parts.append((shard.device, copies[bounds]))
     return parts

@@ -1,6 +1,6 @@
 """Arrays that an engine allocates for a stage, as shapes: known before its weights are read, and without its devices.
 
-StageRunner allocates these shapes; `jaxengine plan` adds them up. Knows sizes, nothing of what they are for.
+StageRunner allocates these shapes; `jaxengine plan` adds them up.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SLOTS_AND_SAMPLING = SLOTS, SAMPLING
 
 
 def abstract_mesh(layout: MeshLayout) -> Any:
-    """A mesh of no devices, over which shapes can be split."""
+    """Return a mesh without devices, of the sizes of `layout`, over which shapes can be split."""
     sizes = tuple(getattr(layout, name) for name in MESH_AXES)
     return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 class StageArrays:
-    """The arrays of one stage, abstract.
+    """Abstract arrays of one stage.
 
     Attributes:
       programs: of the stage.
@@ -38,6 +38,7 @@ class StageArrays:
     """
 
     def __init__(self, stage: SplitStage):
+        """Sort the leaves of a stage's models."""
         self.programs, self._draft = stage.programs, None if stage.draft is None else stage.draft.programs
         named = abstract_leaves(self.programs.model, self.programs.mesh)
         self.params = [leaf for _, leaf in named]
@@ -48,12 +49,12 @@ class StageArrays:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the stage."""
+        """Number of devices of the stage."""
         return self.programs.model.mesh.size
 
     @property
     def draft_model(self) -> Any:
-        """The abstract model of what drafts at it; None without that."""
+        """Abstract model of the stage's draft model or head; None without one."""
         return None if self._draft is None else self._draft.model
 
     def sizes(self, total: int, limit: int | None = None) -> StageSizes:
@@ -64,7 +65,10 @@ class StageArrays:
         return StageSizes(total, weights, page, limit)
 
     def arrays(self, num_pages: int) -> dict[str, list[Any]]:
-        """Abstract arrays by purpose, with pools of `num_pages` pages for each replica; without pools for 0."""
+        """Return the abstract arrays by purpose, with pools of `num_pages` pages for each replica; without pools for 0.
+
+        Purposes without arrays are left out.
+        """
         programs, state = self.programs, self.programs.state_shapes
         counted = {each.name for each in programs.extensions if each.counts_slots}
         slots = {name: own for name, own in state.slots.sections.items() if name not in counted}
@@ -84,10 +88,10 @@ class StageArrays:
         return {purpose: leaves for purpose, own in found.items() if (leaves := jax.tree.leaves(own))}
 
     def bytes_of(self, num_pages: int) -> dict[str, int]:
-        """Bytes of one device by purpose, of the arrays of `arrays`."""
+        """Return the bytes of one device, by purpose, of the arrays of `arrays`."""
         return total_bytes(self.arrays(num_pages))
 
 
 def total_bytes(arrays: Mapping[str, Sequence[Any]]) -> dict[str, int]:
-    """Bytes of one device by purpose of arrays, abstract or real."""
+    """Return the bytes of one device, by purpose, of arrays, abstract or real."""
     return {purpose: sum(map(part_bytes, leaves)) for purpose, leaves in arrays.items()}

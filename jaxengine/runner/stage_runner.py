@@ -40,7 +40,9 @@ class StageRunner:
     then only executes.
 
     Attributes:
+      programs: what it compiles.
       params: the model's leaves.
+      executables: cache of the programs that depend on the model.
       kv_scales: scales of an 8-bit pool, for all layers of the model; to be set before `allocate`.
       extensions: StageExtensions, by name.
       given: arrays that they have provided for the newest forward pass, by name.
@@ -222,9 +224,10 @@ class StageRunner:
         return k, v
 
     def forward(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
-        """Dispatch the stage's part of a forward pass; return HandedOn for the next stage, or Forwarded.
+        """Dispatch the stage's part of a forward pass; return HandedOn for the next stage, or Forwarded from the last.
 
-        message: i32[replicas, size]. hidden: the previous stage's hidden states; None in the first.
+        Replaces the pool and the slot state, which are donated. message: i32[replicas, size]. hidden: the previous
+        stage's hidden states; None in the first. A pass that start-up has not compiled is compiled first.
         """
         if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
             self.compile_forward(bucket)
@@ -279,6 +282,7 @@ class StageRunner:
 
     @pages.setter
     def pages(self, kv: Any) -> None:
+        """Replace the KV pool, by one of the same shapes."""
         self._kv = kv
 
     @property
@@ -288,6 +292,7 @@ class StageRunner:
 
     @slots.setter
     def slots(self, slots: SlotState) -> None:
+        """Replace the slot state, by one of the same shapes."""
         self._state = self._state._replace(slots=slots)
 
     def everywhere(self, x: jax.Array) -> jax.Array:
@@ -300,18 +305,20 @@ class StageRunner:
         """Copy the previous stage's hidden states, [replicas * T, D], to this stage's devices."""
         if not self._several_processes:
             return jax.device_put(hidden, self._ranks)
-        # Every stage has the same number of devices of each process, at the same places (jaxengine.runner.devices).
+        # Every stage has the same number of devices of each process, at the same indices (jaxengine.runner.devices).
         assert isinstance(hidden.sharding, NamedSharding) and isinstance(hidden.sharding.mesh, Mesh)
         here = dict(zip(hidden.sharding.mesh.devices.flat, self.programs.mesh.devices.flat, strict=True))
         parts = [jax.device_put(shard.data, here[shard.device]) for shard in hidden.addressable_shards]
         return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
     def _own_program(self, extension: str, name: str) -> Program:
+        """Return a program of an extension, by their names."""
         own = self.programs.extension(extension).programs(self.params)
         return next(program for program in own if program.name == name)
 
     @property
     def _held_beside_forwards(self) -> int:
+        """Return the bytes of one device that compiled state changes, epilogues and extensions' programs hold."""
         programs = self.programs
         changes = [self.held(change, self._changes[name]) for name, change in programs.state_changes().items()]
         epilogues = [self.held(programs.epilogue(*key, self.params), own) for key, own in self._epilogues.items()]
@@ -319,7 +326,7 @@ class StageRunner:
         return sum(changes) + sum(epilogues) + sum(own)
 
     def held(self, program: Program, compiled: Executable) -> int:
-        """Return the bytes that a compiled program holds."""
+        """Return the bytes of one device that a compiled program holds."""
         return held_by(program, compiled, *self._place(program), self._backend)
 
     @property
@@ -350,16 +357,16 @@ class StageRunner:
 def foreseen_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
     """Return what the programs of each stage will take of a device, before the pools' sizes are known.
 
-    Where the user says how large the pool is, steps tell their needs after they have been compiled: then only what
-    extensions hold, and nothing is compiled.
+    Where the user says how large the pool is, the needs of programs do not matter: then only what extensions hold, and
+    nothing is compiled, unless with enforce_eager.
     """
     late = config.fixes_pages and not config.enforce_eager
     return [StageNeeds(0, 0, stage.programs.memory) if late else stage.foresee_needs() for stage in stages]
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:
-    """Spread scales f32[layers, K] over the heads of the pool, which may store a KV head several times. like: array of
-    the pool's shape; None for no scales.
+    """Return scales f32[layers, K] as an array like `like`, the pool's, whose heads may store a KV head several times;
+    None if either is None.
     """
     if scales is None or like is None:
         return None

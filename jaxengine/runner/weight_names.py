@@ -20,7 +20,7 @@ _LAYER = "{layer}"
 
 
 class WeightUpdateError(RequestError):
-    """New weights that do not fit. The engine continues with its present weights.
+    """Error of new weights that do not fit. The engine continues with its present weights.
 
     Attributes:
       faults: (tensor, what is wrong) of every faulty tensor: missing, unknown, given twice, of a wrong shape or kind.
@@ -40,7 +40,7 @@ class WeightUpdateError(RequestError):
 
 @dataclass(frozen=True)
 class ScannedLayers:
-    """Tensors of several layers in one array, as trainers that scan over layers store them.
+    """Rule for tensors of several layers in one array, as trainers that scan over layers store them.
 
     Attributes:
       name: Hugging Face name of a layer's tensor, with "{layer}" for the layer's number.
@@ -119,6 +119,7 @@ def check_mapping(mapping: Any) -> None:
 
 
 def _is_changed(rule: Any) -> bool:
+    """Whether a rule is (name, axes or None) or (name, axes or None, function or None)."""
     if not (isinstance(rule, tuple | list) and len(rule) in (2, 3) and isinstance(rule[0], str)):
         return False
     axes = rule[1]
@@ -133,9 +134,10 @@ def renamed(
     """Yield (Hugging Face name, array) for pairs of a trainer's names and arrays.
 
     pairs: (name, array); names that `mapping` lacks are kept. donate: a jax array that is yielded in converted form is
-    deleted. lazily: of an array that is split by layers, one layer is made at a time, and the array is deleted after
-    the last one. Raises WeightUpdateError for an item that is no pair, after all has been yielded for names of
-    `mapping` that did not come, and as ScannedLayers.split does. Errors of functions in `mapping` are raised.
+    deleted. lazily: of an array that is split by layers, one layer is made at a time, and with `donate` the array is
+    deleted after the last one. Raises WeightUpdateError for an item that is no pair, for axes that do not fit, after
+    all has been yielded for names of `mapping` that did not come, and as ScannedLayers.split does. Errors of functions
+    in `mapping` are raised.
     """
     unused = set(mapping)
     for pair in pairs:
@@ -166,6 +168,10 @@ def renamed(
 
 
 def _changed(rule: tuple[Any, ...], array: Any) -> tuple[str, Any]:
+    """Return (name, array) by a rule (name, axes, function): transposed in host memory, then given to the function.
+
+    Raises WeightUpdateError for axes that do not fit.
+    """
     axes, function = rule[1], rule[2] if len(rule) == 3 else None
     if axes is not None:
         try:

@@ -46,15 +46,15 @@ _Read = TypeVar("_Read")
 
 
 class _Stage(NamedTuple):
-    """Model, or stage of one, that gets new weights. params: its leaves, which are replaced in place."""
+    """Model, or stage of one, that gets new weights."""
 
-    model: Any
-    mesh: Any
-    params: list[Any]
+    model: Any  # abstract
+    mesh: Any  # of its devices
+    params: list[Any]  # its leaves, which are replaced in place
 
 
 class NewWeights:
-    """Arrays on the devices, ready to replace an engine's weights.
+    """New arrays on the devices, ready to replace an engine's weights.
 
     Attributes:
       seconds: time to read and place them.
@@ -80,6 +80,7 @@ class NewWeights:
 
     @property
     def num_leaves(self) -> int:
+        """Return the number of arrays, over all stages."""
         return sum(map(len, self._found))
 
     @property
@@ -96,13 +97,14 @@ class NewWeights:
             self._spread.put(self._put_here)
 
     def _put_here(self) -> None:
+        """Replace the old weights in this process."""
         for stage, new in zip(self._stages, self._found, strict=True):
             for index, array in new.items():
                 stage.params[index] = array
 
 
 class ReadOptions(NamedTuple):
-    """Options of `read_weights` that say how to read, under its argument names."""
+    """Options of `read_weights` that say how to read, under its argument names and with their meanings."""
 
     mapping: Mapping[str, Renamed] | None = None
     strict: bool = True
@@ -174,8 +176,9 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Read this process's parts of new weights; otherwise like `read_weights`. spread: also sends the tensors to the
-    others.
+    """Read this process's parts of new weights; arguments, result and errors as of `read_weights`.
+
+    spread: sends tensors by name to the other processes as they are read; None for one process.
     """
     start = time.monotonic()
     mapping, strict, donate, target, chunk_bytes = options
@@ -263,6 +266,7 @@ def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | Non
 
 
 def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
+    """Return the model's stages, or the one with its draft's weights. Raises RequestError for a draft without any."""
     if target == "model":
         return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
     chosen = runner.config.speculative_config
@@ -275,6 +279,7 @@ def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
 
 
 def _pairs(params: Any) -> Iterable[Any]:
+    """Return the items of a mapping, or an iterable as it is. Raises WeightUpdateError for anything else."""
     if not isinstance(params, Mapping | Iterable):
         raise WeightUpdateError(
             f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
@@ -303,6 +308,7 @@ def _of_folder(
     stop: Callable[[], bool] | None,
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
+    """Return each stage's new arrays by leaf index, from a folder with safetensors. head: of a draft head, or None."""
     checkpoint, states = SafetensorsCheckpoint(folder), []
     source: WeightSource = checkpoint
     try:
@@ -319,7 +325,10 @@ def _of_folder(
 
 
 def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
-    """Return the tensor selection of an MTP layer or EAGLE-3 head, if `stage` is one; None for a draft model."""
+    """Return the selection of tensors of an MTP layer or EAGLE-3 head, if `stage` is one; None for a draft model.
+
+    strict: whether all of its weights must be given.
+    """
     from jaxengine.config.speculation import DRAFT_MODEL
     from jaxengine.runner.extensions.drafts.updates import HeadTensors
 
@@ -374,6 +383,7 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
+    """Return each stage's new arrays by leaf index, from (Hugging Face name, array), one tensor at a time."""
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])
@@ -383,6 +393,7 @@ def _of_tensors(
 
 
 def _named(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors under the names that `name_of` maps theirs to, without holding on to them."""
     for name, array in tensors:
         held = [array]
         del array  # who takes a tensor may be its only holder
@@ -390,7 +401,7 @@ def _named(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) ->
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
-    """Check and return new arrays of all stages that were made from finite numbers: only float16 can
+    """Check and return each stage's new arrays, by leaf index, that were made from finite numbers: only float16 can
     have overflowed.
     """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
@@ -462,12 +473,14 @@ def _own_tree(
 
 
 def _refuse_chunks(chunk_bytes: int | None) -> None:
+    """Raise RequestError for chunk_bytes with a folder in device layout."""
     if chunk_bytes is not None:
         text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
 
 
 def _refuse_mapping(mapping: Any) -> None:
+    """Raise WeightUpdateError for a mapping with a form of params whose names it cannot change."""
     if mapping:
         raise WeightUpdateError(
             "mapping renames tensors by name; this form of params has the engine's or its own names"
@@ -475,4 +488,5 @@ def _refuse_mapping(mapping: Any) -> None:
 
 
 def _text(path: tuple[Any, ...]) -> str:
+    """Return the name of a leaf by its path in the tree."""
     return ".".join(map(str, path))

@@ -2,8 +2,8 @@
 
 XLA picks the order of a reduction's additions by the shape of the whole array, so a row's jnp.sum changes in its last
 bit with the batch it runs in, and with it, now and then, a sampled token. Here every addition is an elementwise one,
-and which operands meet depends on their places in the row alone: zeros after the row's end change nothing. Rows that
-are split over devices, [S, V / n] on each, exchange the sums of their blocks, which no device shares with another.
+and only the columns of two operands decide where they are added: zeros after the row's end change nothing. Devices that
+share the rows, [S, V / n] on each, exchange the sums of blocks; each block is whole on one device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxengine.sharding.layout import VOCAB_BLOCK
 # Logical axis of a row's tokens.
 VOCAB = "sampled_vocab"
 BLOCK = VOCAB_BLOCK
-# Operands added in one kernel: enough for few kernels, which is what compile time goes by.
+# Operands added in one kernel: enough for few kernels, on whose number compile time depends.
 _FAN_IN = 8
 
 
@@ -40,9 +40,7 @@ def row_sums(x: jax.Array) -> jax.Array:
 
 
 def row_counts(mask: jax.Array) -> jax.Array:
-    """Return how many entries of each whole row are True: bool[S, V / n] -> i32[S, 1]. Integers may be added in any
-    order.
-    """
+    """Return how many entries of each whole row are True: bool[S, V / n] -> i32[S, 1]. Integer sums need no order."""
     return sum_parts(jnp.sum(mask.astype(jnp.int32), axis=1, keepdims=True), VOCAB)
 
 
@@ -61,4 +59,4 @@ def running_sums(x: jax.Array) -> jax.Array:
 def _add_neighbours(x: jax.Array, num: int) -> jax.Array:
     """Return the sums of each `num` consecutive columns: [S, C] -> [S, ceil(C / num)]."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % num)))
-    return functools.reduce(operator.add, [x[:, place::num] for place in range(num)])
+    return functools.reduce(operator.add, [x[:, first::num] for first in range(num)])

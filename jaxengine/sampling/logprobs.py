@@ -1,9 +1,8 @@
 """Log-probabilities that the engine reports: of a sampled token, its rank, the best `max_logprobs` tokens, and given
 ones.
 
-It contains the arithmetic from logits [S, V] to what a request gets, for sampled tokens and for prompt tokens, traced
-inside the jitted step. Callers decide which logits are reported. If the vocabulary is split over n devices, each has
-[S, V / n], and all return the same.
+Traced inside the jitted step, for sampled tokens and for prompt tokens. Callers decide which logits are reported. If
+the vocabulary is split over n devices, each has logits [S, V / n], and all return the same.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jaxengine.sharding.collectives import any_device
 
 # Rows of logits alive at once while prompts are scored: 32 x 150k x 4 bytes = 19 MB, and enough rows to feed a matmul.
 PROMPT_BLOCK_ROWS = 32
-# Scores that `sampling_mass` has of a row.
+# Columns of the result of `sampling_mass`.
 NUM_MASS_SCORES = 3
 
 
@@ -38,7 +37,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprobs:
-    """Return TokenLogprobs of num_rows rows for which nobody asked: logprobs -inf, ranks and ids 0.
+    """Return TokenLogprobs of num_rows rows that no request needs: logprobs -inf, ranks and ids 0.
 
     num_top, num_given: number of columns for the best tokens and for given ones.
     """
@@ -62,7 +61,7 @@ def token_logprobs(
     """
     if given_ids is None:
         given_ids = jnp.zeros((logits.shape[0], 0), jnp.int32)
-    # Taken together: where devices share the vocabulary that is one exchange.
+    # Taken together, which is one exchange if devices share the vocabulary.
     taken_ids = jnp.concatenate([token_ids[:, None], given_ids], axis=1)
     valid = (taken_ids >= 0) & (taken_ids < vocab_size(logits))
     taken = take_tokens(logits, jnp.where(valid, taken_ids, 0))
@@ -93,7 +92,7 @@ def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token
     """
     valid = (token_ids >= 0) & (token_ids < vocab_size(logits))
     ids = jnp.where(valid, token_ids, 0)[:, None]
-    # One after the other, as exchanges of a vocabulary that devices share need an order.
+    # One after the other: all devices that share a vocabulary must make their exchanges in the same order.
     raw, whole, left = (log_sum_exp(each) for each in (logits, adjusted, kept))
     # The two sums are rounded apart: without the bound a share could come out as a little more than all.
     share = jnp.minimum(left - whole, 0.0)
@@ -137,8 +136,8 @@ def prompt_logprobs(
     targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(num_blocks, rows)
     slots = jnp.pad(slots, (0, padding)).reshape(num_blocks, rows)
     num_top = min(max_logprobs, vocab_size(jax.eval_shape(logits_fn, hidden[0])))
-    # One exchange for all blocks: where one device needs the logits of a block, all make them.
-    wanted = any_device(jnp.any(targets >= 0, axis=1))
+    # One exchange for all blocks: if one device needs the logits of a block, all compute them.
+    needed = any_device(jnp.any(targets >= 0, axis=1))
 
     normalize = logprobs_mode.endswith("logprobs")
 
@@ -151,5 +150,5 @@ def prompt_logprobs(
 
         return lax.cond(scored, found, lambda: no_logprobs(rows, num_top, given_ids.shape[1]))
 
-    blocks = lax.map(score, (hidden, targets, slots, wanted))
+    blocks = lax.map(score, (hidden, targets, slots, needed))
     return jax.tree.map(lambda leaf: leaf.reshape(num_blocks * rows, *leaf.shape[2:])[:num_tokens], blocks)

@@ -1,8 +1,8 @@
 """From logits to tokens, for a batch in which every row has its own parameters. Traced inside the program `sample`.
 
-Owns the order of operations, which is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, what is kept
-(jaxengine.sampling.token_choice), draw. What no row asks for is skipped by `lax.cond`, so one executable serves every
-mix. Knows nothing of requests, of text, or of how the parameters came to the device (jaxengine.sampling.state).
+Owns the order of operations, which is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, truncation
+(jaxengine.sampling.token_choice), draw. Parts that no row needs are skipped by `lax.cond`, so one executable serves
+every mix. Depends on no request or text, nor on how the parameters came to the device (jaxengine.sampling.state).
 
 The vocabulary may be split over n devices: each has V / n columns of the logits and finds the same tokens, bit for bit
 those of one device. Padding columns come last and hold -inf.
@@ -37,8 +37,8 @@ class MoreScores(NamedTuple):
 
     Attributes:
       count: how many.
-      score: (logits, adjusted, kept, token_ids) -> f32[S, count]: the given logits, those before truncation, those
-        sampled from, f32[S, V / n] each, and the sampled tokens, i32[S].
+      score: (logits, adjusted, kept, token_ids) -> f32[S, count]. The arguments are the given logits, those before
+        truncation, those sampled from, f32[S, V / n] each, and the sampled tokens, i32[S].
     """
 
     count: int
@@ -46,8 +46,16 @@ class MoreScores(NamedTuple):
 
 
 class SamplerFlags(NamedTuple):
-    """Sampler features that some row of the batch needs; bool[] each. A flag that is False promises that no row needs
-    it.
+    """Sampler features that some row of the batch needs; bool[] each. False promises that no row needs the feature.
+
+    Attributes:
+      any_random: temperature above 0.
+      any_truncation: top_k, top_p or min_p.
+      any_penalties: repetition, frequency or presence penalty.
+      any_bias: bias rows.
+      any_mask: token masks.
+      any_logprobs: logprobs of sampled tokens.
+      features: i32[], union of the features of the step's requests, for `process`; None if there is no `process`.
     """
 
     any_random: jax.Array
@@ -56,10 +64,10 @@ class SamplerFlags(NamedTuple):
     any_bias: jax.Array
     any_mask: jax.Array
     any_logprobs: jax.Array
-    features: jax.Array | None = None  # i32[], of the step: for `process`
+    features: jax.Array | None = None
 
 
-# The feature of requests behind each flag.
+# Feature of requests that each flag stands for.
 FLAG_FEATURES = {
     "any_random": RANDOM,
     "any_truncation": TRUNCATION,
@@ -71,9 +79,7 @@ FLAG_FEATURES = {
 
 
 def flags_of(features: jax.Array) -> SamplerFlags:
-    """Return the flags of a batch. features: i32[], the union of what its requests need
-    (jaxengine.scheduler.token_params).
-    """
+    """Return the flags of a batch. features: i32[], union of its requests' TokenParams.features."""
     return SamplerFlags(**{flag: features & feature > 0 for flag, feature in FLAG_FEATURES.items()}, features=features)
 
 
@@ -119,10 +125,10 @@ def sample(
 
     Each of the following may be None, if no row has any. assumed i32[S, k]: output tokens of each row that
     `token_counts` does not have yet, -1 for none. only i32[S]: where it is >= 0, the one token that a row may have,
-    whatever its slot's mask says; such a step has `flags.any_mask`. is_guided bool[S]: rows with a mask of their own:
+    whatever its slot's mask allows; such a step has `flags.any_mask`. is_guided bool[S]: rows with a mask of their own:
     that of row s is number R + s of `state.token_mask`. process: the user's own logits processors, which run between
-    bias and penalties where `flags.features` has one of them. replace: (token_ids, slots, positions) -> tokens in place
-    of the sampled ones; rows without a token (-1) keep that. more: further scores.
+    bias and penalties if `flags.features` has one of them. replace: (token_ids, slots, positions) -> tokens that take
+    the place of the sampled ones; rows without a token (-1) keep that. more: further scores.
     """
     rows = RowParams(
         *(
@@ -130,7 +136,7 @@ def sample(
             for column, neutral in zip(state.params, NEUTRAL, strict=True)
         )
     )
-    # What greedy rows are divided by, as in vLLM's processed logprobs.
+    # Greedy rows are divided by 1, as in vLLM's processed logprobs.
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
 
     processed, normalize = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logprobs")
@@ -195,8 +201,8 @@ def sample(
         return changed if features is None else changed | (features >= PROCESSOR)
 
     def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
-        # Not in each branch that wants them: XLA:TPU would bring the table of all slots into VMEM for the branches, and
-        # take it out again where their other operands need the room.
+        # Outside of the branches that need them: XLA:TPU would fetch the table of all slots into VMEM for the branches,
+        # and write it back where their other operands need the room.
         masks = _mask_rows(state, slots, is_guided, flags.any_mask)
         if only is not None:
             masks = jnp.where(only[:, None] >= 0, _only_rows(only - first_id(logits), masks.shape[1]), masks)
@@ -215,6 +221,7 @@ def sample(
 
 
 def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
+    """Return the rows of an array [R, ...] at slots i32[S]; zeros for slots >= R."""
     return array.at[slots].get(mode="fill", fill_value=0)
 
 

@@ -21,7 +21,7 @@ from jaxengine.scheduler.token_params import COLUMNS, MAX_LOGPROB_TOKEN_IDS
 # The parameters of rows: a field for each of jaxengine.scheduler.token_params.COLUMNS. On the device each is an array
 # [R], in a batch [S, 1].
 RowParams = namedtuple("RowParams", COLUMNS)
-# What changes nothing, in the type of the column; halves of seeds are bits.
+# Value of each parameter that changes nothing, in the type of its column; halves of seeds are bits.
 NEUTRAL = RowParams(
     *(
         np.uint32(value) if name.startswith("seed_") else np.float32(value) if type(value) is float else np.int32(value)
@@ -33,16 +33,17 @@ NEUTRAL = RowParams(
 class SamplingState(NamedTuple):
     """Sampling parameters of every slot, R = max_num_seqs, on the device.
 
-    Programs only read them: what passes through a program XLA may fetch into faster memory and write back. What the
-    sampler does change is `token_counts`, i32[R, V]: 2 * (times in the output) + (1 if in the prompt).
+    Step programs only read them: XLA may fetch an array that passes through a program into faster memory and write it
+    back. `token_counts`, which the sampler changes, is apart: i32[R, V], 2 * (times in the output) + (1 if in the
+    prompt).
     """
 
     params: RowParams  # [R] each
     logit_bias: jax.Array  # f32[R, V], added to the logits; -inf forbids the token
-    # i32[M, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token. Of the R slots, and behind
-    # them of each place of the rows of a step that have masks for their drafts.
+    # i32[M, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token. Masks of the R slots, then
+    # of each position of a step's rows, for rows with a mask for each draft.
     token_mask: jax.Array
-    logprob_ids: jax.Array  # i32[R, G], tokens whose logprobs are reported besides, -1 for none
+    logprob_ids: jax.Array  # i32[R, G], tokens whose logprobs are reported in addition, -1 for none
 
 
 def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:
@@ -89,7 +90,7 @@ def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> Sa
 def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     """Return the array [R] with values [M] written at slots i32[M], distinct where they are < R; others are dropped.
 
-    It compares and selects: XLA:TPU sends a scatter into so small an array to the SparseCore, or walks it row by row.
+    By comparing and selecting: XLA:TPU sends a scatter into so small an array to the SparseCore, or goes row by row.
     """
     written = slots[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
     chosen = jnp.sum(jnp.where(written, values[:, None], jnp.zeros((), array.dtype)), axis=0, dtype=array.dtype)
@@ -165,6 +166,9 @@ def set_logprob_ids(state: SamplingState, slots: jax.Array, rows: jax.Array) -> 
 
 
 def _replaced_rows(array: jax.Array, numbers: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return the array [M, W] with rows [n, W] written at numbers i32[n], distinct where they are < M; others are
+    dropped.
+    """
     written = numbers[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
     chosen = rows[jnp.argmax(written, axis=0)]
     return jnp.where(jnp.any(written, axis=0)[:, None], chosen, array)

@@ -1,12 +1,12 @@
 """Truncation of a distribution over the vocabulary and sampling from it, for every row of logits f32[S, V] at once.
 
-The vocabulary is never sorted. Each limit keeps every token above some logit, so a row's kept set is one number. It is
-read off the row's best tokens if they decide it, and found by bisection if not: exact either way, and equal logits are
-kept or dropped together. A draw is the best token after each has received noise of its own, which another rounding of
-the logits hardly ever changes; a draw by position in the cumulative distribution would change all the time. Each row's
-arithmetic has the same order whatever S is. These are pure functions of arrays; per-row arguments are [S, 1]. If the
-vocabulary is split over n devices, each has f32[S, V / n]; fixed_order and top_tokens exchange what is needed, and
-every device finds the same numbers.
+The vocabulary is never sorted. Each limit keeps every token above some logit, so one number describes the kept tokens
+of a row. It is taken from the row's best tokens if they decide it, and found by bisection if not: exact either way, and
+equal logits are kept or dropped together. A draw is the best token after noise of its own is added to each logit, so
+that another rounding of the logits hardly ever changes it; a draw by position in the cumulative distribution would
+change often. Each row's arithmetic has the same order whatever S is. These are pure functions of arrays; per-row
+arguments are [S, 1]. If the vocabulary is split over n devices, each has f32[S, V / n]; fixed_order and top_tokens make
+the exchanges, and every device finds the same numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def lowest_kept(
     kth = jnp.take_along_axis(candidates, jnp.clip(top_k - 1, 0, num_candidates - 1), axis=1)
     kept = jnp.where((top_k > 0) & (top_k < num_tokens), kth, -jnp.inf)
     far = (top_k > num_candidates) & (top_k < num_tokens)
-    # Both at once: what is exchanged beside a conditional with exchanges has no order on XLA:CPU.
+    # Both in one exchange: XLA:CPU does not order an exchange and a conditional with exchanges independent of it.
     any_far, any_top_p = any_device(jnp.stack([jnp.any(far), jnp.any(top_p < 1)]))
     kept = lax.cond(
         any_far,

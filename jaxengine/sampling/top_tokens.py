@@ -1,12 +1,12 @@
 """The best tokens of each row of logits f32[S, V] without sorting the vocabulary and without gathering it.
 
-Two levels: the maximum of every block of the vocabulary, then the few blocks that can hold a wanted token. Only short
-rows are ever sorted: where `lax.top_k` is a sort (XLA:GPU), one of the vocabulary takes longer than a decode step. A
-token outside the n blocks of the greatest maxima has a better one in each of them, so it is not among the n best. TPUs
-have an operation of their own for it, and no fast way to take single blocks out of rows.
+Two levels: the maximum of every block of the vocabulary, then the few blocks that can hold one of the best tokens. Only
+short rows are ever sorted: where `lax.top_k` is a sort (XLA:GPU), that of a vocabulary takes longer than a decode step.
+A token outside the n blocks of the greatest maxima has a better one in each of them, so it is not among the n best.
+TPUs have an operation for `lax.top_k`, and no fast way to take single blocks out of rows.
 
-Where the vocabulary is split over n devices each has f32[S, V / n], finds its own best tokens, and sends those alone.
-All get the same results; ids are those of the whole vocabulary.
+If the vocabulary is split over n devices, each has f32[S, V / n], finds its own best tokens, and sends only those. All
+get the same results; ids are those of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxengine.sharding.collectives import gather_parts, num_shards, shard_index
 
 # Block of `best_token`: its row maxima are few, and one block is a cheap read.
 _BLOCK = 64
-# Smallest block that makes the rows to be ordered shorter by enough.
+# Smallest block of `_best_blocks`: smaller ones do not shorten the sorted rows by enough.
 _MIN_BLOCK = 4
 
 
@@ -148,16 +148,19 @@ def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _top_k(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
+    """Return `lax.top_k` of the rows as a tuple, as `lax.platform_dependent` requires of all its branches."""
     values, ids = lax.top_k(logits, num_top)
     return values, ids
 
 
 def _reduced_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what `best_token` does, for one device's columns, by reductions of whole rows."""
     logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)
     return jnp.max(logits, axis=1, keepdims=True), jnp.argmax(logits, axis=1).astype(jnp.int32)
 
 
 def _blockwise_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what `best_token` does, for one device's columns, by the maxima of blocks."""
     # The barrier: XLA would merge the two maxima into one over the whole row, and read the row twice.
     maxima = lax.optimization_barrier(_block_maxima(jnp.where(jnp.isnan(logits), jnp.inf, logits), _BLOCK))
     best = jnp.max(maxima, axis=1, keepdims=True)
@@ -171,7 +174,7 @@ def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None
     maxima; None for the latter if `num_top` is so large a part of the vocabulary that blocks would not help.
 
     Among blocks of equal maxima the first ones count, so that they hold the first ones of equal tokens as well. XLA
-    CPU's top_k keeps that order only while it is asked for a small part of the row.
+    CPU's top_k keeps that order only if num_top is a small part of the row.
     """
     # The two rows that are ordered, maxima and tokens of the best blocks, become about equally long.
     block = 2 ** max(0, round(math.log2(math.sqrt(logits.shape[1] / max(1, num_top)))))
@@ -185,5 +188,6 @@ def _tokens(blocks: jax.Array, block: int) -> jax.Array:
 
 
 def _block_maxima(x: jax.Array, block: int) -> jax.Array:
+    """Return the maximum of each block of `block` columns, [S, V] -> [S, ceil(V / block)]."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=-jnp.inf)
     return jnp.max(x.reshape(x.shape[0], -1, block), axis=2)

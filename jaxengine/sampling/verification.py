@@ -1,13 +1,13 @@
 """Verification of drafts: a row's drafts are accepted as long as each is the token that the sampler itself chooses
 there.
 
-A draw is a function of what precedes it: the best of logits / temperature plus noise that depends on the request's
-seed, the position and the token's id alone (jaxengine.sampling.token_choice). So the token at each draft position,
-drawn as if all drafts before were right, is the one that would have come there if they are; drafts are accepted as long
-as each is that token, and the first one that is not is replaced by it. By induction the tokens are those that come
-without drafts, at every temperature and under every parameter. This costs nothing: a draft is accepted with its own
-probability, as in rejection sampling (Leviathan et al. 2023), and one drawn with the same noise more often (Daliri,
-Musco and Suresh 2024).
+A draw is a function of the tokens before it: the best of logits / temperature plus noise that depends only on the
+request's seed, the position and the token's id (jaxengine.sampling.token_choice). So the token that the sampler draws
+at a draft's position after the drafts before it is the one it would draw without drafts, if all of these are accepted.
+Drafts are accepted as long as each equals the drawn token, and the first one that does not is replaced by it. By
+induction the tokens are those of a run without drafts, at every temperature and with all parameters. No draft is lost
+by this: it is accepted with its own probability, as in rejection sampling (Leviathan et al. 2023), and more often if it
+was drawn with the same noise (Daliri, Musco and Suresh 2024).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def verify(
 
     chosen i32[S, W], the sampler's token at each position, -1 for none; drafts i32[S, W - 1], of which the first
     num_drafts i32[S] are real. is_sampled bool[S]: the other rows get no tokens. is_guided bool[S]: rows with a mask
-    for each position, which allows nothing where it is unknown: that position then has chosen -1, and the draft before
-    it is not accepted, though right.
+    for each position. A mask that has not been computed allows no token, so its position has chosen -1; the draft
+    before it is then not accepted even if it equals the sampled token.
     """
     width = chosen.shape[1]
     agree = (drafts == chosen[:, :-1]) & (jnp.arange(width - 1) < num_drafts[:, None])

@@ -1,8 +1,9 @@
-"""Disk tier: content of pages in the files of a folder, by key, shared by all engines whose pages mean the same.
+"""Disk tier: content of pages in the files of a folder, by key, shared by all engines whose pages have the same content
+under the same key.
 
-A file is written under another name and then renamed, so that it is whole or not there. It begins with its key and a
-checksum of all that follows; a file with other ones is a miss, and is removed. Nothing here waits for the disk except
-`read` and the thread that writes.
+A file is written under another name and then renamed, so that it is complete or absent. It begins with its key and a
+checksum of all that follows; a file with other ones is a miss, and is removed. Only `read`, the maintenance functions
+and the thread that writes wait for the disk.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"jaxengine kv 1\n\0"
 _CHECKSUM_BYTES = 16
-# Blocks that wait to be written; more are left out.
+# Largest number of blocks that wait to be written; further ones are dropped.
 _MAX_WAITING = 1024
-# Between two looks for files that other engines have written.
+# Period of scans for files that other engines have written.
 _SCAN_SECONDS = 1.0
-# Writing a file takes less.
+# Age from which an unfinished file is taken for one of an engine that was killed: writing one takes less.
 _REST_SECONDS = 600.0
 
 
@@ -37,7 +38,8 @@ class DiskTier:
     """Blocks u8[n] by key, in a folder. A thread writes; `read` may be called from any thread.
 
     Attributes:
-      is_far: False: reading waits for nobody else.
+      is_far: False: reading waits for no other machine.
+      folder: the folder.
       num_bytes: of the files, as far as they have been seen.
       num_written, num_bad, num_failed: blocks written, files with a wrong checksum, and blocks that could not be
         written.
@@ -58,7 +60,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[tuple[bytes, np.ndarray] | None] = SimpleQueue()
         self._num_waiting = 0
-        # Keys that were dropped while they may have waited to be written.
+        # Keys that were dropped while blocks waited to be written.
         self._unwanted: set[bytes] = set()
         self._has_warned = False
         self._own_name = secrets.token_hex(8)
@@ -68,13 +70,17 @@ class DiskTier:
         self._thread.start()
 
     def __contains__(self, key: bytes) -> bool:
+        """Return whether a file of a key has been seen."""
         return key in self._known
 
     def __len__(self) -> int:
+        """Return the number of files that have been seen."""
         return len(self._known)
 
     def write(self, key: bytes, block: np.ndarray) -> bool:
-        """Have a block written soon, unless its key is known; return False if too many wait already."""
+        """Queue a block to be written, unless its key has a file; return False if too many wait already. The block must
+        not be changed until then.
+        """
         if key in self._known:
             return True
         if self._num_waiting >= _MAX_WAITING:
@@ -86,7 +92,9 @@ class DiskTier:
         return True
 
     def read(self, key: bytes) -> np.ndarray | None:
-        """Return the block of a key; None if there is no file with the key and the right checksum."""
+        """Return the block of a key, read-only; None if there is no file with the key and the right checksum. A file
+        with other ones is removed.
+        """
         path = self._path(key)
         try:
             raw = path.read_bytes()
@@ -97,12 +105,12 @@ class DiskTier:
         body = memoryview(raw)[len(header) + _CHECKSUM_BYTES :]
         if raw[: len(header)] != header or raw[len(header) : len(header) + _CHECKSUM_BYTES] != _checksum(key, body):
             self.num_bad += 1
-            logger.warning("%s is damaged, or not what its name says: it is removed", path)
+            logger.warning("%s is damaged, or its name is not its key: it is removed", path)
             _remove(path)
             self._forget(key)
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # used last
+            os.utime(path)  # its time is that of its last use
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)
@@ -115,7 +123,7 @@ class DiskTier:
                 yield key, block
 
     def touch(self, key: bytes) -> bool:
-        """Count a use of a key; return whether there is a file of it."""
+        """Record a use of a key's file now; return whether there is one."""
         try:
             os.utime(self._path(key))
         except OSError:
@@ -135,7 +143,7 @@ class DiskTier:
                     self._forget(key)
 
     def drop(self, key: bytes) -> None:
-        """Remove the file of a key, and do not write one that waits."""
+        """Remove the file of a key, and do not write a block of it that waits."""
         with self._lock:
             if self._num_waiting:
                 self._unwanted.add(key)
@@ -150,11 +158,12 @@ class DiskTier:
         return not self._num_waiting
 
     def shutdown(self, seconds: float = 10.0) -> None:
-        """Write what waits, for `seconds` at most, and end the thread."""
+        """End the thread once it has written all blocks that wait, or return after `seconds`."""
         self._waiting.put(None)
         self._thread.join(seconds)
 
     def _run(self) -> None:
+        """Write the blocks that wait and scan the folder now and then, until None waits."""
         while True:
             try:
                 item = self._waiting.get(timeout=_SCAN_SECONDS)
@@ -180,6 +189,7 @@ class DiskTier:
                 self._scan()
 
     def _write(self, key: bytes, block: np.ndarray) -> None:
+        """Write the file of a block, if there is room and the key was not dropped. Raises OSError."""
         if key in self._known or key in self._unwanted:
             return
         path, body = self._path(key), block.data
@@ -199,9 +209,12 @@ class DiskTier:
             raise
         self.num_written += 1
         self._note(key, size)
+        if key in self._unwanted:  # dropped while it was written
+            _remove(path)
+            self._forget(key)
 
     def _make_room(self, size: int) -> bool:
-        """Remove the files used least recently until `size` bytes are free. Returns False if that is impossible."""
+        """Remove the files used least recently until `size` bytes are free; return False if that is impossible."""
         if self._capacity is None:
             return True
         if size > self._capacity:
@@ -216,7 +229,9 @@ class DiskTier:
         return True
 
     def _scan(self) -> None:
-        """Find the files that other engines have written or removed in subfolders that have changed."""
+        """Record the files that other engines have written or removed, in subfolders that have changed since the last
+        scan.
+        """
         self._next_scan = time.monotonic() + _SCAN_SECONDS
         try:
             with os.scandir(self.folder) as found:
@@ -237,7 +252,9 @@ class DiskTier:
             self._note(key, size)
 
     def _read_folder(self, path: str) -> list[tuple[float, bytes, int]]:
-        """Return (time of last use, key, bytes) of the files in a subfolder that are not known."""
+        """Return (time of last use in seconds, key, bytes) of the files in a subfolder that had not been seen, and
+        forget the keys whose files are gone.
+        """
         news, present, own = [], set[bytes](), bytes.fromhex(os.path.basename(path))
         with os.scandir(path) as found:
             for file in found:
@@ -255,31 +272,36 @@ class DiskTier:
         return news
 
     def _remove_rest(self, file: os.DirEntry[str]) -> None:
-        """Remove what an engine that was killed has left of a file that it wrote, unless it may still be written."""
+        """Remove an unfinished file that an engine has left when it was killed; a young one may still be written."""
         if file.name.endswith(".tmp") and time.time() - file.stat().st_mtime > _REST_SECONDS:
             _remove(Path(file.path))
 
     def _path(self, key: bytes) -> Path:
+        """Return the path of a key's file: named by the key, in a subfolder named by its first byte."""
         name = key.hex()
         return self.folder / name[:2] / name
 
     def _note(self, key: bytes, size: int) -> None:
+        """Record that a key has a file of `size` bytes."""
         with self._lock:
             if key not in self._known:
                 self._known[key] = size
                 self.num_bytes += size
 
     def _forget(self, key: bytes) -> None:
+        """Record that a key has no file."""
         with self._lock:
             self.num_bytes -= self._known.pop(key, 0)
 
 
 def _remove(path: Path) -> None:
+    """Remove a file if there is one and that is possible."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def _checksum(key: bytes, body: memoryview) -> bytes:
+    """Return the checksum of a file, _CHECKSUM_BYTES bytes, over its key and its block."""
     digest = hashlib.blake2b(key, digest_size=_CHECKSUM_BYTES)
     digest.update(body)
     return digest.digest()

@@ -13,31 +13,34 @@ LRU, ARC = POLICIES = ("lru", "arc")
 class HostTier:
     """Blocks u8[n] by key. For one thread.
 
-    The least recently used block that nobody has pinned makes room for a new one. Under "arc" (Megiddo and Modha, "ARC:
-    A Self-Tuning, Low Overhead Replacement Cache", FAST 2003) blocks used once and blocks used again have lists of
-    their own, so that a scan of new blocks does not push out those that are used again and again. The share of the
-    first list follows the keys that come back after they were evicted from either.
+    A new block replaces the least recently used ones that are not pinned. Under "arc" (Megiddo and Modha, "ARC: A
+    Self-Tuning, Low Overhead Replacement Cache", FAST 2003) blocks used once and blocks used again have lists of their
+    own, so that many new blocks do not replace those that are used often. The share of the first list follows the keys
+    that come back after they were evicted from either.
 
     Attributes:
       capacity: in bytes; num_bytes: in use.
-      num_evicted: blocks that made room for others.
+      num_evicted: blocks that were replaced by others.
     """
 
     def __init__(self, capacity: int, policy: str = LRU):
+        """Begin without blocks. capacity: bytes; policy: of POLICIES."""
         self.capacity, self.num_bytes, self.num_evicted = capacity, 0, 0
         self._is_arc = policy == ARC
         self._once: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._again: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        # Keys of evicted blocks, and how many blocks that were used once there should be.
+        # Keys of evicted blocks of either list, and the number of blocks that the first list should have.
         self._once_gone: OrderedDict[bytes, None] = OrderedDict()
         self._again_gone: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0
         self._pins: dict[bytes, int] = {}
 
     def __contains__(self, key: bytes) -> bool:
+        """Return whether a key has a block; not a use of it."""
         return key in self._once or key in self._again
 
     def __len__(self) -> int:
+        """Return the number of blocks."""
         return len(self._once) + len(self._again)
 
     def get(self, key: bytes) -> np.ndarray | None:
@@ -49,8 +52,8 @@ class HostTier:
         return block
 
     def put(self, key: bytes, block: np.ndarray) -> bool:
-        """Store a block under a key, unless the key has one; return whether the key has one then. It has none if the
-        block is larger than what is not pinned.
+        """Store a block under a key, unless the key has one; return whether the key has one then. It has none if there
+        is no room for the block in addition to the pinned ones.
         """
         if key in self:
             return True
@@ -87,8 +90,8 @@ class HostTier:
         self.num_bytes = self._target = 0
 
     def _adapt(self, key: bytes) -> bool:
-        """Whether a new block's key was evicted not long ago, so that it counts as used again; then the share of the
-        list that evicted it grows.
+        """Return whether a new block's key was evicted not long ago, so that it counts as used again; if so, let the
+        list that evicted it grow. False under "lru".
         """
         if not self._is_arc:
             return False
@@ -104,7 +107,7 @@ class HostTier:
         return False
 
     def _make_room(self, size: int) -> bool:
-        """Evict blocks until `size` bytes are free. Returns False if that is impossible."""
+        """Evict blocks until `size` bytes are free; return False if that is impossible."""
         if size > self.capacity:
             return False
         while self.num_bytes + size > self.capacity:
@@ -115,7 +118,9 @@ class HostTier:
         return True
 
     def _evict(self, blocks: OrderedDict[bytes, np.ndarray], gone: OrderedDict[bytes, None]) -> bool:
-        """Evict the least recently used block of a list that is not pinned. Returns False if there is none."""
+        """Evict the least recently used block of a list that is not pinned; return False if there is none. Under "arc"
+        its key is added to `gone`, the evicted keys of the list.
+        """
         key = next((key for key in blocks if key not in self._pins), None)
         if key is None:
             return False

@@ -21,11 +21,11 @@ from jaxengine.tiers.transport import MAX_KEYS, PATIENCE_SECONDS, Reader, Source
 _READ, _RELEASE = b"read", b"release"
 _MAX_FRAME_BYTES = 1024  # of what a reader sends
 _LINGER_MS = 1000
-# For so long a source that did not answer is not asked again.
+# Time for which no request is sent to a source that did not answer.
 _REST_SECONDS = 10.0
-# Between two looks for pages that were promised.
+# Period of checks for announced pages that requests wait for.
 _LOOK_MS = 2
-# What says that a source is gone, or another one than was meant.
+# Events of a connection to a source that is gone or has another key.
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
@@ -35,8 +35,14 @@ _GONE = (
 )
 
 
-class _Asked(NamedTuple):
-    """Question that waits for promised pages. until: time.monotonic seconds."""
+class _Waiting(NamedTuple):
+    """Request of a reader that waits for announced pages.
+
+    Attributes:
+      reader: ZeroMQ's name of its connection.
+      keys: of the pages, in the order of the answer.
+      until: time.monotonic seconds at which it is answered without those that are missing.
+    """
 
     reader: bytes
     keys: list[bytes]
@@ -44,10 +50,10 @@ class _Asked(NamedTuple):
 
 
 class TcpTransport(Transport):
-    """Transport by TCP. A thread answers those who read; readers wait in their own threads.
+    """Transport by TCP. A thread answers readers, which wait in their own threads.
 
     Attributes:
-      patience: seconds that a reader waits for an answer, and an answer for pages that were promised.
+      patience: seconds that an answer waits for announced pages; a reader waits half as long again for the answer.
     """
 
     patience = PATIENCE_SECONDS
@@ -55,8 +61,9 @@ class TcpTransport(Transport):
     def __init__(self, key: bytes, identity: str, listen: tuple[str, int] | None = None):
         """Begin to listen, if the engine offers pages.
 
-        key: secret of all engines. identity: what the pages mean; engines with another one get none. listen: host and
-        port, 0 for any free one. Raises OSError if that is impossible.
+        key: secret of all engines. identity: of the pages (`Offload.identity`); engines with another one get none.
+        listen: host and port, 0 for any free one; None for an engine that offers none. Raises OSError if it cannot
+        listen there.
         """
         self.address = None
         self._identity = identity.encode()
@@ -111,20 +118,24 @@ class TcpTransport(Transport):
         self._context.destroy(linger=_LINGER_MS)
 
     def connect(self, source: Source) -> zmq.Socket[bytes]:
-        """Return a socket to a source. Raises ConnectionError for one that has failed to answer not long ago."""
+        """Return a new socket to a source. Raises ConnectionError for a source that did not answer within the last
+        _REST_SECONDS, zmq.ZMQError for an address that cannot be used.
+        """
         if time.monotonic() < self._resting.get((source.host, source.port), 0.0):
             raise ConnectionError(f"{source.host}:{source.port} has failed to answer not long ago")
         assert source.host is not None and source.port is not None
         socket = _socket(self._context, zmq.DEALER, self._reader_keys, source.host)
         socket.curve_serverkey = self._server_keys[0]
         socket.set(zmq.LINGER, _LINGER_MS)
-        # Under a name of its own, as the numbers that pyzmq takes come back before libzmq has given up their names.
+        # Under a name of its own: pyzmq names monitors by numbers that it uses again before libzmq has freed the names.
         socket.get_monitor_socket(_GONE, f"inproc://kv-{next(self._numbers)}")
         socket.connect(_address(source.host, source.port))
         return socket
 
     def ask(self, socket: zmq.Socket[bytes], source: Source, keys: Sequence[bytes]) -> list[Any]:
-        """Return the frames of a source's answer for keys. Raises ConnectionError if there is none in time."""
+        """Request at most MAX_KEYS pages from a source, and return the frames of its answer, one for each key, empty if
+        it lacks the page. Raises ConnectionError if there is none in time, and records that the source did not answer.
+        """
         socket.send_multipart([_READ, self._identity, *keys])
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -135,22 +146,25 @@ class TcpTransport(Transport):
         return socket.recv_multipart(copy=False)
 
     def _answer_all(self) -> None:
-        waiting: list[_Asked] = []
+        """Answer readers until the transport is closing, on its thread."""
+        waiting: list[_Waiting] = []
         while not self._is_closing:
             if self._socket.poll(_LOOK_MS if waiting else 100):
                 frames = self._socket.recv_multipart()
-                if (asked := self._read(frames)) is not None:
-                    waiting.append(asked)
+                if (request := self._read(frames)) is not None:
+                    waiting.append(request)
             now = time.monotonic()
-            due = [each for each in waiting if now > each.until or not any(map(self._is_promised, each.keys))]
+            due = [each for each in waiting if now > each.until or not any(map(self._is_announced, each.keys))]
             waiting = [each for each in waiting if each not in due]
             for each in due:
                 found = [self._pages.get(key) for key in each.keys]
                 blocks: list[Any] = [b"" if block is None else block.data for block in found]
                 self._socket.send_multipart([each.reader, *blocks], copy=False)
 
-    def _read(self, frames: Sequence[bytes]) -> _Asked | None:
-        """Return what a message asks for; None for one that needs no answer."""
+    def _read(self, frames: Sequence[bytes]) -> _Waiting | None:
+        """Return the request of a message; None for one that needs no answer, such as the release of a lease, which is
+        recorded.
+        """
         if len(frames) < 3:
             return None
         reader, kind, identity, *keys = frames
@@ -159,10 +173,11 @@ class TcpTransport(Transport):
         if kind != _READ or not 1 <= len(keys) <= MAX_KEYS:
             return None
         if identity != self._identity:
-            return _Asked(reader, [b""] * len(keys), 0.0)
-        return _Asked(reader, keys, time.monotonic() + self.patience)
+            return _Waiting(reader, [b""] * len(keys), 0.0)
+        return _Waiting(reader, keys, time.monotonic() + self.patience)
 
-    def _is_promised(self, key: bytes) -> bool:
+    def _is_announced(self, key: bytes) -> bool:
+        """Return whether a key is offered but its block has not come yet."""
         return key in self._pages and self._pages[key] is None
 
 
@@ -170,6 +185,7 @@ class _TcpReader(Reader):
     """Reader of one source."""
 
     def __init__(self, transport: TcpTransport, source: Source):
+        """Connect when `read` is first called."""
         self._transport, self._source = transport, source
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -193,23 +209,27 @@ class _TcpReader(Reader):
 
 
 class _Allowed:
-    """Readers that may connect: those with the shared key."""
+    """Check of readers, for pyzmq's authenticator: those with the shared key may connect."""
 
     def __init__(self, key: bytes):
+        """Allow the readers with this public key."""
         self._key = key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a reader with this public key may connect."""
+        """Return whether a reader with this public key may connect."""
         return key == self._key
 
 
 def _key_pair(secret: bytes, person: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret key of one end, as text, from the secret of all engines."""
+    """Return the public and the secret key of one end, as Z85 text, derived from the secret of all engines. person: 16
+    bytes at most that name the end.
+    """
     own = z85.encode(hashlib.blake2b(secret, digest_size=32, person=person).digest())
     return zmq.curve_public(own), own
 
 
 def _socket(context: zmq.Context[Any], kind: int, keys: tuple[bytes, bytes], host: str) -> zmq.Socket[bytes]:
+    """Return a new socket of a kind with its public and secret key, for IPv6 if the host is such an address."""
     socket = context.socket(kind)
     socket.curve_publickey, socket.curve_secretkey = keys
     socket.set(zmq.IPV6, ":" in host)
@@ -217,5 +237,6 @@ def _socket(context: zmq.Context[Any], kind: int, keys: tuple[bytes, bytes], hos
 
 
 def _address(host: str, port: int) -> str:
+    """Return ZeroMQ's address of a host, which may be an IPv6 address with or without brackets."""
     plain = host.strip("[]")
     return f"tcp://[{plain}]:{port}" if ":" in plain else f"tcp://{plain}:{port}"

@@ -1,6 +1,6 @@
-"""Ways of pages from engines that offer them to engines that read them.
+"""Transports of pages from engines that offer them to engines that read them.
 
-A page goes by the key under which a tier has it. What does not come, or is not what its key says, is a miss.
+A page is named by the key under which a tier has it. One that does not come, or has another key, is a miss.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import numpy as np
 
 from jaxengine.tiers.disk import DiskTier
 
-# Pages that are read at once.
+# Largest number of pages in one read.
 MAX_KEYS = 32
-# How long a reader waits for a page that was promised.
+# Time for which a reader waits for a page that was announced.
 PATIENCE_SECONDS = 5.0
+# Longest period at which a producer removes old files.
 _SWEEP_SECONDS = 1.0
 
 
 class Source(NamedTuple):
-    """Engine that offers pages: where it listens, None for nowhere, and the name of the lease under which it keeps
-    them.
+    """Engine that offers pages.
+
+    Attributes:
+      host, port: where it listens; None for a transport by a folder.
+      lease: name of the lease under which it keeps them.
     """
 
     host: str | None
@@ -36,18 +40,18 @@ class Reader(Protocol):
     """Reader of one source's pages. For one thread at a time."""
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        """Wait for the blocks u8[n] of at most MAX_KEYS keys, and return those that came. Raises OSError if the source
-        does not answer.
+        """Wait for the blocks u8[n] of at most MAX_KEYS keys, and return those that came, by key. Raises OSError if the
+        source does not answer.
         """
         ...
 
     def close(self) -> None:
-        """End the reading: the source need not keep the pages any longer."""
+        """End the reading, and release the source's lease."""
         ...
 
 
 class Transport(Protocol):
-    """Way of pages between engines. Any thread may call it.
+    """Transport of pages between engines. Any thread may call it.
 
     Attributes:
       address: host and port at which it listens; None for nowhere.
@@ -56,7 +60,7 @@ class Transport(Protocol):
     address: tuple[str, int] | None
 
     def offer(self, key: bytes, block: np.ndarray | None) -> None:
-        """Let others read a block u8[n] until `withdraw`; None promises one."""
+        """Let others read a block u8[n] until `withdraw`; None announces one that will come, so that readers wait."""
         ...
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
@@ -77,12 +81,16 @@ class Transport(Protocol):
 
 
 class FolderTransport(Transport):
-    """Transport by a folder that all engines share. What is offered stays for `seconds` after it was last read or
-    written; every producer removes what is older, so that nothing stays of one that was killed.
+    """Transport by a folder that all engines share. A file stays for `seconds` after its last use; every producer
+    removes older ones, so that those of a producer that was killed are removed, too.
     """
 
     def __init__(self, folder: Path, seconds: float, produces: bool):
-        """Open the folder of pages that mean the same. Raises OSError if it cannot be made."""
+        """Open the folder, of engines with equal weights and page layout. produces: whether it offers pages and removes
+        old files.
+
+        Raises OSError if it cannot be made.
+        """
         self.address = None
         self._disk, self._seconds = DiskTier(folder), seconds
         self._end = threading.Event()
@@ -95,7 +103,7 @@ class FolderTransport(Transport):
             self._disk.write(key, block)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        pass  # another producer may have a lease of the same file: it goes by its age
+        pass  # another producer may have a lease of the same file: only its age decides
 
     def released(self) -> list[str]:
         return []
@@ -110,14 +118,16 @@ class FolderTransport(Transport):
         self._disk.shutdown()
 
     def _sweep(self) -> None:
+        """Remove old files now and then, until the transport ends."""
         while not self._end.wait(min(_SWEEP_SECONDS, self._seconds / 4)):
             self._disk.remove_older(self._seconds)
 
 
 class _FolderReader(Reader):
-    """Reader of files, which are there some time after they were promised."""
+    """Reader of files, each of which is written some time after its page was announced."""
 
     def __init__(self, disk: DiskTier):
+        """Wait for all reads together PATIENCE_SECONDS from now at most."""
         self._disk, self._deadline = disk, time.monotonic() + PATIENCE_SECONDS
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
@@ -125,7 +135,7 @@ class _FolderReader(Reader):
         for key in keys:
             while (block := self._disk.read(key)) is None:
                 if time.monotonic() > self._deadline:
-                    raise TimeoutError("the pages that were promised are not in the folder")
+                    raise TimeoutError("the pages that were announced are not in the folder")
                 time.sleep(0.01)
             found[key] = block
         return found

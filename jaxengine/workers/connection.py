@@ -1,4 +1,4 @@
-"""The worker's end of its connection to the parent: sets limits, ignores signals, and exits when the parent is gone."""
+"""Worker's end of its connection to the parent: sets limits, ignores signals, and exits when the parent is gone."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Connection:
         orders: type of the messages to receive; memory_bytes: limit of mapped memory, beyond which allocations raise
         MemoryError (no limit on systems without such limits).
         """
-        # RLIMIT_FSIZE: a worker writes no files.
         # A service manager sends these to each process of the service; only the end of the connection ends a worker.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+        # A worker writes no files and no core dumps.
         limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0}
         for limit, value in limits.items():
             with contextlib.suppress(ValueError, OSError):  # macOS does not limit memory
@@ -50,6 +50,6 @@ class Connection:
         os._exit(0)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to the parent."""
+        """Send a message to the parent; returns when the socket has taken it."""
         with self._sending:
             self._socket.sendall(frame(message))

@@ -12,9 +12,10 @@ _LENGTH = struct.Struct("<I")
 
 
 class Frames:
-    """Splits a stream of bytes into messages of type `kind`, a tagged union of msgspec.Structs."""
+    """Splitter of a stream of bytes into messages."""
 
     def __init__(self, kind: Any):
+        """Begin without bytes. kind: type of the messages, a tagged union of msgspec.Structs."""
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._bytes = bytearray()
 

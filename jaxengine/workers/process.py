@@ -1,4 +1,4 @@
-"""The parent's end of a worker process, which may be killed at any time."""
+"""Parent's end of a worker process, which may be killed at any time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import msgspec
 from jaxengine.paths import HOME
 from jaxengine.workers.frames import Frames, frame
 
-# Imports the same sources as this process, whatever else is installed, and nothing from the caller's folder (-P).
+# The worker imports the same sources as this process, whatever else is installed, and nothing from its folder (-P).
 _START = "import sys; {home!r} in sys.path or sys.path.insert(0, {home!r}); from {module} import main; main()"
 
 
@@ -72,12 +72,13 @@ class WorkerProcess:
 
     @property
     def has_more_to_send(self) -> bool:
+        """Whether queued bytes have not been sent yet."""
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
         """Return (messages received since the last call, whether the worker is alive), without waiting.
 
-        A worker that sent invalid bytes counts as dead. `error` says why it ended, if that is known.
+        A worker that sent invalid bytes counts as dead. `error` is then set, if the reason is known.
         """
         messages: list[Any] = []
         try:
@@ -95,7 +96,8 @@ class WorkerProcess:
         self._end()
 
     def _flush(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # its end shows in `receive`
+        """Send as many queued bytes as the socket takes now."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # `receive` reports its end
             while self._outgoing:
                 del self._outgoing[: self._connection.send(self._outgoing)]
 

@@ -36,7 +36,7 @@ def attention_schedule(
     tuning: sizes to work with, None for the table's sizes of the chip; attention uses the same ones.
     kv_limits: i32 [T], per token the exclusive end of the keys that it sees, for tokens that see some later ones; 0 for
         other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
-        position. Needs causal=True and chunk=None.
+        position. Needs causal=True and chunk=None. None for none.
     Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not have.
     """
     check_batch(batch, num_tokens)
@@ -48,7 +48,7 @@ def attention_schedule(
     if kv_limits.shape != (num_tokens,) or kv_limits.dtype != jnp.int32:
         raise ValueError(f"kv_limits must be int32[{num_tokens}], got {kv_limits.dtype}{list(kv_limits.shape)}")
     if not spec.causal or spec.chunk is not None:
-        raise ValueError("kv_limits needs causal=True and chunk=None: it says what a token sees behind itself")
+        raise ValueError("kv_limits needs causal=True and chunk=None: it says which later keys a token sees")
     return build(batch, spec, **sizes, kv_limits=kv_limits)
 
 
@@ -73,7 +73,7 @@ def ragged_paged_attention(
 
     The step's keys and values must already be in the pool. Token i of a sequence has position
     kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`): of them those less than `spec.window`
-    places away, or those from the last multiple of `spec.chunk` on.
+    positions away, or those from the last multiple of `spec.chunk` on.
     Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
     sees may hold NaN.
 
@@ -83,8 +83,8 @@ def ragged_paged_attention(
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
     return_lse: return (o, log-sum-exp f32 [T, N]).
-    platform: the pool's layout, as None is; a check that the caller means the same.
-    Raises ValueError for shapes, dtypes or options that do not fit.
+    platform: None, or the pool's layout as a check.
+    Raises ValueError for shapes, dtypes or options that do not fit, and for another platform.
     """
     platform = platform or kv.layout
     if platform != kv.layout:
@@ -109,6 +109,7 @@ def ragged_paged_attention(
 
 
 def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: AttentionSpec) -> None:
+    """Raise ValueError unless the queries have the shapes of `spec`, a dtype of floats, and the pool its head dims."""
     width, rest_width = spec.query_dims
     if q.ndim != 3 or q.shape[0] < 1 or q.shape[1:] != (spec.num_q_heads, width):
         raise ValueError(f"q must be [T, {spec.num_q_heads}, {width}] with T >= 1, got {list(q.shape)}")
@@ -126,6 +127,7 @@ def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: Atte
 
 
 def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec) -> None:
+    """Raise ValueError unless tree_mask is u32 [T, words] and `spec` causal, without window and chunk."""
     if tree_mask.ndim != 2 or tree_mask.shape[0] != num_tokens or tree_mask.dtype != jnp.uint32:
         raise ValueError(f"tree_mask must be uint32[{num_tokens}, words], got {tree_mask.dtype}{list(tree_mask.shape)}")
     if not spec.causal or spec.window is not None or spec.chunk is not None:
@@ -134,8 +136,10 @@ def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec)
 
 
 def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: int) -> int:
-    """Return the bytes of keys and values that attention of `num_seqs` single tokens copies from pages at a time, two
-    for each element: plain XLA on cards without a kernel. 0 for other platforms: blocks of CPUs are small.
+    """Return the bytes of keys and values that attention of `num_seqs` single tokens gathers from pages at a time.
+
+    Counted for plain XLA on CUDA cards without a kernel ("gpu_xla"), at two bytes an element. 0 for other platforms:
+    kernels gather nothing, and blocks of CPUs are small.
     """
     if platform != "gpu_xla":
         return 0

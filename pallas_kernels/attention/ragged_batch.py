@@ -45,7 +45,7 @@ class AttentionSpec:
     head_dim: int
     v_head_dim: int
     sm_scale: float
-    window: int | None = None  # a token sees keys less than `window` places away; None = all
+    window: int | None = None  # a token sees keys less than `window` positions away; None = all
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     causal: bool = True  # a token sees no key after its own
     chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
@@ -57,6 +57,7 @@ class AttentionSpec:
         return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.v_head_dim))
 
     def __post_init__(self) -> None:
+        """Raise ValueError, with the field's name, for values that contradict each other."""
         for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"AttentionSpec.{field} must be at least 1, got {getattr(self, field)}")
@@ -88,9 +89,7 @@ class AttentionSpec:
 
     @property
     def query_dims(self) -> tuple[int, int]:
-        """Columns of a query and of `q_rest`, the query of the part of a key after its value; the latter is 0 unless
-        values lie in keys.
-        """
+        """Columns of queries `q` and `q_rest`: (H, 0), or (Hv, H - Hv) where values lie in keys."""
         dim = self.v_head_dim if self.values_in_keys else self.head_dim
         return dim, self.head_dim - dim
 

@@ -42,9 +42,9 @@ def select_keys(
 
     The score of a key k_s is sum over i of weights[t, i] * relu(q[t, i] . k_s), in float32, of queries q [T, I, J] and
     weights f32 [T, I]; a token sees its own key and those before it, which must be in the pool. Of equal scores the
-    lowest position comes first, whatever the step's shape. A token that sees k keys or fewer selects all, in order, and
-    -1 in the remaining places; so does a token of no sequence. Slots that no token sees may hold NaN. Scales of heads
-    in a pool of codes, which change no order, are not applied.
+    lowest position comes first, whatever the step's shape. A token that sees k keys or fewer selects all, in order,
+    followed by -1; a token of no sequence gets -1 alone. Slots that no token sees may hold NaN. Scales of heads in a
+    pool of codes, which change no order, are not applied.
 
     schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes or
     dtypes that do not fit.

@@ -23,10 +23,10 @@ BLOCK = 512  # queries of a row that are computed at a time
 
 
 class Schedule(NamedTuple):
-    """What decides which tokens of its row a token sees, i32[B, T] each: its run, and its number in that."""
+    """Run of each token, which decides with `AttentionSpec` which tokens of its row it sees."""
 
-    run: jax.Array
-    offset: jax.Array
+    run: jax.Array  # i32 [B, T] number of the token's run
+    offset: jax.Array  # i32 [B, T] index of the token in its run
 
 
 def attention_schedule(
@@ -85,20 +85,20 @@ def ragged_paged_attention(
 
 
 def _in_blocks(attend: Callable[..., tuple[jax.Array, jax.Array]], q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attend all queries [B, T, ...], one block after the other.
+    """Attend all queries [B, T, ...], BLOCK of each row at a time, and compute each block again for its gradient.
 
-    attend: (indices i32[Q] in the row, queries [B, Q, ...]) to results [B, Q, ...].
+    attend: (indices i32[Q] in the row, queries [B, Q, ...]) to (o, lse), [B, Q, ...] each. Returns (o, lse) of all.
     """
     length = q.shape[1]
-    places = jnp.minimum(jnp.arange(-(-length // BLOCK) * BLOCK), length - 1).reshape(-1, BLOCK)
+    indices = jnp.minimum(jnp.arange(-(-length // BLOCK) * BLOCK), length - 1).reshape(-1, BLOCK)
     # The last block repeats the last query; what it gives there is cut off, and so has no gradient.
-    results = lax.map(jax.checkpoint(lambda block: attend(block, q[:, block])), places)
+    results = lax.map(jax.checkpoint(lambda block: attend(block, q[:, block])), indices)
     o, lse = (jnp.moveaxis(part, 0, 1).reshape(q.shape[0], -1, *part.shape[3:])[:, :length] for part in results)
     return o, lse
 
 
 def _attend(
-    places: jax.Array,
+    indices: jax.Array,
     q: jax.Array,
     *,
     k: jax.Array,
@@ -107,13 +107,15 @@ def _attend(
     schedule: Schedule,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend queries [B, Q, K, G, H] at indices `places` i32[Q] of their rows, whose keys are k [B, T, K, H] and values
-    v [B, T, K, Hv]: output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G].
+    """Attend queries [B, Q, K, G, H] at `indices` i32[Q] of their rows, whose keys are k [B, T, K, H] and values v
+    [B, T, K, Hv]: output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G].
+
+    sinks: f32[1, K, G, 1, 1] or None.
     """
     logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
-    visible = _visible(places, schedule, spec)[:, None, None]
+    visible = _visible(indices, schedule, spec)[:, None, None]
     logits = jnp.where(visible, logits, -jnp.inf)
     largest = jnp.max(logits, axis=-1, keepdims=True)  # finite: a token sees itself
     largest = lax.stop_gradient(largest if sinks is None else jnp.maximum(largest, sinks))
@@ -125,10 +127,10 @@ def _attend(
     return o, jnp.moveaxis((largest + jnp.log(total))[..., 0], 3, 1)
 
 
-def _visible(places: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
-    """Return bool [B, Q, T]: which tokens of their row the tokens at indices `places` see."""
+def _visible(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
+    """Return bool [B, Q, T]: which tokens of their row the tokens at `indices` i32[Q] see."""
     run, offset = (part[:, None] for part in schedule)
-    own_run, own_offset = (part[:, places, None] for part in schedule)
+    own_run, own_offset = (part[:, indices, None] for part in schedule)
     visible = run == own_run
     if spec.causal:
         visible &= offset <= own_offset

@@ -15,8 +15,8 @@ from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 
 def has_whole_prompts(spec: AttentionSpec, platform: str) -> bool:
-    """Whether `whole_prompt_attention` supports such a layer on a platform: one that is not causal, and whose values
-    are not parts of keys.
+    """Whether `whole_prompt_attention` supports a layer on a platform that has it: one that is not causal, and whose
+    values are not parts of keys.
     """
     return not spec.causal and not spec.values_in_keys and ("whole_prompt_attention", platform) in KERNELS
 
@@ -71,6 +71,9 @@ def whole_prompt_attention(
             allowed = f"[an odd number, {spec.num_q_heads}, {spec.head_dim}]"
             raise ValueError(f"keys and queries of distances must be {allowed}, got {each.shape}")
         if spec.num_q_heads != spec.num_kv_heads:
-            raise ValueError(f"with them there must be as many kv heads as heads, got {spec.num_kv_heads}")
+            raise ValueError(
+                f"keys and queries of distances need as many kv heads as heads, got {spec.num_kv_heads} of "
+                f"{spec.num_q_heads}"
+            )
     function = kernel("whole_prompt_attention", platform)
     return function(q, k, v, schedule, spec=spec, biases=biases, relative=relative)

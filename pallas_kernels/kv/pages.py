@@ -2,8 +2,8 @@
 
 Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, the KV updates and
 the attention implementations depend on the physical layout; all other code uses page ids and the canonical form [n,
-page_size, 2, K, H] ([n, page_size, 1, K, H] where values lie in keys). Layers, requests and the owners of pages are no
-concern of this file.
+page_size, 2, K, H] ([n, page_size, 1, K, H] where values lie in keys). This file has no layers, requests or owners of
+pages.
 
 A layout is named after the platform whose kernels read it.
 
@@ -54,10 +54,15 @@ Axes = str | tuple[str, ...] | None  # mesh axes over which one dimension is spl
 
 @dataclass(frozen=True)
 class KVSpec:
-    """Logical shape of a pool. `num_pages` counts rows of the flat pool: num_layers * pages per layer.
+    """Logical shape of a pool; raises ValueError for an impossible one.
 
-    values_in_keys: a key begins with its value, which is not stored a second time.
-    token_scales: codes have a scale per token and kv head, stored after them; a dtype of PER_TOKEN implies it.
+    Attributes:
+      num_pages: rows of the flat pool: num_layers * pages per layer.
+      page_size: tokens of a page.
+      num_kv_heads, head_dim, v_head_dim: KV heads K, and elements of a key H and of a value Hv.
+      dtype: name of the dtype of elements, or one of PER_TOKEN, which becomes its codes' dtype and token_scales.
+      values_in_keys: a key begins with its value, which is not stored a second time.
+      token_scales: codes have a scale per token and kv head, stored after them.
     """
 
     num_pages: int
@@ -70,6 +75,10 @@ class KVSpec:
     token_scales: bool = False
 
     def __post_init__(self) -> None:
+        """Replace the dtype by its numpy name, one with scales per token by that of its codes.
+
+        Raises ValueError, with the field's name, for sizes below 1 or that contradict each other or the dtype.
+        """
         if self.dtype in PER_TOKEN:
             object.__setattr__(self, "dtype", PER_TOKEN[self.dtype])
             object.__setattr__(self, "token_scales", True)
@@ -118,7 +127,7 @@ class KVSpec:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPages:
-    """A pool of pages; every writer takes `data` as donated and returns the successor.
+    """Pool of pages; every writer takes `data` as donated and returns the successor.
 
     A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value); with `spec.token_scales`
     it stands for c times the scale stored after it, and there are no scales of heads. Inside shard_map `data` holds
@@ -128,7 +137,7 @@ class KVPages:
     lie side by side in it; None where a page is a row.
     """
 
-    data: jax.Array
+    data: jax.Array  # `pool_shape` of `storage_dtype`
     k_scale: jax.Array | None  # f32 [K], traced: another value never recompiles
     v_scale: jax.Array | None  # f32 [K]; None also where values lie in keys
     spec: KVSpec = field(metadata={"static": True})
@@ -137,10 +146,12 @@ class KVPages:
 
     @property
     def num_pages(self) -> int:
+        """Pages of the pool."""
         return self.spec.num_pages
 
     @property
     def page_size(self) -> int:
+        """Tokens of a page."""
         return self.spec.page_size
 
     @property
@@ -169,7 +180,7 @@ def check_layout(layout: str, spec: KVSpec | None = None) -> None:
 
 
 def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
-    """Return the element type of the array in memory. Raises ValueError for a dtype that the pool cannot hold."""
+    """Return the element type of `KVPages.data`. Raises ValueError for a dtype that the pool cannot hold."""
     check_layout(layout)
     if spec.dtype not in DTYPES:
         raise ValueError(f"KVSpec.dtype {spec.dtype!r} is not supported, allowed: {', '.join(DTYPES)}")
@@ -272,7 +283,7 @@ def token_scales(rows: jax.Array) -> jax.Array:
 
 
 def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Reinterpret the bits of `array` as another dtype of equal width."""
+    """Reinterpret the bits of `array` as `dtype`, of equal width."""
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
@@ -285,7 +296,7 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
     """
     spec = kv.spec
     if is_quantized(spec):
-        raise ValueError(f"the largest of codes says nothing of what they stand for, got a pool of {spec.dtype}")
+        raise ValueError(f"the largest magnitude is not defined for codes, got a pool of {spec.dtype}")
     pages = jnp.abs(from_storage(lax.dynamic_slice_in_dim(kv.data, first, count), spec))
     pages = jnp.where(jnp.isnan(pages), jnp.inf, pages)
     if kv.layout == "tpu":

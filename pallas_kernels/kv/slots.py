@@ -10,7 +10,8 @@ from jaxengine.pallas_kernels.kv.pages import KVPages, from_storage
 
 
 def read_slots(kv: KVPages, pages: jax.Array, offsets: jax.Array, count: int, *, of_values: bool = False) -> jax.Array:
-    """Read the keys, or the values, of `count` neighbouring slots of a page from `offsets` on: f32[..., count * H].
+    """Read the keys, or with of_values the values, of `count` neighbouring slots of a page from `offsets` on: f32[...,
+    count * H], or count * Hv.
 
     pages, offsets: i32[...], pool rows and the first of the slots, all of which are in the page; pages out of range are
     clipped. kv: of one kv head, without scales; values that lie in keys are not read by themselves. Raises ValueError

@@ -39,7 +39,7 @@ class UpdateRuns:
     length: jax.Array  # i32 [T] tokens of a run, 1 to GROUP
     count: jax.Array  # i32 [] runs
     reads_ahead: jax.Array  # i32 [] reads that may overtake a write; 0 when two runs meet in one group
-    sizes: TpuUpdate = field(metadata={"static": True})
+    sizes: TpuUpdate = field(metadata={"static": True})  # sizes to work with
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> UpdateRuns:
@@ -128,7 +128,7 @@ def kv_cache_update(
 
 
 def _token_words(rows: jax.Array) -> jax.Array:
-    """Pack each element of `rows` into a u32 word of its own, repeated to fill the word."""
+    """Return u32 of the shape of `rows`: the bits of each element, repeated to fill the word."""
     bits = lax.bitcast_convert_type(rows, jnp.dtype(f"uint{8 * rows.dtype.itemsize}")).astype(jnp.uint32)
     return bits * jnp.uint32({1: 0x01010101, 2: 0x00010001, 4: 1}[rows.dtype.itemsize])
 
@@ -150,11 +150,12 @@ def _write_runs(
     window: int,
     first_lane: int,
 ):
-    """Kernel body: write the runs that start in this grid step's window of new tokens. Run r uses buffer r % in_flight.
+    """Write the runs that start in this grid step's window of new tokens: the kernel's body.
 
     first, length: first token and number of tokens of each run; slots: i32 slot of each token; words: the new tokens'
-    keys and values, as words. pool: the pool in HBM; groups: buffers in VMEM. next_run: the first run not written yet.
-    first_lane: where the words begin in a row of the pool.
+    keys and values, as words. pool: the pool in HBM; groups: buffers in VMEM, of which run r uses r % groups in flight,
+    with semaphores in read_sems and write_sems. next_run: the first run not written yet, kept across grid steps.
+    window: tokens of a grid step. first_lane: where the words begin in a row of the pool.
     """
     step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
     overlapped = reads_ahead > 0
@@ -225,7 +226,7 @@ def _write_runs(
 
 
 def _put_rows(groups, buffer, words, source, row, length):
-    """Overwrite rows [row, row + length) of a group in VMEM with those of the eight tokens from `source` on."""
+    """Overwrite rows [row, row + length) of group `buffer` in VMEM: row r with token source + r of `words`."""
     per_word = 4 // groups.dtype.itemsize
     bits = 32 // per_word
     masks = []

@@ -17,7 +17,7 @@ from jaxengine.pallas_kernels.tuning import Tuning
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:
-    """Return None: writing whole sequences needs no plan."""
+    """Return None: writing whole sequences needs no schedule."""
     del slot_mapping, page_size, tuning
 
 

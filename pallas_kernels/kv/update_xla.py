@@ -45,9 +45,9 @@ def _with_token_rows(kv: KVPages, k: jax.Array, v: jax.Array | None, page: jax.A
 
 
 def _scatter_rows(data: jax.Array, rows: jax.Array, page: jax.Array, column: jax.Array) -> jax.Array:
-    """Write rows [T, K, c] to data [P, K, C], at pages i32[T] and columns [column, column + c), column i32[T].
+    """Return data [P, K, C] with rows [T, K, c] written at pages i32[T] and columns [column, column + c), i32[T].
 
-    Rows with a page of P or more are dropped; no two others may meet.
+    Rows with a page of P or more are dropped; others must not overlap.
     """
     if page.shape[0] == 1:
         # XLA:CPU copies the whole pool for a scatter of one row; two rows stay in place.

@@ -10,18 +10,14 @@ import jax.numpy as jnp
 
 
 class Problem(NamedTuple):
-    """Shape of a product: bfloat16 rows [rows, size] times a matrix [size, out] of `codes` (a dtype), one scale per
-    `group` inputs.
-
-    zeros: whether there are zero points.
-    """
+    """Shape of a product of bfloat16 rows [rows, size] with a quantised matrix [size, out]."""
 
     rows: int
     size: int
     out: int
-    group: int
+    group: int  # inputs that share a scale
     codes: str  # dtype, uint8 for pairs of four bits
-    zeros: bool
+    zeros: bool  # whether there are zero points
 
 
 class Candidate(NamedTuple):

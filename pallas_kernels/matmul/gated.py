@@ -28,7 +28,7 @@ def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -
     plus bias.
 
     They take the operands of the product, the last of which are group sizes, then a bias [G, out] or None. products: by
-    platform; those of kernels that add biases take one, too, the others none.
+    platform; those of kernels that add biases take one as their last operand, the others none.
     """
 
     def product_then_bias(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
@@ -78,6 +78,7 @@ def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -
 
 @functools.cache
 def say_once(size: int, width: int, why: str) -> None:
+    """Log, once per process, why products with gates and ups [size, 2 * width] are not fused with their activation."""
     text = "gate and up [%d, 2 x %d] are multiplied, and then activated from memory: %s"
     logger.info(text, size, width, why)
 
@@ -96,13 +97,19 @@ def activated(
 
 
 def biased(y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Add the bias [G, out] of each row's group to y [M, out], in y's dtype; rows after the last group stay zeros."""
+    """Return y [M, out] plus the bias [G, out] of each row's group, in y's dtype; rows of no group are unchanged.
+
+    bias: None for none.
+    """
     return y if bias is None else (y + rows_of_groups(bias, group_sizes, len(y))).astype(y.dtype)
 
 
 def rows_of_groups(table: jax.Array, group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Look up the row of a table [G, F] for the group of each of `num_rows` rows: f32[M, F]; zeros after the last
-    group."""
+    """Return the row of a table [G, F] for the group of each of M = num_rows rows: f32[M, F], zeros for rows after the
+    last group.
+
+    group_sizes: i32[G], consecutive rows of each group.
+    """
     # Compared rather than searched: a search is a loop of its own.
     group = jnp.sum(jnp.arange(num_rows)[:, None] >= jnp.cumsum(group_sizes), axis=1, dtype=jnp.int32)
     return table.at[group].get(mode="fill", fill_value=0).astype(jnp.float32)

@@ -1,6 +1,6 @@
 """Products of groups of rows, each with a matrix of its own (mixtures of experts): the public operations.
 
-Owns validation and the choice of implementation. Why rows form groups is the caller's matter.
+Owns validation and the choice of implementation, not why rows form groups.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def group_step(num_rows: int, num_groups: int) -> int:
 
 
 def _products(out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
+    """Return the implementations of grouped_matmul by platform (`platform_rows`), with results in `out_dtype`."""
     return {
         platform: partial(kernel("grouped_matmul", row), out_dtype=out_dtype)
         for platform, row in platform_rows().items()
@@ -88,6 +89,7 @@ def _products(out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
 
 
 def _check(name: str, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
+    """Raise ValueError, naming operation `name`, unless the operands are as `grouped_matmul` describes them."""
     if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
         raise ValueError(f"{name}: x [M, in] and w [G, in, out] must agree, got {x.shape} and {w.shape}")
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):

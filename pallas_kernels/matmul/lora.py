@@ -1,8 +1,8 @@
 """LoRA addition to a product, reading only the matrices of slots that rows use: the public operation.
 
 Owns which slots are read for which rows (`lora_visits`, computed once a step), validation and the choice of
-implementation. Whose adapter a slot holds is the caller's matter. Multiplying rows of many adapters in one product over
-gathered matrices is Chen et al.'s idea (Punica, 2023, arXiv:2310.18547).
+implementation, not whose adapter a slot holds. Multiplying rows of many adapters in one product over gathered matrices
+is Chen et al.'s idea (Punica, 2023, arXiv:2310.18547).
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def has_lora_product(platform: str) -> bool:
 
 
 def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dtype: Any) -> str:
-    """Return the name of the module that multiplies with adapters on `platform`, with a reason if it is not the
-    platform's own.
+    """Return the name of the module that multiplies with adapters on `platform`; "MODULE: REASON" if a shape makes the
+    platform's own module leave it to XLA.
 
-    size, widths: inputs of the matrix and outputs of its sources. The platform must have this operation.
+    size, widths: inputs of the matrix and outputs of its sources. rank, dtype: of the adapters. Raises ValueError if
+    the platform does not have this operation.
     """
     module = kernel_module(OP, platform)
     why_xla = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{module}"), "why_xla", None)
@@ -75,7 +76,8 @@ def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
 def lora_visits(slots: jax.Array, *, num_slots: int, rank: int, sizes: LoraTiles | None = None) -> LoraVisits:
     """Compute the visits of rows with adapters in slots i32[T], -1 for none, of `num_slots` slots of this rank.
 
-    sizes: those that the product will work with; None for the default, which `lora_product` takes.
+    A tile has rows in order, and slots in the order of their first rows. sizes: those that the product will work with;
+    None for the default, which `lora_product` takes.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     num_rows, each = slots.shape[0], slots_of_tile(rank, sizes)

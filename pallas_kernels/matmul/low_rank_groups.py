@@ -77,7 +77,7 @@ def add_low_rank(
         inner = _products(x[row], a[own], 2).astype(x.dtype).reshape(trip, tile, -1, rank)
         added = [_products(inner[:, :, which], each[own], 1) for which, each in zip(part, b, strict=True)]
         total = y[row].astype(jnp.float32) + jnp.concatenate(added, axis=2)
-        # Padding of a tile gets indexes of its own past the result, where it is dropped.
+        # Padding of a tile gets indices of its own past the result, where it is dropped.
         target = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
         return y.at[target].set(total.astype(y.dtype), mode="drop", unique_indices=True)
 
@@ -85,15 +85,16 @@ def add_low_rank(
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Return the rows of a tile: a power of two, about the size of an average group if an eighth of the groups have
-    rows.
+    """Return the rows of a tile: a power of two from 4 to 64, about the size of an average group if an eighth of the
+    groups have rows.
     """
     average = max(8 * num_rows // num_groups, 1)
     return min(max(1 << average.bit_length() - 1, _LEAST_TILE), _MOST_TILE)
 
 
 def _products(rows: jax.Array, matrices: jax.Array, contract: int) -> jax.Array:
-    """Multiply rows [n, tile, k] of n tiles by a matrix each, over the matrix's axis `contract`: f32[n, tile,
-    other]."""
+    """Multiply rows [n, tile, k] of n tiles by a matrix each, over axis `contract` (1 or 2, of size k) of matrices:
+    f32[n, tile, size of their other axis].
+    """
     dims = ((2,), (contract,)), ((0,), (0,))
     return lax.dot_general(rows, matrices, dims, preferred_element_type=jnp.float32)

@@ -26,8 +26,8 @@ def microscaled_rows(
     """Round rows [M, in] to codes of `dtype` with a scale per `group` inputs, and return their values in x's dtype.
 
     Scales are powers of two; with E4M3 the values are those of the e4m3 scales, `global_scale` times too large. Either
-    way they are exact in bfloat16, so that a product needs no scales. A group with a number that is not finite may
-    become anything; other groups are not affected.
+    way they are exact in bfloat16, so that a product needs no scales. Results of a group with a number that is not
+    finite are undefined; other groups are not affected.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 

@@ -20,8 +20,9 @@ def per_byte(dtype: Any) -> int:
 
 
 def code_parts(codes: jax.Array) -> list[jax.Array]:
-    """Split codes [..., n, out] into the factors of successive products: the codes themselves, of uint8 pairs those of
-    the even and of the odd inputs, int8 [..., n, out] each."""
+    """Split codes [..., n, out] into the factors of successive products: the codes themselves; of uint8 pairs those of
+    the even and those of the odd inputs, int8 [..., n, out] each.
+    """
     if codes.dtype != jnp.uint8:
         return [codes]
     pairs = lax.bitcast_convert_type(codes, jnp.int8)
@@ -30,6 +31,8 @@ def code_parts(codes: jax.Array) -> list[jax.Array]:
 
 
 def row_parts(x: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Split rows [..., in] to match the `code_parts` of codes of this dtype."""
+    """Split rows [..., in] to match the `code_parts` of codes of this dtype: the rows themselves, or for uint8 pairs
+    their even and their odd inputs.
+    """
     count = per_byte(dtype)
     return [x[..., first::count] for first in range(count)]

@@ -1,6 +1,6 @@
 """Products of rows with quantised matrices, codes * scales - zeros: the public operations, dense and grouped.
 
-Owns validation and the choice of implementation. How checkpoints store codes is jaxengine.models.quantization's matter.
+Owns validation and the choice of implementation. jaxengine.models.quantization owns how checkpoints store codes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def quantized_matmul(
 
 
 def product_of(op: str, platform: str, size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """Return the name of the module that multiplies with a matrix [size, out] on a registry platform, with a reason if
-    it is not the platform's own.
+    """Return the name of the module that multiplies with a matrix [size, out] on a registry platform; "MODULE: REASON"
+    if the shape makes the platform's own module leave it to XLA.
 
     op: a product of the registry. num_scales: scales along the inputs. codes: dtype of the stored codes. dtype: the
     model's.
@@ -130,6 +130,7 @@ def quantized_gated_matmul(
 
 
 def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
+    """Return the implementations of quantized_grouped_matmul by platform (`platform_rows`), with these dtypes."""
     return {
         platform: partial(kernel("quantized_grouped_matmul", row), dtype=dtype, out_dtype=out_dtype)
         for platform, row in platform_rows().items()
@@ -139,6 +140,7 @@ def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax
 def _check_groups(
     name: str, x: Any, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, group_sizes: jax.Array
 ) -> None:
+    """Raise ValueError, naming operation `name`, unless operands are as `quantized_grouped_matmul` describes them."""
     _check(name, x, codes, scales, zeros, 3)
     if group_sizes.dtype != jnp.int32 or group_sizes.shape != codes.shape[:1]:
         got = f"{group_sizes.dtype} {group_sizes.shape}"
@@ -146,6 +148,7 @@ def _check_groups(
 
 
 def _parts(x: jax.Array | RoundedRows, dtype: Any) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Return (values or codes of the rows, their scales or None, `dtype` or its default: x's, float32 for codes)."""
     if isinstance(x, RoundedRows):
         return x.codes, x.scales, jnp.dtype(jnp.float32 if dtype is None else dtype)
     return x, None, jnp.dtype(x.dtype if dtype is None else dtype)
@@ -154,6 +157,10 @@ def _parts(x: jax.Array | RoundedRows, dtype: Any) -> tuple[jax.Array, jax.Array
 def _check(
     name: str, x: jax.Array | RoundedRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, rank: int
 ) -> None:
+    """Raise ValueError, naming operation `name`, unless operands are as `quantized_matmul` describes them.
+
+    rank: dimensions of codes and scales, 3 with an axis of groups.
+    """
     values = x.codes if isinstance(x, RoundedRows) else x
     inputs = codes.shape[-2] * per_byte(codes.dtype) if codes.ndim == rank else 0
     if values.ndim != 2 or inputs != values.shape[1]:

@@ -91,8 +91,9 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
 
 
 def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
-    """Return the given scales, f32 [M, 1] or [1, 1], of rows x [M, in] for codes of `dtype`; for integer codes, which
-    cannot express NaN, [M, 1] with NaN for rows that hold one.
+    """Return `scales`, f32 [M, 1] or [1, 1], for rows x [M, in] rounded to codes of `dtype`.
+
+    For integer codes, which cannot express NaN, the result is [M, 1], with NaN for rows that hold one.
     """
     if jnp.issubdtype(dtype, jnp.floating):
         return scales
@@ -127,8 +128,9 @@ def microscaled(values: jax.Array, held: jax.Array, dtype: str, *, global_scale:
 
 
 def _in_largest(largest: jax.Array, dtype: str) -> jax.Array:
-    """Divide largest values by the largest code, by multiplication: XLA does so for a constant divisor, kernels do
-    not."""
+    """Divide `largest` by the largest code of `dtype`, by multiplication: XLA does so for a constant divisor, kernels
+    do not.
+    """
     return largest * (1 / LARGEST[dtype])
 
 
@@ -141,7 +143,7 @@ def _short(values: jax.Array, dtype: str) -> jax.Array:
 
 
 def _power(x: jax.Array) -> jax.Array:
-    """Return the power of two in f32 x, without its sign; infinite where x is not finite."""
+    """Return the largest power of two up to |x|, f32; 0 for a subnormal x, infinite where x is not finite."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type(bits & jnp.int32(_EXPONENT), jnp.float32)
 
@@ -159,8 +161,9 @@ def units_of(scales: jax.Array, axis: int) -> jax.Array:
 
 
 def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
-    """Round rows x [M, in] with scales f32 [M, n] or [1, 1] to the nearest codes, ties to even; too large values
-    saturate."""
+    """Divide rows x [M, in] by scales f32 [M, n] or [1, 1] and round to the nearest codes of `dtype`, int8 or
+    float8_e4m3fn, ties to even; too large values saturate.
+    """
     scales = jnp.broadcast_to(scales, (x.shape[0], scales.shape[1]))
     values = by_group(x.astype(jnp.float32), scales.shape[1])
     values = as_rows(jnp.clip(values / of_groups(scales, values), LEAST[dtype], LARGEST[dtype]))
@@ -179,12 +182,12 @@ def by_group(x: jax.Array, num_groups: int) -> jax.Array:
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """Undo `by_group`."""
+    """Return rows [M, in] of values shaped by `by_group`."""
     blocks, groups, rows, size = x.shape
     return x.swapaxes(1, 2).reshape(blocks * rows, groups * size)
 
 
 def of_groups(scales: jax.Array, values: jax.Array) -> jax.Array:
-    """Reshape scales [M, n] to broadcast with values of `by_group`."""
+    """Reshape scales [M, n] to broadcast with values shaped by `by_group`."""
     blocks, groups, rows, _ = values.shape
     return scales.reshape(blocks, rows, groups, 1).swapaxes(1, 2)

@@ -75,14 +75,17 @@ def len_of(shape: Any) -> int:
 
 
 def _page_bytes(kv: KVPages) -> int:
+    """Return the bytes of a page of a pool, of shapes."""
     return int(np.prod(kv.data.shape[1:])) * kv.data.dtype.itemsize
 
 
 def _num_pages(kv: KVPages, num_seqs: int) -> int:
+    """Return the pages of a pool to read: enough for `num_seqs` sequences, within _POOL_BYTES if that allows."""
     return max(least_pages(num_seqs), min(2 * num_seqs + 64, _POOL_BYTES // _page_bytes(kv)))
 
 
 def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
+    """Make a further operand of attention, q_rest, sinks or tree_mask, of this shape for batch `made`; None of None."""
     if shape is None:
         return None
     if name != "tree_mask":

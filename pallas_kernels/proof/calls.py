@@ -1,4 +1,4 @@
-"""Calls of kernels that a program contains, found by tracing it: nothing runs, and no family is known by name."""
+"""Calls of kernels that a program contains, found by tracing it: nothing runs, and no model family is named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxengine.pallas_kernels.registry import is_kernel, kernel_kind, observed, 
 
 # Every trace that jax remembers has this in its key: a function that was traced before is traced anew.
 _ANEW = jax.make_user_context(None)
-# Places of arguments that follow from the others.
+# Indices of arguments that follow from the others.
 _WORK_LISTS = {"ragged_paged_attention": 3, "lora_product": 4}
 
 
@@ -23,8 +23,8 @@ class Call(NamedTuple):
 
     Attributes:
       op, platform: as `registry.kernel` takes them; kind: as which it ran.
-      arguments, options: those of the implementation; an array is a ShapeDtypeStruct. A pool has one page: how many
-        there are is nothing to a kernel.
+      arguments, options: those of the implementation; an array is a ShapeDtypeStruct. A pool has one page, as kernels
+        do not depend on their number.
     """
 
     op: str
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
         Arrays of a work list come last, without their shapes, which follow from the others.
         """
-        given = [each for place, each in enumerate(self.arguments) if place != _WORK_LISTS.get(self.op)]
+        given = [each for index, each in enumerate(self.arguments) if index != _WORK_LISTS.get(self.op)]
         given += [each for name, each in self.options.items() if name != "schedule"]
         shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in _arrays(given))
         return f"{self.op} ({self.kind}): {shapes}; {_described((self.arguments, self.options))}"
@@ -58,8 +58,8 @@ def recorded_calls(function: Callable, arguments: Sequence[Any], platforms: Coll
     """Trace a function of these arguments, arrays or shapes, and return its calls of kernels on `platforms`, without
     repetitions.
 
-    Where an operation is chosen at compilation, all platforms' implementations are traced; those of others do not
-    count. Operations in plain XLA do not either. A kernel that fails while it is traced is one of the calls, and the
+    Where an operation is chosen at compilation, all platforms' implementations are traced; those of other platforms are
+    left out, and so are operations in plain XLA. A kernel that fails while it is traced is one of the calls, and the
     rest is traced without it.
     """
     found: dict[str, Call] = {}
@@ -86,6 +86,8 @@ def recorded_calls(function: Callable, arguments: Sequence[Any], platforms: Coll
 
 
 def _abstract(tree: Any) -> Any:
+    """Return the pytree with ShapeDtypeStructs in place of arrays, and pools of one page."""
+
     def shapes(leaf: Any) -> Any:
         if isinstance(leaf, KVPages):
             data: Any = jax.ShapeDtypeStruct((1, *leaf.data.shape[1:]), leaf.data.dtype)
@@ -98,10 +100,12 @@ def _abstract(tree: Any) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
+    """Return whether a leaf is an array or a shape."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _arrays(tree: Any) -> list[Any]:
+    """Return the leaves of a pytree that are arrays or shapes."""
     return [leaf for leaf in jax.tree.leaves(tree) if _is_array(leaf)]
 
 

@@ -17,7 +17,7 @@ class Case(NamedTuple):
       run: function of the inputs that looks the implementation up when it is traced: as a kernel, or in plain XLA
         within `registry.without_rows`.
       inputs: function from a mix and a random generator to `run`'s arguments, a tuple of pytrees of arrays.
-      mixes: names of the inputs there are, the most telling first.
+      mixes: names of the kinds of inputs that there are, the one most likely to show a fault first.
     """
 
     run: Callable[..., Any]

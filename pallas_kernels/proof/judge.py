@@ -24,8 +24,8 @@ _CASES: dict[str, Maker] = {
     "lora_product": lora_case,
     **dict.fromkeys(ARGUMENTS, product_case),
 }
-# Most that a row may differ from plain XLA's, as a share of the row's largest value: results of 16 bits, which are
-# rounded to 1/256 and whose sums are of rounded factors, and others, whose factors matrix units may round as well.
+# Most that a row may differ from plain XLA's, as a share of its largest value, by the bytes of an element. Results of
+# 16 bits are rounded to 1/256, and are sums of rounded factors; matrix units may round the factors of others, too.
 LIMITS = {2: 0.04, 4: 0.02}
 _MOST = float(np.finfo(np.float32).max)
 # Runs of a measurement, launches of a run, and how much longer than plain XLA all calls of a kernel may take.
@@ -53,15 +53,15 @@ class Verdict(NamedTuple):
 
 
 def judged_calls(calls: Iterable[Call]) -> list[Call]:
-    """Return the calls that `judge` has to be asked about: all but schedules."""
+    """Return the calls that `judge` is to judge: all but schedules."""
     return [call for call in calls if call.op not in _SCHEDULES]
 
 
 def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler) -> Verdict:
     """Run a call's kernel on random inputs of its shapes, on jax's default device, and compare it with plain XLA.
 
-    thorough: all mixes of lengths there are, not one. timed: measure both. compile_lowered: from jax.stages.Lowered to
-    jax.stages.Compiled. Never raises: an error of the kernel is a verdict, one of plain XLA a note.
+    thorough: with all mixes of lengths, not one. timed: measure both. compile_lowered: from jax.stages.Lowered to
+    jax.stages.Compiled. Never raises: an error of the kernel is the verdict's error, one of plain XLA its note.
     """
     if (make := _CASES.get(call.op)) is None:
         return Verdict(note=f"no inputs are known for {call.op}")
@@ -71,7 +71,7 @@ def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler)
         inputs = [case.inputs(mix, np.random.default_rng(7)) for mix in mixes]
         plain = _compiled(case, inputs[0], _kernel_rows(call), compile_lowered)
         wanted = [jax.device_get(plain(*each)) for each in inputs]
-    except Exception as error:  # whatever plain XLA dislikes says nothing of the kernel
+    except Exception as error:  # says nothing of the kernel
         return Verdict(note=f"plain XLA cannot be run: {_first_line(error)}")
     try:
         kernel = _compiled(case, inputs[0], (), compile_lowered)
@@ -133,6 +133,7 @@ def _kernel_rows(call: Call) -> list[tuple[str, str]]:
 
 
 def _compiled(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, str]], compile_lowered: Compiler) -> Any:
+    """Compile a case for these inputs, without the rows `unused` of the registry."""
     with without_rows(unused):
         # A function of its own: jax remembers traces by function, and does not see which rows it was traced with.
         traced = jax.jit(lambda *arguments: case.run(*arguments)).trace(*inputs)
@@ -151,5 +152,6 @@ def _seconds(program: Any, inputs: tuple[Any, ...]) -> float:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"

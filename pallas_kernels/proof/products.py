@@ -31,7 +31,7 @@ _GATED = {"gated_matmul": "grouped_matmul", "quantized_gated_matmul": "quantized
 
 
 def product_case(call: Call) -> Case:
-    """Make the case of a call of one of ARGUMENTS."""
+    """Make the case of a call of one of the operations in ARGUMENTS."""
     shapes = dict(zip(ARGUMENTS[call.op], call.arguments, strict=False))
 
     def run(*arguments: Any) -> Any:
@@ -79,7 +79,10 @@ def lora_case(call: Call) -> Case:
 
 
 def _array(name: str, shape: Any, shapes: dict[str, Any], rng: np.random.Generator) -> Any:
-    """Make an argument of a product, so that results are about 1."""
+    """Make the argument `name` of a product, of this shape, so that results are about 1; None for group sizes.
+
+    shapes: of all arguments.
+    """
     if name == "group_sizes":
         return None
     if name == "w":
@@ -96,8 +99,8 @@ def _array(name: str, shape: Any, shapes: dict[str, Any], rng: np.random.Generat
 
 
 def _divide(made: dict[str, Any], mix: str, platform: str, rng: np.random.Generator) -> None:
-    """Fill in group sizes of `made`: ragged ones, some of them empty, or one group with all rows. Rows of no group
-    become NaN.
+    """Fill in `group_sizes` of the arguments `made`: ragged ones, some of them empty, or for mix "one" all rows in one
+    group. Rows of no group become NaN, unless x holds codes.
     """
     x = made["x"]
     num_rows, num_groups = len(x), len(made["w"] if "w" in made else made["codes"])

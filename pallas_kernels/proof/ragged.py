@@ -15,34 +15,30 @@ MOST_KEYS = 4096
 
 
 class Sizes(NamedTuple):
-    """Static sizes of a batch: T tokens, S sequences, W page-table columns, pages of a pool."""
+    """Static sizes of a batch."""
 
-    num_tokens: int
-    num_seqs: int
-    num_columns: int
-    page_size: int
-    num_pages: int
+    num_tokens: int  # T
+    num_seqs: int  # S
+    num_columns: int  # W, columns of the page table
+    page_size: int  # tokens of a page
+    num_pages: int  # pages of the pool
 
 
 class Batch(NamedTuple):
-    """Batch in numpy, int32, with the fields of RaggedBatch, and the slots that nobody may read.
+    """Batch in numpy, int32, with the fields of RaggedBatch, and the slots that no token sees."""
 
-    Attributes:
-      unseen: bool[pages, page_size], slots of the pool that no token sees.
-    """
-
-    cu_q_lens: np.ndarray
-    kv_lens: np.ndarray
-    page_table: np.ndarray
-    slot_mapping: np.ndarray
-    num_seqs: np.ndarray
-    num_decode: np.ndarray
-    unseen: np.ndarray
+    cu_q_lens: np.ndarray  # [S + 1], as the next five see RaggedBatch
+    kv_lens: np.ndarray  # [S]
+    page_table: np.ndarray  # [S, W]
+    slot_mapping: np.ndarray  # [T]
+    num_seqs: np.ndarray  # []
+    num_decode: np.ndarray  # []
+    unseen: np.ndarray  # bool [pages, page_size], slots of the pool that no token sees
 
 
 def least_pages(num_seqs: int) -> int:
-    """Return the fewest pages of a pool for batches of `num_seqs` sequences: one that nobody reads, the last page of
-    each sequence, and eight that they share.
+    """Return the fewest pages of a pool for batches of `num_seqs` sequences: one that no sequence reads, the last page
+    of each sequence, and eight that they share.
     """
     return num_seqs + 1 + 8
 
@@ -61,7 +57,7 @@ def ragged_batch(
     kv_lens[: len(q_lens)] = context + q_lens
     page_table = np.zeros((sizes.num_seqs, sizes.num_columns), np.int32)
     unseen = np.zeros((sizes.num_pages, page_size), np.bool_)
-    unseen[0] = True  # where entries point that nobody may follow
+    unseen[0] = True  # the page of entries that may not be read
     slot_mapping = np.full(sizes.num_tokens, -1, np.int32)
     cu_q_lens = np.full(sizes.num_seqs + 1, q_lens.sum(), np.int32)
     cu_q_lens[: len(q_lens) + 1] = np.concatenate([[0], np.cumsum(q_lens)])
@@ -78,8 +74,10 @@ def ragged_batch(
 
 
 def written_slots(num_tokens: int, page_size: int, num_pages: int, rng: np.random.Generator) -> np.ndarray:
-    """Return i32[T] slots to write: runs of consecutive ones that begin anywhere in a page, singles, and -1 at the
-    end. Pages of a run are not neighbours.
+    """Return i32[T] slots to write, T = num_tokens: runs of consecutive ones that begin anywhere in a page, singles,
+    and -1 at the end.
+
+    No two runs share a page, and pages of a run are not neighbours.
     """
     slots, pages = np.full(num_tokens, -1, np.int32), iter(rng.permutation(num_pages))
     used, end = 0, num_tokens - num_tokens // 8
@@ -96,7 +94,10 @@ def written_slots(num_tokens: int, page_size: int, num_pages: int, rng: np.rando
 
 
 def _new_tokens(mix: str, sizes: Sizes, rng: np.random.Generator, most: int) -> tuple[np.ndarray, int]:
-    """Return the new tokens of each sequence that has some, and how many of them come first with one each."""
+    """Return the number of new tokens of each sequence that has some, i64, and how many leading ones have one each.
+
+    mix: one of MIXES. most: of one sequence.
+    """
     num_tokens, num_seqs = sizes.num_tokens, sizes.num_seqs
     if mix == "least":
         return np.ones(1, np.int64), 1

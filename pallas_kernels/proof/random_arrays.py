@@ -19,13 +19,13 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: 
 
 
 def uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jnp.ndarray:
-    """Return values between `scale` / 2 and 3 `scale` / 2."""
+    """Return uniform values from `scale` / 2 to 3 `scale` / 2, of `shape` and `dtype`."""
     return jnp.asarray((rng.uniform(0.5, 1.5, shape) * scale).astype(np.float32)).astype(dtype)
 
 
 def typical(dtype: Any) -> float:
-    """Return about the standard deviation of `normal`'s values of a dtype of codes: one of floating point, or of
-    integers.
+    """Return about the standard deviation of `normal`'s values of a dtype: 1 for floats, the largest integer by the
+    square root of 3 for integers.
     """
     dtype = jnp.dtype(dtype)
     return 1.0 if not jnp.issubdtype(dtype, jnp.integer) else float(jnp.iinfo(dtype).max) / 3**0.5

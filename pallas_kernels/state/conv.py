@@ -25,6 +25,7 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
       x: [T, C].
       weight: [C, k], k >= 2.
       windows: [R, k - 1, C], the tokens before, the latest last.
+      rows: tokens of each sequence, and rows of their windows.
 
     Returns y f32[T, C] and the windows after the step. Raises ValueError when shapes or dtypes do not fit together.
     """

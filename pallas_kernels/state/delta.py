@@ -33,7 +33,7 @@ def gated_delta_rule(
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
-      q, k: [T, K, H], already normalised and scaled; head h serves heads h * N / K .. of v.
+      q, k: [T, K, H], already normalised and scaled; head h serves the N / K heads from h * N / K on of v.
       v: [T, N, Hv].
       decay: f32[T, N] or f32[T, N, H], at most 0; beta: f32[T, N].
       state: f32[R, N, H, Hv], M of each row.

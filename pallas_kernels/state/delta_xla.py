@@ -18,15 +18,13 @@ BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the rule, arguments of state.delta.gated_delta_rule: q and k [n, K, ...], the others [n, N,
-    ...].
-    """
+    """Per-token inputs of the rule, arguments of state.delta.gated_delta_rule of n tokens."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    decay: jax.Array
-    beta: jax.Array
+    q: jax.Array  # [n, K, H]
+    k: jax.Array  # [n, K, H]
+    v: jax.Array  # [n, N, Hv]
+    decay: jax.Array  # [n, N] or [n, N, H]
+    beta: jax.Array  # [n, N]
 
 
 def gated_delta_rule(
@@ -50,8 +48,9 @@ def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
 
 
 def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Apply the rule to one token of each of n sequences with states f32[n, N, H, Hv]: outputs f32[n, N, Hv], new
-    states."""
+    """Apply the rule to one token of each of n sequences with states m f32[n, N, H, Hv]: outputs f32[n, N, Hv], and
+    the new states.
+    """
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 1), _heads(k, v, 1)
     m = m * jnp.exp(decay).reshape(*m.shape[:2], -1, 1)
@@ -85,10 +84,10 @@ def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[
 
 
 def _products(x: jax.Array, k: jax.Array, until: jax.Array, causal: jax.Array) -> jax.Array:
-    """Return f32[N, C, C], the products of x and earlier tokens' k, [N, C, H] both, each element times what has not
-    decayed of it in between; 0 where `causal` bool[C, C] is false.
+    """Return f32[N, C, C], the products of x [N, C, H] and earlier tokens' k [N, C, H], each element times the factor
+    by which it has decayed in between; 0 where `causal` bool[C, C] is false.
 
-    until: f32[N, C, 1 or H], logarithm of what has not decayed of all before each token.
+    until: f32[N, C, 1 or H], the logarithm of the decay from before the chunk until after each token.
     """
     if until.shape[2] == 1:
         between = until - jnp.swapaxes(until, 1, 2)

@@ -69,8 +69,8 @@ def _one_by_one(
     """Apply a rule of recurrence_xla to one token after the other: outputs f32[T, *shape], zeros from rows.num_seqs on,
     and the states after the step.
 
-    tokens: an array [T, ...] or a tuple of them. state: [R, ...]. rule: of one token: gets tokens [1, ...] and states
-    [1, ...] in float32. Raises ValueError unless `rows` has T rows.
+    tokens: an array [T, ...] or a tuple of them. state: [R, ...]. rule: from tokens [1, ...] and states [1, ...], in
+    float32, to outputs and states. Raises ValueError unless `rows` has T rows.
     """
     like = jax.tree.leaves(tokens)[-1]
     num_tokens = like.shape[0]
@@ -82,8 +82,8 @@ def _one_by_one(
         own = jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, token, 1).astype(jnp.float32), tokens)
         out, m = rule(own, read_rows(state, rows.reads[token][None]))
         o = lax.dynamic_update_slice_in_dim(o, out, token, axis=0)
-        places = jnp.stack([rows.writes[token], rows.saves[token]])
-        return o, write_rows(state, places, jnp.concatenate([m, m]))
+        targets = jnp.stack([rows.writes[token], rows.saves[token]])
+        return o, write_rows(state, targets, jnp.concatenate([m, m]))
 
     o = zeros_in_layer(like, (num_tokens, *shape))
     return lax.fori_loop(0, jnp.minimum(rows.num_seqs, num_tokens), work, (o, state))

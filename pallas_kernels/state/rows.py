@@ -46,7 +46,8 @@ def read_rows(state: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def write_rows(state: jax.Array, index: jax.Array, values: jax.Array, keep: Any = True) -> jax.Array:
-    """Set rows i32[n] of state [R, ...] to values [n, ...]; rows with `keep` False, and indexes of R or more, are
-    dropped."""
+    """Return state [R, ...] with rows i32[n] set to values [n, ...]; rows with `keep` (bool[n] or one bool) False, and
+    indices of R or more, are dropped.
+    """
     index = jnp.where(keep, index, state.shape[0])
     return state.at[index].set(values.astype(state.dtype), mode="drop")

@@ -17,7 +17,7 @@ from jaxengine.pallas_kernels.state.rows import StateRows, check_rows
 def selective_scan(
     x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, a: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply y[t] = M[t] c[t], where M[t] = e^(dt[t] a) M[t - 1] + dt[t] x[t] (x) b[t], e^ and its factor elementwise.
+    """Apply y[t] = M[t] c[t], where M[t] = e^(dt[t] a) * M[t - 1] + (dt[t] * x[t]) (x) b[t]; e^ and * are elementwise.
 
     All in float32, token by token. Tokens of no sequence give 0; rows that no sequence reads may hold NaN.
 

@@ -17,12 +17,12 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the recurrence, arguments of state.scan.selective_scan: b and c [n, H], the others [n, C]."""
+    """Per-token inputs of the recurrence, arguments of state.scan.selective_scan of n tokens."""
 
-    x: jax.Array
-    b: jax.Array
-    c: jax.Array
-    dt: jax.Array
+    x: jax.Array  # [n, C]
+    b: jax.Array  # [n, H]
+    c: jax.Array  # [n, H]
+    dt: jax.Array  # [n, C]
 
 
 def selective_scan(
@@ -36,8 +36,8 @@ def selective_scan(
 
 
 def single(a: jax.Array, tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Apply the recurrence to one token of each of n sequences with states f32[n, C, H]: outputs f32[n, C], new
-    states. a: f32[C, H].
+    """Apply the recurrence to one token of each of n sequences with states m f32[n, C, H]: outputs f32[n, C], and the
+    new states. a: f32[C, H].
     """
     x, b, c, dt = tokens
     m = m * jnp.exp(dt[..., None] * a) + (x * dt)[..., None] * b[:, None, :]

@@ -33,7 +33,7 @@ def state_space(
 
     Args:
       x: [T, N, P].
-      b, c: [T, G, H]; group g serves heads g * N / G .. of x.
+      b, c: [T, G, H]; group g serves the N / G heads from g * N / G on of x.
       decay: f32[T, N], at most 0; dt: f32[T, N].
       state: f32[R, N, P, H], M of each row.
 

@@ -17,15 +17,13 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the recurrence, arguments of state.space.state_space: b and c [n, G, ...], the others [n, N,
-    ...].
-    """
+    """Per-token inputs of the recurrence, arguments of state.space.state_space of n tokens."""
 
-    x: jax.Array
-    b: jax.Array
-    c: jax.Array
-    decay: jax.Array
-    dt: jax.Array
+    x: jax.Array  # [n, N, P]
+    b: jax.Array  # [n, G, H]
+    c: jax.Array  # [n, G, H]
+    decay: jax.Array  # [n, N]
+    dt: jax.Array  # [n, N]
 
 
 def state_space(
@@ -44,8 +42,9 @@ def state_space(
 
 
 def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Apply the recurrence to one token of each of n sequences with states f32[n, N, P, H]: outputs f32[n, N, P], new
-    states."""
+    """Apply the recurrence to one token of each of n sequences with states m f32[n, N, P, H]: outputs f32[n, N, P],
+    and the new states.
+    """
     x, b, c, decay, dt = tokens
     b, c = (jnp.repeat(part, x.shape[1] // part.shape[1], axis=1)[:, :, None, :] for part in (b, c))
     m = m * jnp.exp(decay)[:, :, None, None] + (x * dt[:, :, None])[..., None] * b
@@ -55,8 +54,8 @@ def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
 def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to a chunk of C tokens of one sequence: outputs f32[N, C, P], and the state after it.
 
-    tokens: fields [heads or groups, C, ...]; m: f32[N, P, H], the state before the chunk. runs:
-    those of the tokens, None where all go on from that state.
+    tokens: fields [heads or groups, C, ...]; m: f32[N, P, H], the state before the chunk. runs: those of the tokens,
+    None where all go on from that state.
     """
     x, b, c, decay, dt = tokens
     (num_heads, size, _), num_groups = x.shape, b.shape[0]

@@ -1,6 +1,4 @@
-"""LoRA adapters: finds the adapter of each request, and loads those of waiting requests to the devices
-between steps.
-"""
+"""LoRA adapters: finds the adapter of each request, and sends adapters of waiting requests to devices between steps."""
 
 from __future__ import annotations
 
@@ -29,6 +27,7 @@ class Adapters(LoopExtension):
     """
 
     def __init__(self, runner: ModelRunner):
+        """Open the store of the adapters that the options name; log how the runner computes adapters."""
         self.store = AdapterStore(runner)
         self._forms = runner.extension("adapters").forms
         if not runner.config.disable_log_stats:
@@ -86,9 +85,9 @@ class Adapters(LoopExtension):
         """Replace the matrices of an adapter, or add an adapter under a new name. To be called between two steps, with
         none in flight; unfinished requests of the adapter continue with the new matrices.
 
-        given: the name, its number or None, and the matrices in host memory. kv: what becomes of keys and values that
-        the old matrices computed ("keep", "recompute", "drop"), as in `LLM.update_lora`. Raises RequestError, with
-        nothing changed, for a number that differs from the name's, and for a new name that cannot be added.
+        given: the name, its number or None, and the matrices in host memory. kv: treatment of keys and values that the
+        old matrices computed ("keep", "recompute", "drop"), as in `LLM.update_lora`. Raises RequestError, with nothing
+        changed, for a number that differs from the name's, and for a new name that cannot be added.
         """
         scheduler = self.loop.scheduler
         old, new = self.store.replace(given, scheduler.extension("adapters").slots)

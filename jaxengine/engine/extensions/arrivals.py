@@ -26,18 +26,20 @@ MOST_BYTES = 1 << 30
 class Arrivals(LoopExtension):
     """Loop extension that writes a trace for `jaxengine simulate`.
 
-    Blocks are pages, whose digests are hashed once more with a key that nobody keeps: ids are equal for equal prefixes
-    of one file, and tell nobody what the tokens were. After the first write error, and MOST_BYTES, nothing more is
-    written, and the engine serves on.
+    Blocks are pages, whose digests are hashed once more with a random key that is stored nowhere: ids are equal for
+    equal prefixes of one file, and do not reveal the tokens. After the first write error, and after MOST_BYTES, nothing
+    more is written, and the engine serves on.
     """
 
     def __init__(self) -> None:
+        """Draw the key; arrival times count from now."""
         self._file: IO[str] | None = None
         self._key = secrets.token_bytes(32)
         self._began = time.monotonic()
         self._path, self._num_bytes, self._num_requests, self._stopped_by = Path(), 0, 0, ""
 
     def attach(self, loop: Loop) -> None:
+        """Open the file and write its header. Raises ConfigError if it cannot be written."""
         super().attach(loop)
         config = loop.runner.config
         assert config.record_trace is not None
@@ -76,28 +78,32 @@ class Arrivals(LoopExtension):
             self._file = None
 
     def _id(self, digest: bytes) -> int:
+        """Return the id of a page in the trace, 63 bits, from its digest."""
         return int.from_bytes(hashlib.blake2b(digest, key=self._key, digest_size=8).digest(), "little") >> 1
 
     def _write(self, line: str) -> None:
+        """Write a line to the open file. Raises OSError."""
         assert self._file is not None
         self._file.write(line)
         self._num_bytes += len(line)
 
     def _stop(self, why: str) -> None:
+        """Close the file for good, and log why."""
         logger.error("record_trace: NO MORE REQUESTS ARE RECORDED: %s; the engine serves on", why)
         self._stopped_by = why
         file, self._file = self._file, None
         try:
             if file is not None:
                 file.close()
-        except OSError:  # what could not be written before cannot be now
+        except OSError:  # the error of the write that failed before, raised again for the rest of the buffer
             pass
 
 
 def _new_file(path: Path) -> tuple[Path, IO[str]]:
-    """Open a new file that only its owner reads: `path`, or where that exists `path`.1, .2 and so on.
+    """Open a new file that only its owner may read: `path`, or where that exists `path`.1, .2 and so on.
 
-    So an engine that is started again loses nothing, and never writes after a file that it does not know.
+    An engine that is started again thus overwrites no trace, and appends to none. Raises OSError if the file cannot be
+    made.
     """
     for number in count():
         own = path if not number else path.with_name(f"{path.name}.{number}")

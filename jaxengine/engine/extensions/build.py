@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 
 
 class Inputs(Protocol):
-    """The parts of jaxengine.requests.inputs that extensions use: tokenizer, media processor and end-of-text ids."""
+    """Parts of jaxengine.requests.inputs that extensions use."""
 
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model; None if it has none."""
+        ...
 
     @property
-    def media(self) -> Any: ...
+    def media(self) -> Any:
+        """Processor of images, videos and sounds; None for a text model."""
+        ...
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return the token ids that end a text."""
@@ -50,20 +54,24 @@ class Extensions:
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
+        """Make the extensions that the engine's options name. inputs: prepares requests; None: they are tokens.
+
+        Raises ConfigError if an extension cannot be made with these options.
+        """
         self.active: list[LoopExtension] = []
         self.by_name: dict[str, LoopExtension] = {}
         self._runner, self._inputs = runner, inputs
         self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
         self._loop: Loop | None = None
         tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
-        # Written out now: of a large vocabulary it takes long, and requests run when the first with a grammar comes.
+        # Serialised now: a large vocabulary takes long, and other requests run when the first with a grammar comes.
         self._tokenizer: str | None = None if tokenizer is None else tokenizer.backend.to_str()
         has_drafts = runner.config.speculative_config is not None
         started = {
             "pooling": "pooling" in runner.extensions,
             "adapters": runner.config.enable_lora,
             "drafts": has_drafts,
-            "structured": has_drafts and tokenizer is not None,  # it tells which tokens must come
+            "structured": has_drafts and tokenizer is not None,  # tokens that a grammar forces are drafts
             "pictures": "pictures" in runner.extensions,
             "sounds": "sounds" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
@@ -83,9 +91,7 @@ class Extensions:
 
     @property
     def epilogue(self) -> Callable[..., None] | None:
-        """Function that dispatches the program after each forward pass in place of the sampler; None:
-        the sampler runs.
-        """
+        """Function that dispatches another program after each forward pass; None: the sampler runs there."""
         return next((each.epilogue for each in self.active if each.epilogue is not None), None)
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
@@ -95,7 +101,7 @@ class Extensions:
         return config
 
     def attach(self, loop: Loop) -> None:
-        """Give every extension the engine's parts."""
+        """Give the loop to every extension made so far, and to those made later."""
         self._loop = loop
         for each in self.active:
             each.attach(loop)
@@ -188,6 +194,7 @@ class Extensions:
         return found
 
     def _absent_utilities(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """Yield the utilities, by name, of extensions that the engine has not made."""
         if "adapters" not in self.by_name:
             yield from (("adapter_forms", list), ("adapters", list))
             for name in ("load_adapter", "adapter_is_loaded", "unload_adapter"):
@@ -200,6 +207,7 @@ class Extensions:
             yield "mm_cache", lambda: {**self._runner.config.mm_cache_placement(0), "engine_bytes": 0}
 
     def _adapters(self) -> LoopExtension:
+        """Make the extension for LoRA adapters. Raises RequestError if the engine was started without enable_lora."""
         if not self._runner.config.enable_lora:
             raise RequestError("the engine was started without enable_lora", param="lora_name")
         from jaxengine.engine.extensions.adapters import Adapters
@@ -207,6 +215,7 @@ class Extensions:
         return Adapters(self._runner)
 
     def _drafts(self) -> LoopExtension:
+        """Make the extension for speculative decoding, which the engine has been started with."""
         from jaxengine.engine.extensions.drafts import Drafts
 
         config = self._runner.config
@@ -216,23 +225,27 @@ class Extensions:
         return Drafts(speculation, guided=guided)
 
     def _pictures(self) -> LoopExtension:
+        """Make the extension for images and videos."""
         from jaxengine.engine.extensions.pictures import Pictures
 
         media = None if self._inputs is None else self._inputs.media
         return Pictures(None if media is None else media.cache)
 
     def _offload(self) -> LoopExtension:
+        """Make the extension for pages outside of the devices."""
         from jaxengine.engine.extensions.offload import Offload
 
         return Offload(self._runner)
 
     def _sounds(self) -> LoopExtension:
+        """Make the extension for sounds. The engine must have been given inputs."""
         from jaxengine.engine.extensions.sounds import Sounds
 
         assert self._inputs is not None
         return Sounds(self._inputs.media.processor.rules, self._inputs.media.cache)
 
     def _structured(self) -> LoopExtension:
+        """Make the extension for structured outputs. Raises RequestError if the engine has no tokenizer."""
         if self._tokenizer is None or self._inputs is None:
             raise RequestError("structured_outputs needs a tokenizer", param="structured_outputs")
         from jaxengine.engine.extensions.structured import Structured
@@ -246,30 +259,34 @@ class Extensions:
             runner.extension("structured").num_words,
             inputs.eos_token_ids(),
             inputs.tokenizer,
-            looks_ahead=drafts is not None,  # tokens that must come are worth knowing where a step may have several
+            looks_ahead=drafts is not None,  # forced tokens are of use only where a step may sample several
         )
         return Structured(masks, drafts)
 
 
 def _pooling(_: Extensions) -> LoopExtension:
+    """Make the extension for pooled results."""
     from jaxengine.engine.extensions.pooling import Pooling
 
     return Pooling()
 
 
 def _token_pooling(_: Extensions) -> LoopExtension:
+    """Make the extension for pooled results of each token."""
     from jaxengine.engine.extensions.token_pooling import TokenPooling
 
     return TokenPooling()
 
 
 def _scores(_: Extensions) -> LoopExtension:
+    """Make the extension for logprobs."""
     from jaxengine.engine.extensions.scores import Scores
 
     return Scores()
 
 
 def _trace(extensions: Extensions) -> LoopExtension:
+    """Make the extension for replayed traces. Raises RequestError if the engine was started without it."""
     if "trace" not in extensions._runner.extensions:
         problem = "trace_decode_token_ids: the engine was started without enable_trace_replay"
         raise RequestError(problem, param="trace_decode_token_ids")
@@ -288,6 +305,7 @@ def _alignment(extensions: Extensions) -> LoopExtension:
 
 
 def _routed_experts(extensions: Extensions) -> LoopExtension:
+    """Make the extension for routed experts. Raises RequestError if the engine was started without it."""
     if "routed_experts" not in extensions._runner.extensions:
         problem = "routed_experts_prompt_start: the engine was started without enable_return_routed_experts"
         raise RequestError(problem, param="routed_experts_prompt_start")
@@ -297,42 +315,49 @@ def _routed_experts(extensions: Extensions) -> LoopExtension:
 
 
 def _logits_processors(_: Extensions) -> LoopExtension:
+    """Make the extension for the user's own logits processors."""
     from jaxengine.engine.extensions.logits_processors import LogitsProcessors
 
     return LogitsProcessors()
 
 
 def _capture(_: Extensions) -> LoopExtension:
+    """Make the extension for captured activations."""
     from jaxengine.engine.extensions.capture import Capture
 
     return Capture()
 
 
 def _steering(_: Extensions) -> LoopExtension:
+    """Make the extension for steering vectors."""
     from jaxengine.engine.extensions.steering import Steering
 
     return Steering()
 
 
 def _recording(_: Extensions) -> LoopExtension:
+    """Make the extension that records steps."""
     from jaxengine.engine.extensions.recording import Recording
 
     return Recording()
 
 
 def _arrivals(_: Extensions) -> LoopExtension:
+    """Make the extension that records a trace of requests."""
     from jaxengine.engine.extensions.arrivals import Arrivals
 
     return Arrivals()
 
 
 def _idle_sleep(extensions: Extensions) -> LoopExtension:
+    """Make the extension for automatic sleep, and the one for weights that it uses."""
     from jaxengine.engine.extensions.idle_sleep import IdleSleep
 
     return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
 
 
 def _kv_events(extensions: Extensions) -> LoopExtension:
+    """Make the extension that publishes KV events. Raises ConfigError for an address that cannot be used."""
     from jaxengine.engine.extensions.kv_events import KVEvents
 
     config = extensions._runner.config.kv_events_config
@@ -341,6 +366,7 @@ def _kv_events(extensions: Extensions) -> LoopExtension:
 
 
 def _kv_transfer(extensions: Extensions) -> LoopExtension:
+    """Make the extension that hands over pages. Raises RequestError if the engine was started without it."""
     if not extensions._runner.config.hands_over_kv:
         problem = "kv_transfer_params: the engine was started without a NixlConnector in kv_transfer_config"
         raise RequestError(problem, param="kv_transfer_params")
@@ -350,17 +376,20 @@ def _kv_transfer(extensions: Extensions) -> LoopExtension:
 
 
 def _sessions(extensions: Extensions) -> LoopExtension:
+    """Make the extension for sessions, whose pages host memory keeps."""
     from jaxengine.engine.extensions.sessions import Sessions
 
     return Sessions(cast("Offload", extensions.require("offload")))
 
 
 def _weights(_: Extensions) -> LoopExtension:
+    """Make the extension for pauses and new weights."""
     from jaxengine.engine.extensions.weights import Weights
 
     return Weights()
 
 
+# Function that makes the extension of each capability.
 _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "adapters": Extensions._adapters,
     "alignment": _alignment,

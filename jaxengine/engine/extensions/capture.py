@@ -38,15 +38,16 @@ class _Rows(NamedTuple):
 
 
 class _Asked:
-    """Activations that one request asked for, by tap (a named point of the model).
+    """Activations of one request, by tap (a named point of the model).
 
     Attributes:
-      taps: those that the request named.
+      taps: those that the request named, without "hidden_states".
       dtype: structured dtype of one token's activations, a field for each tap; None before the first.
       num_found: number of positions whose activations the request has got.
     """
 
     def __init__(self, taps: tuple[Tap, ...]):
+        """Begin at the request's first position."""
         self.taps = taps
         self.dtype: np.dtype | None = None
         self.num_found = 0
@@ -73,6 +74,7 @@ class Capture(LoopExtension):
     """
 
     def __init__(self) -> None:
+        """Begin without requests."""
         self._rows: dict[InFlight, list[_Rows]] = {}
         self._asked: dict[Request, _Asked] = {}
 
@@ -116,7 +118,7 @@ class Capture(LoopExtension):
             position, count = each.position, each.count
             if position is None:
                 position = asked.num_found
-                # Drafts that were wrong were computed, too.
+                # Activations of rejected drafts were computed, too, and follow those of the accepted ones.
                 count = count if counts is None else min(count, int(counts[each.rank, each.row]))
             assert position <= asked.num_found
             skip = asked.num_found - position

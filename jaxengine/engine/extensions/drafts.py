@@ -104,7 +104,7 @@ class Drafts(LoopExtension):
                 np.concatenate([each[: batch.num_rows] for each, batch in zip(found, batches, strict=True)])
                 for found in (counts, num_drafts)
             )
-            # Tokens that a grammar leaves no choice say nothing of drafts that may be wrong.
+            # Drafts that a grammar forced are always accepted: they are no measure of guessed ones.
             is_forced = [batch.sections[NAME].is_forced for batch in batches if batch.num_rows]
             guessed = ~np.concatenate(is_forced)
             self.stats.num_forced += int(drafts[~guessed].sum())
@@ -124,7 +124,9 @@ class Drafts(LoopExtension):
             yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(position)})
 
     def _made_on_device(self, step: InFlight, request: Request) -> list[int]:
-        """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step."""
+        """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step; [] if the step
+        has none for it.
+        """
         if (drafts := self.loop.runner.extension(NAME).drafts(step.pending)) is None:
             return []
         rows = np.flatnonzero(step.step.batches[request.rank].slots == request.slot)

@@ -1,4 +1,4 @@
-"""Pages that are to be copied to host memory as there is room, which nobody may take until then; keys that stay."""
+"""Pages that are held until there is room to copy them to host memory; keys that are pinned there."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from jaxengine.scheduler.rank import Rank
 
 
 class KeptKeys:
-    """Keys that are pinned in host memory, each as often as somebody keeps it."""
+    """Keys that are pinned in host memory, with the number of their owners."""
 
     def __init__(self, tiers: Tiers):
+        """Begin without keys."""
         self._tiers = tiers
         self._counts: dict[bytes, int] = {}
 
     def __len__(self) -> int:
+        """Return the number of kept keys."""
         return len(self._counts)
 
     def __contains__(self, key: bytes) -> bool:
+        """Return whether a key has an owner."""
         return key in self._counts
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Keep keys once more."""
+        """Pin keys for one more owner."""
         self._tiers.pin(keys)
         for key in keys:
             self._counts[key] = self._counts.get(key, 0) + 1
 
     def release(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Keep keys once less; return those that nobody keeps any more."""
+        """Unpin keys of one owner; return those that have no owner left. The keys must be kept."""
         self._tiers.unpin(keys)
         gone = []
         for key in keys:
@@ -46,19 +49,25 @@ class KeptKeys:
 
 
 class DueCopies:
-    """Pages of a replica's pool with a reference each, in order."""
+    """Queue of pages to be copied to host memory. Each has a reference until its copy is dispatched, so that no request
+    overwrites it; a pool that forgets its pages drops the queue.
+    """
 
     def __init__(self, offload: Offload):
+        """Begin without pages. offload: dispatches the copies."""
         self._offload = offload
         self._due: deque[tuple[Rank, bytes, int]] = deque()
         self._num_forgotten = 0
 
     def __bool__(self) -> bool:
+        """Return whether copies are due."""
         return bool(self._due)
 
     def add(self, rank: Rank, keys: Iterable[bytes], found: dict[bytes, int]) -> None:
-        """Have pages copied that host memory lacks. found: the page or snapshot of each key that the replica has;
-        snapshots, which cannot be held, are copied at once.
+        """Queue the pages that host memory lacks, of a replica's pool, and reference them.
+
+        found: the page or snapshot of each key that the replica has; other keys are left out. Copies of snapshots,
+        which cannot be referenced, are dispatched at once.
         """
         states = {}
         for key in keys:
@@ -73,7 +82,7 @@ class DueCopies:
             self._offload.save(rank.index, {}, states)
 
     def discard(self, keys: set[bytes]) -> None:
-        """Copy these pages no more."""
+        """Remove the pages of these keys from the queue, and give up their references."""
         kept = deque(each for each in self._due if each[1] not in keys)
         for rank, key, page in self._due:
             if key in keys:
@@ -81,8 +90,8 @@ class DueCopies:
         self._due = kept
 
     def advance(self) -> list[bytes]:
-        """Dispatch the copies that there is room for; return their keys. Once pools have forgotten their pages, as
-        before they are given up in sleep, what was due is not copied any more.
+        """Dispatch the copies that there is room for; return their keys. If the pools have forgotten their pages, as
+        before sleep, discard the queue.
         """
         done = []
         if self._num_forgotten != self._offload.orders.num_forgotten:
@@ -100,8 +109,8 @@ class DueCopies:
 
 
 def found_columns(tables: PageTables, digests: list[bytes]) -> list[dict[bytes, int | None]]:
-    """Return the page of each column by its key, for each cache group, and then the snapshots after them if there are
-    any; None for what the pool lacks.
+    """Return a dict from key to page for each cache group, in the order of `digests`, and a last one from key to
+    snapshot if the model has states; None for what the pool lacks.
     """
     keys = [[page_key(digest, group) for digest in digests] for group in range(tables.num_groups)]
     found: list[dict[bytes, int | None]] = [{key: tables.pool.find(key) for key in own} for own in keys]
@@ -111,5 +120,5 @@ def found_columns(tables: PageTables, digests: list[bytes]) -> list[dict[bytes, 
 
 
 def is_here(offload: Offload, key: bytes) -> bool:
-    """Whether host memory has a key, or a copy brings it there."""
+    """Return whether host memory has a key, or a dispatched copy brings it there."""
     return key in offload.tiers.host or key in offload.tiers.arriving

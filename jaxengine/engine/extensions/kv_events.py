@@ -28,13 +28,27 @@ from jaxengine.scheduler.pages.groups import short_digest
 logger = logging.getLogger(__name__)
 
 _MEDIUM = "GPU"  # vLLM's word for the memory of devices
-_END = (-1).to_bytes(8, "big", signed=True)
 _NUMBER_BYTES = 8
-# Between two looks of an idle engine for events of calls such as reset_prefix_cache.
+# Number of the empty batch that ends a replay.
+_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+# Period at which an idle engine publishes events of calls such as reset_prefix_cache.
 _REST_SECONDS = 0.1
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """Event of pages that were filled and can be found, with vLLM's fields, in this order.
+
+    Attributes:
+      block_hashes: short digests of the pages, which follow each other.
+      parent_block_hash: short digest of the page before them; None if they begin a sequence.
+      token_ids: of all of them; block_size: tokens of a page.
+      lora_id: always None; lora_name: adapter that computed them, None without one.
+      medium: memory that has them.
+      extra_keys: what else the digest of each page depends on; None for nothing.
+      group_idx: cache group.
+      kv_cache_spec_kind: "full_attention", or "sliding_window" with `kv_cache_spec_sliding_window` tokens.
+    """
+
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
@@ -49,13 +63,15 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Event of pages that can no longer be found; the fields are those of BlockStored."""
+
     block_hashes: list[int]
     medium: str | None
     group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
-    pass
+    """Event of a reset after which no earlier page can be found."""
 
 
 class Publisher:
@@ -84,7 +100,7 @@ class Publisher:
             self._thread.start()
 
     def publish(self, events: Sequence[Any]) -> None:
-        """Send a batch of events, and keep it for replay. Never waits."""
+        """Send a batch of events to all subscribers, and keep it for replay. Never waits."""
         payload = self._encode((time.time(), events, self._rank))
         number = self.number.to_bytes(_NUMBER_BYTES, "big")
         self._kept.append((self.number, payload))
@@ -92,7 +108,7 @@ class Publisher:
         self._socket.send_multipart((self._topic, number, payload))
 
     def shutdown(self) -> None:
-        """Close the sockets."""
+        """End the thread and close the sockets, after at most a second for batches that are being sent."""
         self._is_closing = True
         if self._thread is not None:
             self._thread.join()
@@ -101,7 +117,10 @@ class Publisher:
         self._context.term()
 
     def _open(self, socket: zmq.Socket[bytes], name: str, address: str, *, binds: bool = False) -> None:
-        """Bind or connect a socket to an address, of which each replica has its own port or file."""
+        """Bind or connect a socket to an address, of which each replica has its own port or file.
+
+        name: of the option with the address. Raises ConfigError, with all sockets closed, if it cannot be used.
+        """
         if self._rank:
             head, _, port = address.rpartition(":")
             is_tcp = address.startswith("tcp:")
@@ -118,13 +137,13 @@ class Publisher:
             raise ConfigError.because("kv_events_config", problem, "give another address") from None
 
     def _answer(self) -> None:
-        """Send those who ask all batches kept from a number on, and a last one without content."""
+        """Serve replays until the publisher closes: send all kept batches from the requested number on, and _END."""
         while not self._is_closing:
             if not self._replay.poll(100):
                 continue
             frames = self._replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != _NUMBER_BYTES:
-                logger.warning("a replay of KV events was asked for in a form that is not known")
+                logger.warning("a request for a replay of KV events was ignored: it is not [empty, number of 8 bytes]")
                 continue
             first = int.from_bytes(frames[2], "big")
             for number, payload in list(self._kept):
@@ -134,9 +153,14 @@ class Publisher:
 
 
 class KVEvents(LoopExtension):
-    """Loop extension that publishes the events of every replica after each step."""
+    """Loop extension that publishes the events of every replica after each step.
+
+    Attributes:
+      publishers: one for each replica.
+    """
 
     def __init__(self, config: KVEventsConfig, num_ranks: int):
+        """Open the publishers of num_ranks replicas. Raises ConfigError for an address that cannot be used."""
         self.publishers = [Publisher(config, rank) for rank in range(num_ranks)]
 
     def attach(self, loop: Loop) -> None:
@@ -165,12 +189,14 @@ class KVEvents(LoopExtension):
         yield Counter("jaxengine:kv_event_batches", sum(each.number for each in self.publishers))
 
     def _publish(self) -> None:
+        """Publish the events of each replica since the last call, as one batch."""
         for rank, publisher in zip(self._ranks, self.publishers, strict=True):
             if rank.events:
                 publisher.publish([self._event(each) for each in rank.events])
                 rank.events.clear()
 
     def _event(self, event: Stored | Removed | Cleared) -> BlockStored | BlockRemoved | AllBlocksCleared:
+        """Return an event of the scheduler in vLLM's form."""
         if isinstance(event, Cleared):
             return AllBlocksCleared()
         hashes = [short_digest(digest) for digest in event.digests]

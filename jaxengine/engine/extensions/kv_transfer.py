@@ -1,8 +1,9 @@
 """Pages that engines hand over to each other: an engine that prefills keeps them under a lease, one that decodes reads
 them as it reads its own tiers.
 
-A producer copies a prompt's pages to host memory when the request ends, whence its transport offers them. A consumer's
-tiers find what a request says is elsewhere, so that the request waits for it as for stored pages.
+A producer copies a prompt's pages to host memory when the request ends, and its transport offers them from there. A
+consumer's tiers find the pages that a request says another engine has, and the request waits for them as for stored
+pages.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from jaxengine.tiers.transport import MAX_KEYS, FolderTransport, Source, Transpo
 logger = logging.getLogger(__name__)
 
 NOT_LOADED = "the pages of its prompt did not come from the engine that computed them"
-# Between two looks while copies are due, and while there are leases.
+# Periods of `rest` in an idle engine while copies are due, and while there are leases.
 _SOON_SECONDS, _LATER_SECONDS = 0.005, 0.25
 
 
@@ -47,6 +48,7 @@ class Elsewhere(Place):
     is_far = True
 
     def __init__(self, transport: Transport, source: Source, stats: TransferStats):
+        """Read nothing yet. source: the engine and its lease; stats: counts what comes."""
         self._transport, self._source, self._stats = transport, source, stats
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
@@ -65,8 +67,12 @@ class Elsewhere(Place):
 
 @dataclasses.dataclass
 class TransferStats:
-    """Counts. num_received: pages and states; num_failed: sources that did not answer; num_refused: requests that got
-    no lease because the host memory was full of others.
+    """Counts of pages handed over.
+
+    Attributes:
+      num_received: pages and states that came from other engines.
+      num_failed: requests whose source did not send all pages.
+      num_refused: requests that got no lease because there was nothing to keep, or no host memory for it.
     """
 
     num_received: int = 0
@@ -78,11 +84,12 @@ class KVTransfer(LoopExtension):
     """Loop extension that hands over pages and takes those of other engines.
 
     Attributes:
-      transport: how pages go. leases: (end in time.monotonic seconds, keys) by name, the oldest first.
+      transport: sends and receives the pages. leases: (end in time.monotonic seconds, keys) by name, the oldest first.
       stats: counts.
     """
 
     def __init__(self, runner: ModelRunner, offload: Offload):
+        """Open the transport. offload: host memory and its copies. Raises ConfigError if it cannot be opened."""
         transfer = runner.config.kv_transfer_config
         assert transfer is not None and transfer.handover is not None
         self._options, self._offload = transfer.handover, offload
@@ -160,8 +167,10 @@ class KVTransfer(LoopExtension):
         yield Counter("jaxengine:kv_transfer_refused_leases", self.stats.num_refused)
 
     def _keys(self, request: Request, columns: Sequence[Sequence[int]]) -> list[bytes]:
-        """Return the keys of columns of a request's prompt, of each cache group and then of states. Columns that it
-        does not have, or has to compute, are left out.
+        """Return the keys of columns of a request's prompt, of each cache group and then of states.
+
+        columns: indices of pages in the prompt, for each cache group, and last for the states if the model has them.
+        Columns that the prompt does not have, or that the request computes in any case, are left out.
         """
         rank = self.loop.scheduler.ranks[0]
         request.compute_with(rank.weights_digest)
@@ -177,7 +186,7 @@ class KVTransfer(LoopExtension):
 
     def _lease(self, request: Request) -> dict[str, object] | None:
         """Keep the pages of a request that has ended, and return the kv_transfer_params by which another engine gets
-        them; None if there is no memory to keep them, or there are none.
+        them, as plain JSON values; None if it has no pages, or host memory has no room for them.
         """
         rank, offload = self.loop.scheduler.ranks[request.rank], self._offload
         digests = request.page_hashes[: (request.num_prompt_tokens - 1) // rank.config.page_size]
@@ -211,20 +220,20 @@ class KVTransfer(LoopExtension):
         )
 
     def _has_room(self, keys: Sequence[bytes]) -> bool:
-        """Whether host memory can keep these keys beside those of other leases; False for no keys."""
+        """Return whether host memory can keep these keys in addition to those of other leases; False for no keys."""
         size = max(self._offload.mover.page_bytes, self._offload.mover.state_bytes)
         total = len(self._keys_kept) + sum(key not in self._keys_kept for key in keys)
         return bool(keys) and total * size <= self._offload.tiers.host.capacity
 
     def _keep(self, lease: str, keys: list[bytes]) -> None:
-        """Pin keys in host memory, and promise them, until the lease ends."""
+        """Begin a lease: pin keys in host memory, and have the transport announce them, until it ends."""
         self.leases[lease] = time.monotonic() + self._options.kv_lease_duration, keys
         self._keys_kept.keep(keys)
         for key in keys:
             self.transport.offer(key, None)
 
     def _advance(self) -> None:
-        """Copy leased pages as there is room, and end the leases that are over."""
+        """Copy leased pages as there is room, and end the leases whose time is over or that their readers released."""
         for key in self._due.advance():
             self._offer(key)
         now = time.monotonic()
@@ -233,7 +242,7 @@ class KVTransfer(LoopExtension):
             self._end_lease(lease)
 
     def _offer(self, key: bytes) -> None:
-        """Offer what host memory has, or will have, under a key."""
+        """Have the transport offer the block of a key in host memory, now or once its copy is done."""
         tiers = self._offload.tiers
         if (block := tiers.host.get(key)) is not None:
             self.transport.offer(key, block)
@@ -241,17 +250,19 @@ class KVTransfer(LoopExtension):
             copy.add_done_callback(lambda done: self._offer_copied(done, key))
 
     def _offer_copied(self, copy: Future[dict[bytes, np.ndarray]], key: bytes) -> None:
+        """Have the transport offer the block of a key that a copy has brought, on the thread that ended the copy."""
         if copy.exception() is None and (block := copy.result().get(key)) is not None:
             self.transport.offer(key, block)
             if key not in self._keys_kept:  # the engine's thread has ended its last lease
                 self.transport.withdraw([key])
 
     def _end_lease(self, lease: str) -> None:
+        """End a lease: unpin its keys, and withdraw those that no other lease has."""
         _, keys = self.leases.pop(lease)
         self.transport.withdraw(self._keys_kept.release(keys))
 
     def _forget(self, request: Request) -> None:
-        """Have the tiers no longer find what other engines have for a request."""
+        """Remove from the tiers what other engines have for a request; nothing for a request without it."""
         keys, place = self._places.pop(request, ((), None))
         elsewhere = self._offload.tiers.elsewhere
         for key in keys:

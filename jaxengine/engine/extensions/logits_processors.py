@@ -12,6 +12,7 @@ class LogitsProcessors(LoopExtension):
     """Loop extension that writes the logits processors' columns of slots. Needs the engine option logits_processors."""
 
     def __init__(self) -> None:
+        """Begin with columns that no request has written."""
         self._written: set[int] = set()
 
     def sync(self, step: ScheduledStep) -> None:

@@ -1,8 +1,8 @@
 """Pages outside of the devices: moves them between the devices, host memory and a folder, and lets requests wait for
 them.
 
-The engine's thread only dispatches copies and looks which are done. One thread waits for copies to the host, others
-read files and send pages to the devices, and the folder has a thread that writes.
+The engine's thread only dispatches copies and takes those that are done. One thread waits for copies to the host,
+others read files and send pages to the devices, and the folder has a thread that writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxengine.tiers.host import LRU, HostTier
 
 logger = logging.getLogger(__name__)
 
-# Between two looks of an idle engine for copies that have arrived.
+# Period at which an idle engine takes copies that have arrived.
 _REST_SECONDS = 0.02
 
 
@@ -43,12 +43,14 @@ class Offload(LoopExtension):
     """Loop extension with the tiers.
 
     Attributes:
-      tiers, stats: what is stored, and counts.
-      mover: copies pages. stores: what is on its way to the host.
-      done: loads that the last `poll` ended. orders: the scheduler's part.
+      tiers, stats: stored pages, and counts.
+      mover: copies pages. stores: copies on their way to the host.
+      done: loads that the last `poll` ended.
+      orders: scheduler extension with the pages to be copied and loaded; once attached.
     """
 
     def __init__(self, runner: ModelRunner):
+        """Allocate host memory for pages, and open the folder. Raises ConfigError for an option that cannot be used."""
         config = runner.config
         self.mover: PageMover = runner.extension(NAME)
         self.done: list[Loading] = []
@@ -112,7 +114,7 @@ class Offload(LoopExtension):
         return _REST_SECONDS if self.stores.is_busy else float("inf")
 
     def shutdown(self) -> None:
-        """End the threads, after what has left the devices is written to the folder."""
+        """End the threads, after all pages copied from the devices are written to the folder."""
         self.stores.shutdown()
         self._loads.shutdown()
         self.stores.keep()
@@ -120,7 +122,7 @@ class Offload(LoopExtension):
             self._disk.shutdown()
 
     def flush(self, seconds: float = 30.0) -> bool:
-        """Wait until what has left the devices so far is stored, for `seconds` at most; return whether it is."""
+        """Wait until all copies dispatched so far are stored, for `seconds` at most; return whether they are."""
         end = time.monotonic() + seconds
         self._check_generation()
         self.stores.flush(end)
@@ -149,7 +151,7 @@ class Offload(LoopExtension):
             yield Counter("jaxengine:kv_offload_disk_failed_writes", tiers.disk.num_failed)
 
     def status(self) -> dict[str, Any]:
-        """Return the bytes of the tiers, and what has been moved."""
+        """Return bytes and blocks of the tiers, bytes moved, and prefix tokens looked up and found, as plain JSON."""
         host, disk = self.tiers.host, self.tiers.disk
         stored = {"host_bytes": host.num_bytes, "host_capacity": host.capacity, "host_blocks": len(host)}
         if disk is not None:
@@ -159,8 +161,8 @@ class Offload(LoopExtension):
 
     @cached_property
     def identity(self) -> str:
-        """Return what pages mean besides their keys: a digest of weights and layout. The first call reads all
-        weights.
+        """Digest of the weights and the layout of pages, on which their content depends in addition to their keys: 32
+        hexadecimal digits. The first use reads all weights.
         """
         start = time.monotonic()
         weights = sorted(checksums(self._runner).items())
@@ -169,14 +171,16 @@ class Offload(LoopExtension):
         return found
 
     def save(self, rank: int, pages: dict[bytes, int], states: dict[bytes, int]) -> None:
-        """Dispatch copies of a replica's pages and snapshots, by key, as they are now, as far as `stores` has room."""
+        """Dispatch copies of pages and snapshots of replica `rank`, by key, as they are now; those beyond the room of
+        `stores` are dropped.
+        """
         orders = self.orders.ranks[rank]
         orders.pages.filled.update(pages)
         orders.states.filled.update(states)
         self._save(filled=True)
 
     def _save(self, filled: bool = False) -> None:
-        """Dispatch the copies that are due. filled: also of pages that the newest step has filled."""
+        """Dispatch copies of the pages that leave the pools. filled: also of pages that the newest step has filled."""
         if not self.orders.is_own:
             self.tiers.disk = None
         for states in (False, True):
@@ -192,7 +196,7 @@ class Offload(LoopExtension):
                 self.stores.send(ranks, states)
 
     def _install(self) -> None:
-        """Give pages to what has come to the devices, and dispatch the writing."""
+        """Allocate pages and snapshots for the parts of loads that are on the devices, and dispatch their writing."""
         for loading, coming, size in self._loads.take_parts():
             if loading.generation != self._generation:
                 continue
@@ -202,14 +206,14 @@ class Offload(LoopExtension):
             else:
                 snapshot = rank.take_state(coming.keys[0])
                 entries = [] if snapshot is None else [(coming.keys[0], snapshot)]
-            self._save()  # what these pages held
+            self._save()  # copies of the earlier content of these pages come first
             if entries:
                 self.mover.install(coming, entries)
             loading.num_found += len(entries)
             self.stats.count("load", len(entries), size, 0.0)
 
     def _finish_load(self, loading: Loading) -> None:
-        """Count a load of which nothing more will come."""
+        """Count a load whose last part has been installed, and log its error."""
         if (error := loading.error) is not None:
             logger.error("pages could not be brought back; they are computed: %s", error)
         seconds = time.monotonic() - loading.start
@@ -218,7 +222,7 @@ class Offload(LoopExtension):
             self.tiers.loading.observe(loading.num_found, seconds)
 
     def _check_generation(self) -> None:
-        """Forget what host memory has if the pools have forgotten theirs."""
+        """Clear host memory if the pools have forgotten their pages since the last call."""
         if self._generation != self.orders.num_forgotten:
             self._generation = self.orders.num_forgotten
             self.tiers.host.clear()
@@ -226,7 +230,7 @@ class Offload(LoopExtension):
 
 
 def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
-    """Return the folder's tier, in a subfolder for what exactly the engine's pages mean; None without the option.
+    """Return the tier of the folder of the option, in a subfolder named by `identity`; None without the option.
 
     Raises ConfigError for a folder that cannot be made.
     """

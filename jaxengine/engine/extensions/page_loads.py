@@ -1,6 +1,6 @@
-"""Loads of stored pages: threads read them where host memory lacks them, and send them to the devices.
+"""Loads of stored pages: threads read those that host memory lacks, and send all to the devices.
 
-What has come to the devices is handed to the engine's thread part by part, and few parts are there at once.
+The engine's thread takes them from there part by part; at most MAX_COMING parts are on the devices at once.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from jaxengine.scheduler.extensions.offload import Load
 
 
 class Place(Protocol):
-    """Where pages are read outside of host memory.
+    """Store of pages outside of host memory.
 
     Attributes:
-      is_far: reading waits for another machine, so that it is not to hold up what is here.
+      is_far: reading may wait for another machine, and has threads of its own so that it delays no local reads.
     """
 
     is_far: bool
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Yield the keys that are there with their blocks u8[n]."""
+        """Yield the keys that the store has, with their blocks u8[n]."""
         ...
 
 
-# Content in host memory, a copy that brings it there, where it is read, or none of them.
+# Content of a key in host memory, a copy that brings it there, the store to read it from, or None if there is none.
 Block = np.ndarray | Future[dict[bytes, np.ndarray]] | Place | None
 # Threads that read from afar.
 _NUM_FAR = 4
-# Of the key of a page: a digest, and the number of a group.
+# Length of a page's key at most: a digest, and the number of a group. Keys of states are longer.
 _PAGE_KEY_BYTES = 33
 
 
@@ -46,12 +46,15 @@ class Loading:
     """Pages on their way to the devices for one request.
 
     Attributes:
+      load: the scheduler's order.
       generation: number of times that pages had been forgotten when it began; start: time.monotonic seconds.
-      num_found: pages and states that got a place.
+      num_found: pages and states that were given a page or snapshot.
+      num_taken: parts that the engine's thread has taken; num_parts: all of them, None until the last is sent.
       error: what ended it early; None for nothing.
     """
 
     def __init__(self, load: Load, generation: int):
+        """Begin now."""
         self.load, self.generation, self.start = load, generation, time.monotonic()
         self.num_found = self.num_taken = 0
         self.num_parts: int | None = None
@@ -59,10 +62,10 @@ class Loading:
 
 
 class PageLoads:
-    """Loads that have begun. Methods are for the engine's thread."""
+    """Loads that have begun. Public methods are for the engine's thread."""
 
     def __init__(self, mover: PageMover, something: threading.Event):
-        """Start without any. something: is set whenever there is something to take."""
+        """Start the threads. mover: sends pages; something: an event to set whenever there is something to take."""
         self._mover, self._something = mover, something
         self._threads = ThreadPoolExecutor(1, "kv-loads"), ThreadPoolExecutor(_NUM_FAR, "kv-far-loads")
         self._loading: list[Loading] = []
@@ -76,13 +79,13 @@ class PageLoads:
         return bool(self._loading)
 
     def start(self, load: Load, found: Mapping[bytes, Block], generation: int) -> None:
-        """Begin a load. found: each of its keys, with its content or where that is. generation: as of Loading."""
+        """Begin a load. found: its keys, each with its content or a store that has it. generation: as of Loading."""
         self._loading.append(loading := Loading(load, generation))
         is_far = any(getattr(each, "is_far", False) for each in found.values())
         self._threads[is_far].submit(self._run, loading, found)
 
     def take_parts(self) -> Iterator[tuple[Loading, Coming, int]]:
-        """Yield what has come to the devices: the load, its part, and the part's bytes."""
+        """Yield each part that is on the devices: its load, the part, and its bytes. This makes room for another."""
         while self._come:
             loading, coming, size = self._come.popleft()
             self._room.release()
@@ -97,12 +100,13 @@ class PageLoads:
         return done
 
     def shutdown(self) -> None:
-        """End the threads; loads that have begun do not end any more."""
+        """End the threads; loads that are not done by then never will be."""
         self._is_closing = True
         for each in self._threads:
             each.shutdown(cancel_futures=True)
 
     def _run(self, loading: Loading, found: Mapping[bytes, Block]) -> None:
+        """Read and send all parts of a load, on one of the threads; an error ends it and is recorded there."""
         parts = 0
         try:
             for size, send in self._parts(loading.load.rank, found):
@@ -117,8 +121,9 @@ class PageLoads:
         self._something.set()
 
     def _parts(self, rank: int, found: Mapping[bytes, Block]) -> Iterator[tuple[int, Callable[[], Coming]]]:
-        """Yield bytes, and the function that sends them to the devices, of each part. Blocks of another size than the
-        model's are left out.
+        """Yield, for each part, its number of bytes and the function that sends it to the devices of replica `rank`.
+
+        A part has up to SIZES[-1] pages, or one state. Blocks whose size is not the model's are left out.
         """
         mover = self._mover
         pages: list[tuple[bytes, np.ndarray]] = []
@@ -137,6 +142,7 @@ class PageLoads:
             yield len(pages) * mover.page_bytes, partial(mover.send, rank, pages)
 
     def _sent(self, send: Callable[[], Coming]) -> Coming:
+        """Return the part that `send` sends; its room is given up if that raises."""
         try:
             return send()
         except Exception:
@@ -144,7 +150,7 @@ class PageLoads:
             raise
 
     def _make_room(self) -> bool:
-        """Wait until another part may be on the devices. Returns False if the engine or the process ends."""
+        """Wait until another part may be on the devices; return True, or False if the engine or the process ends."""
         while not self._is_closing and threading.main_thread().is_alive():
             if self._room.acquire(timeout=0.1):
                 return True
@@ -152,7 +158,7 @@ class PageLoads:
 
 
 def _read(found: Mapping[bytes, Block]) -> Iterator[tuple[bytes, np.ndarray]]:
-    """Yield the keys whose content there is, with it, in order."""
+    """Yield the keys whose content there is, with their blocks, in order; waits for copies, and reads the stores."""
     for _, group in groupby(found, key=lambda key: id(found[key])):
         keys = list(group)
         block = found[keys[0]]

@@ -1,6 +1,6 @@
 """Store outside of the devices, and pages and states on their way there.
 
-A thread waits for copies to the host; the engine's thread dispatches them and looks which are done.
+A thread waits for copies to the host; the engine's thread dispatches them and takes those that are done.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -18,14 +18,19 @@ from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, Pag
 from jaxengine.tiers.disk import DiskTier
 from jaxengine.tiers.host import HostTier
 
-# How much a new measurement of a rate counts.
+# Weight of a new measurement in the mean of a rate.
 _WEIGHT = 0.2
 
 
 class Rate:
-    """Amount per second, as the mean of measurements in which later ones count more; None before the first."""
+    """Mean of measured rates, in which later ones count more.
+
+    Attributes:
+      value: amount per second; None before the first measurement.
+    """
 
     def __init__(self) -> None:
+        """Begin without measurements."""
         self.value: float | None = None
 
     def observe(self, amount: float, seconds: float) -> None:
@@ -39,42 +44,51 @@ class Tiers:
     """Host memory and a folder as one store (jaxengine.scheduler.extensions.offload.Store). For the engine's thread.
 
     Attributes:
-      disk: None for no folder, or once pages may be other than their keys say.
-      arriving: keys on their way to the host, with the copy that has them.
-      elsewhere: keys that other engines have, with where they are read.
+      host: host memory.
+      disk: folder; None without one, or once the engine's weights are no longer those in the folder's name.
+      arriving: keys on their way to the host, with the copy that brings them.
+      elsewhere: keys that other engines have, with the stores to read them from.
       loading, computing: stored pages brought back and tokens computed per second.
     """
 
     def __init__(self, host: HostTier, disk: DiskTier | None):
+        """Begin without keys on their way. disk: None for no folder."""
         self.host, self.disk = host, disk
         self.arriving: dict[bytes, Future[dict[bytes, np.ndarray]]] = {}
         self.elsewhere: dict[bytes, list[Place]] = {}
         self.loading, self.computing = Rate(), Rate()
 
     def has(self, key: bytes) -> bool:
+        """Return whether a key is stored, on its way to host memory, or at another engine."""
         is_here = key in self.host or key in self.arriving or (self.disk is not None and key in self.disk)
         return is_here or key in self.elsewhere
 
     def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep what host memory has, or will get, under these keys, until `unpin`; each call counts."""
         self.host.pin(keys)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
+        """Take back one `pin` of these keys."""
         self.host.unpin(keys)
 
     def drop(self, key: bytes) -> None:
-        """Forget what is stored under a key, in host memory and in the folder; nothing that is on its way comes."""
+        """Remove a key from host memory and the folder; a copy of it that is on its way is not stored."""
         self.arriving.pop(key, None)
         self.host.drop(key)
         if self.disk is not None:
             self.disk.drop(key)
 
     def pays(self, num_stored: int, num_tokens: int) -> bool:
-        """Whether bringing back pays. What has not been measured yet is tried."""
+        """Return whether bringing back num_stored pages takes less time than computing num_tokens tokens, by the rates
+        so far; True while a rate has not been measured.
+        """
         loading, computing = self.loading.value, self.computing.value
         return loading is None or computing is None or num_stored / loading < num_tokens / computing
 
     def find(self, key: bytes) -> Block:
-        """Return a key's content if host memory has it, the copy that brings it there, or where it is to be read."""
+        """Return a key's content if host memory has it, else the copy that brings it there, else the store to read it
+        from: the folder or another engine; None if there is none.
+        """
         found = self.host.get(key)
         if found is not None or (found := self.arriving.get(key)) is not None:
             return found
@@ -83,30 +97,36 @@ class Tiers:
 
 
 class OffloadStats:
-    """Counts of moved pages and states: of each way ("load", "store") the number, bytes and seconds, of dropped ones
-    the number.
+    """Counts of moved pages and states.
+
+    Attributes:
+      counts, bytes, seconds: number, size and time of those moved, by way: "load" or "store".
+      num_dropped: number of those not copied for want of room.
     """
 
     def __init__(self) -> None:
+        """Begin without moves."""
         self.counts = {"load": 0, "store": 0}
         self.bytes = {"load": 0, "store": 0}
         self.seconds = {"load": 0.0, "store": 0.0}
         self.num_dropped = 0
 
     def count(self, way: str, number: int, size: int, seconds: float) -> None:
-        """Count pages moved. way: "load" or "store"."""
+        """Count pages and states moved. way: "load" or "store"; size: their bytes; seconds: the time that it took."""
         self.counts[way] += number
         self.bytes[way] += size
         self.seconds[way] += seconds
 
 
 class PageStores:
-    """Copies to the host that have begun. Methods are for the engine's thread."""
+    """Copies to the host that have begun. Public methods are for the engine's thread."""
 
     def __init__(
         self, mover: PageMover, tiers: Tiers, stats: OffloadStats, something: threading.Event, *, is_bounded: bool
     ):
-        """Start without any. something: is set when a copy has arrived. is_bounded: copies hold memory of devices."""
+        """Start the thread. something: an event to set when a copy has arrived. is_bounded: copies hold memory of
+        devices, so that only MAX_LEAVING of the largest size may be on their way.
+        """
         self._mover, self._tiers, self._stats, self._something = mover, tiers, stats, something
         self._copies = ThreadPoolExecutor(1, "kv-copies")
         self._leaving: deque[tuple[Leaving, Future[dict[bytes, np.ndarray]], float]] = deque()
@@ -119,12 +139,13 @@ class PageStores:
 
     @property
     def room(self) -> int:
-        """Return how many more pages may be on their way to the host."""
+        """Number of further pages and states that may be on their way to the host now."""
         return max(0, self._max_leaving - sum(len(leaving.entries) for leaving, _, _ in self._leaving))
 
     def send(self, ranks: list[list[tuple[bytes, int]]], states: bool) -> None:
-        """Dispatch copies of each replica's pages, or of its snapshots: (key, row). What there is no room for is
-        dropped.
+        """Dispatch copies of pages, or of snapshots if `states`; those beyond `room` are dropped.
+
+        ranks: for each replica, (key, page id or snapshot) of each; shortened in place to what is copied.
         """
         room = self.room
         for index, own in enumerate(ranks):
@@ -138,10 +159,10 @@ class PageStores:
             self._tiers.arriving |= dict.fromkeys((key for key, _ in leaving.entries), future)
 
     def keep(self) -> None:
-        """Store what has arrived in host memory."""
+        """Store the copies that have arrived in host memory and the folder, in the order of their dispatch."""
         while self._leaving and self._leaving[0][1].done():
             leaving, future, start = self._leaving.popleft()
-            # Without what was forgotten meanwhile. The result itself stays whole: others may be about to read it.
+            # Keys dropped meanwhile are left out, but not removed from the result, which a load may be about to read.
             came = future.result().items()
             blocks = {key: block for key, block in came if self._tiers.arriving.get(key) is future}
             size = sum(block.nbytes for block in blocks.values())
@@ -155,7 +176,7 @@ class PageStores:
     def flush(self, end: float) -> None:
         """Wait for the copies so far, until `end` in time.monotonic seconds at most, and store them."""
         while self._leaving and time.monotonic() < end:
-            self._leaving[0][1].exception(max(0.0, end - time.monotonic()))
+            wait([self._leaving[0][1]], max(0.0, end - time.monotonic()))
             self.keep()
 
     def shutdown(self) -> None:

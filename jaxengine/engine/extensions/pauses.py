@@ -20,10 +20,10 @@ class Pauses(LoopExtension):
     """
 
     def __init__(self) -> None:
+        """Begin without pauses."""
         self._intake = Intake()
         self._aborts = False
-        # What is left to become of the requests that each pause found. One that is there has nothing left to do but
-        # "keep".
+        # By key, the mode of each pause for the requests that it found: "keep" once it is complete.
         self._pauses: dict[Any, PauseMode] = {}
         self.resumed = time.monotonic()
 
@@ -42,8 +42,8 @@ class Pauses(LoopExtension):
             self._apply()
 
     def _apply(self) -> None:
-        """Let the scheduler run steps if no pause is left, or if a pause waits for requests that an earlier pause has
-        stopped.
+        """Pause the scheduler if there are pauses and none waits for requests to end, else let it run; admit new
+        requests again if no pause is left.
         """
         modes = self._pauses.values()
         self.loop.scheduler.paused = bool(modes) and all(mode == "keep" for mode in modes)
@@ -54,19 +54,17 @@ class Pauses(LoopExtension):
 
     @property
     def is_held(self) -> bool:
-        """Whether requests wait for the end of any pause (the operator's or a weight update's), or the
-        engine sleeps.
-        """
+        """Whether any pause has not been released, the operator's, a weight update's or that of a sleep."""
         return bool(self._pauses)
 
     def settle(self, key: Any = None) -> bool:
-        """Whether the pause is complete: no step is in flight, and no pause still waits for requests to end.
+        """Return whether the pause is complete: no step is in flight, and no pause still waits for requests to end.
 
         Returns at once. Act on True before another call that may begin a pause. key: the one given to `hold`. Raises
         RequestError if its pause has been ended meanwhile.
         """
         if key not in self._pauses:
-            raise RequestError("the pause has been ended before it was there; ask for it again", param="mode")
+            raise RequestError("the pause has been ended before it was complete; request it again", param="mode")
         if self.loop.in_flight or not (self.loop.scheduler.paused or not self._earlier()):
             return False
         self._pauses = dict.fromkeys(self._pauses, "keep")

@@ -138,10 +138,8 @@ class Pictures(LoopExtension):
         return True
 
     def _describe_cache(self) -> dict[str, Any]:
-        """Return the place of the cache of processed media (EncoderOptions.mm_cache_placement), and its bytes in this
-        process.
-
-        A server's engine process answers for its API processes, too.
+        """Return which processes have the cache of processed media (EncoderOptions.mm_cache_placement), and
+        `engine_bytes`, its bytes in this process. A server's engine process answers for its API processes, too.
         """
         size = 0 if self._cache is None else self._cache.num_bytes
         return {**self.loop.runner.config.mm_cache_placement(0), "engine_bytes": size}

@@ -1,4 +1,4 @@
-"""Recorded steps: writes each step to the folder of the option record_steps once its tokens are known."""
+"""Recorded steps: writes each step to the folder of the option record_steps once its tokens have been collected."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class Recording(LoopExtension):
-    """Loop extension that writes steps to disk. After the first write error it logs it, and the engine serves on
-    without.
+    """Loop extension that writes steps to disk. The first write error is logged and ends the recording; the engine
+    serves on.
     """
 
     def __init__(self) -> None:
+        """Begin without steps; `attach` opens the folder."""
         self._taken: dict[InFlight, tuple[Any, dict[str, np.ndarray], int]] = {}
         self._folder: StepFolder | None = None
         self._weights: tuple[int, ...] = ()
@@ -36,6 +37,7 @@ class Recording(LoopExtension):
         self._has_warned = False
 
     def attach(self, loop: Loop) -> None:
+        """Open the folder. Raises ConfigError if it cannot be used."""
         super().attach(loop)
         config = loop.runner.config
         assert config.record_steps is not None
@@ -97,11 +99,13 @@ class Recording(LoopExtension):
         return written + self.loop.runner.extension("recording").num_too_large
 
     def _warn_of_large(self) -> None:
+        """Log, once, that steps are left out because they are too large."""
         if self._num_too_large and not self._has_warned:
             self._has_warned = True
             logger.warning("record_steps: a step is larger than record_steps_bytes, and such ones are left out")
 
     def _stop(self, error: OSError) -> None:
+        """End the recording because of an error, here and in the runner."""
         logger.error("record_steps: NO MORE STEPS ARE RECORDED: %s; the engine serves on", error)
         self._stopped_by = str(error)
         self.shutdown()
@@ -113,7 +117,7 @@ class Recording(LoopExtension):
         checksums. Raises OSError if that cannot be written.
         """
         assert self._folder is not None
-        # Replaced weights are other arrays, which were made while the old ones were there.
+        # Replaced weights have other ids: they were made while the old arrays still existed.
         arrays = tuple(id(array) for stage in self.loop.runner.stages for array in stage.params)
         if arrays != self._weights:
             versions = [request.weight_versions for request in self.loop.scheduler.requests]

@@ -1,4 +1,4 @@
-"""Routed experts: returns, to a request that asks, which experts computed each of its tokens.
+"""Routed experts: returns, for each request, which experts computed each of its tokens.
 
 A token found in the prefix cache is not computed again: its experts are those of the step that filled its page. So the
 host keeps the experts of every page of the pool, by page id.
@@ -40,7 +40,7 @@ class _Rows:
     """Tokens of one request in a step.
 
     Attributes:
-      progress: how far the request's experts were returned. rank: index of its replica.
+      request: whose tokens they are; progress: how far its experts have been returned; rank: index of its replica.
       row: of the replica's batch; token: index of the first token there; count: number of tokens.
       position: position of the first token in the request; None for a decode, which follows the request's newest step.
       first_column, pages: first page-table column of these tokens, and the page ids of their columns.
@@ -70,28 +70,30 @@ class RoutedExperts(LoopExtension):
     """
 
     def __init__(self) -> None:
+        """Begin without requests."""
         self._rows: dict[InFlight, list[_Rows]] = {}
         self._progress: dict[Request, _Progress] = {}
 
     def attach(self, loop: Loop) -> None:
+        """Reserve host memory for the experts of all pages, if prefixes are found in pages."""
         super().attach(loop)
         runner, config = loop.runner, loop.runner.config
         self._device = device = runner.extension(NAME)
         self._page_size = config.block_size
-        # Tokens that a decode may be behind of what the scheduler takes for computed: drafts of steps in flight.
+        # Number of tokens, drafts of steps in flight, that the scheduler may count as computed and that get rejected.
         self._most_behind = config.max_in_flight * (max(loop.scheduler.config.widths, default=1) - 1)
-        # A cache group that has the pages of all of a prefix; None where there is none, or nothing is found in pages.
+        # A cache group that has the pages of all of a prefix; None if there is none, or without prefix caching.
         whole = [group for group, window in enumerate(runner.windows) if window is None]
         self._group = whole[0] if whole and config.enable_prefix_caching else None
         self._pages: np.ndarray | None = None
         if self._group is not None:
-            # Memory that is never written is never taken.
-            places = runner.num_ranks, runner.plan.num_pages, self._page_size
-            self._pages = np.empty((*places, device.num_layers, device.num_per_token), device.dtype)
+            # np.empty: the system allocates only the memory that is written.
+            slots = runner.num_ranks, runner.plan.num_pages, self._page_size
+            self._pages = np.empty((*slots, device.num_layers, device.num_per_token), device.dtype)
 
     def prepare(self, request: Request) -> None:
-        """Exclude the request from prefix caching where a prefix can be found without pages, because all layers have
-        windows.
+        """Exclude the request from finding prefixes if the experts of pages are not kept: because all layers have
+        windows, so that a prefix can be found without all of its pages.
         """
         if self._group is None:
             request.params = replace(request.params, reads_prompt=True)
@@ -109,7 +111,7 @@ class RoutedExperts(LoopExtension):
 
     def sync(self, step: ScheduledStep) -> None:
         """Mark requests that have lost their slots since the forward pass. Of the tokens that the step computed for
-        such a request, only the first is known to be right, and its sampled tokens are dropped.
+        such a request, only the first is certain to be part of it, and its sampled tokens are dropped.
         """
         newest = next(reversed(self._rows))
         for each in self._rows[newest]:
@@ -121,13 +123,13 @@ class RoutedExperts(LoopExtension):
         for each in every:
             if each.position is None:
                 each.position = each.progress.position
-                # Drafts that were wrong were computed, too.
+                # Experts of rejected drafts were computed, too, and follow those of the accepted ones.
                 each.count = 1 if each.is_held else each.count if counts is None else int(counts[each.rank, each.row])
             each.progress.position = each.position + each.count
         self._write(every, experts)
         for each in every:
             if each.request in self._progress:
-                self._tell(each, experts[each.rank], output)
+                self._return_new(each, experts[each.rank], output)
 
     def ended(self, request: Request) -> None:
         self._progress.pop(request, None)
@@ -138,7 +140,7 @@ class RoutedExperts(LoopExtension):
         ends, counts = slots.num_computed[batch.slots].tolist(), batch.num_scheduled.tolist()
         admitted = set(map(id, batch.admitted))
         token, pages, hits = 0, _NO_PAGES, _NO_PAGES
-        # A copy: slots get other pages before the step is collected.
+        # A copy, by indexing with an array: slots get other pages before the step is collected.
         tables = None if self._pages is None else rank.pages.table[self._group, batch.slots]
         for row, slot in enumerate(batch.slots.tolist()):
             request, count = slots.requests[slot], counts[row]
@@ -165,15 +167,15 @@ class RoutedExperts(LoopExtension):
         row = np.repeat(np.arange(len(rows)), counts)
         offsets = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
         positions = positions[row] + offsets
-        # In the pages of all rows, one after the other.
-        places = (np.cumsum(lengths) - lengths - columns)[row] + positions // self._page_size
-        pages = np.concatenate([each.pages for each in rows])[places]
+        # Index of each token's page among the pages of all rows, concatenated.
+        indices = (np.cumsum(lengths) - lengths - columns)[row] + positions // self._page_size
+        pages = np.concatenate([each.pages for each in rows])[indices]
         self._pages[ranks[row], pages, positions % self._page_size] = experts[ranks[row], tokens[row] + offsets]
 
-    def _tell(self, rows: _Rows, experts: np.ndarray, output: EngineOutput) -> None:
+    def _return_new(self, rows: _Rows, experts: np.ndarray, output: EngineOutput) -> None:
         """Add to `output` the experts of those tokens of a request that have not been returned yet.
 
-        rows: the request's tokens in the step. experts: of the step's tokens.
+        rows: the request's tokens in the step. experts: of the tokens of its replica, [T, L, k].
         """
         request, progress, first = rows.request, rows.progress, rows.position
         assert first is not None

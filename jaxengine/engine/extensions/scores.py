@@ -21,6 +21,7 @@ class _ScoredPrompt(NamedTuple):
     """Stretch of a prompt that a step scores.
 
     Attributes:
+      request, rank: the request and the index of its replica.
       token: index of its first token in the replica's batch; position: of that token in the prompt; count: of tokens.
     """
 
@@ -40,10 +41,11 @@ class Scores(LoopExtension):
     """Loop extension for requests with logprobs."""
 
     def __init__(self) -> None:
+        """Begin without requests."""
         self._prompts: dict[InFlight, list[_ScoredPrompt]] = {}
         self._to_score: InFlight | None = None  # a step between its forward pass and its sampler
         self._requests: set[Request] = set()
-        self._with_given: set[Request] = set()  # those of them that name tokens, or want more of each
+        self._with_given: set[Request] = set()  # those of them that name tokens or return the sampling mass
 
     @property
     def is_idle(self) -> bool:
@@ -61,7 +63,7 @@ class Scores(LoopExtension):
         self._with_given.update(given)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Note the prompt stretches of a step that are to be scored. Returns no events."""
+        """Record the prompt stretches of a step that are to be scored. Returns no events."""
         if step is not None and (prompts := _scored_prompts(step.step, self.loop.scheduler.ranks)):
             self._prompts[step] = prompts
             self._to_score = step
@@ -122,6 +124,7 @@ def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPromp
 
 
 def _scores_at(arrays: Any, rank: int, rows: np.ndarray | slice) -> TokenScores:
+    """Return the logprobs of some rows of a replica. arrays: with the fields of TokenScores, [replicas, rows, ...]."""
     return TokenScores(
         arrays.logprob[rank, rows],
         arrays.rank[rank, rows],

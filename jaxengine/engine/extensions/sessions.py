@@ -13,22 +13,24 @@ from jaxengine.engine.metric_types import Gauge, Metric
 from jaxengine.scheduler.pages.reach import state_key
 from jaxengine.scheduler.request import FinishReason, Request
 
-# Share of host memory that sessions may pin, and number of them.
+# Share of host memory that sessions may pin, and largest number of sessions.
 _SHARE, _MAX_SESSIONS = 0.5, 1 << 16
+# Period at which an idle engine dispatches copies that are due.
 _SOON_SECONDS = 0.005
 
 
 class Sessions(LoopExtension):
     """Loop extension that copies a conversation's pages to host memory when a request of it ends, and keeps them there.
 
-    Together sessions keep half of host memory at most: those that were used least recently give way, to what anybody
-    stores.
+    Together sessions keep half of host memory at most. The pages of those that were used least recently are unpinned,
+    so that other stored pages may replace them.
 
     Attributes:
-      kept: keys of each session's pages, the one used least recently first.
+      kept: keys of each session's pages, the session used least recently first.
     """
 
     def __init__(self, offload: Offload):
+        """Begin without sessions. offload: host memory and its copies."""
         self.kept: OrderedDict[str, list[bytes]] = OrderedDict()
         self._offload, self._due = offload, DueCopies(offload)
         self._keys = KeptKeys(offload.tiers)
@@ -69,8 +71,8 @@ class Sessions(LoopExtension):
         return _SOON_SECONDS if self._due else float("inf")
 
     def drop(self, session: str) -> bool:
-        """Forget the pages that a session alone keeps, on the devices, in host memory and in the folder. Returns False
-        for a session that keeps none. Requests that run go on, and their end begins the session anew.
+        """Forget the pages that a session alone keeps, on devices, in host memory and in the folder; return whether it
+        kept any. Running requests go on, and their end begins the session anew.
         """
         keys = self.kept.get(session)
         if keys is None:
@@ -95,5 +97,5 @@ class Sessions(LoopExtension):
         yield Gauge("jaxengine:kv_session_pages", len(self._keys))
 
     def _release(self, session: str) -> list[bytes]:
-        """Let a session's pages give way to others; return those that no other session keeps."""
+        """End a session, if there is one, and unpin its pages; return the keys that no other session keeps."""
         return self._keys.release(self.kept.pop(session, []))

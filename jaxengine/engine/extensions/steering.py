@@ -13,8 +13,9 @@ class Steering(LoopExtension):
     """Loop extension for requests with steering vectors."""
 
     def __init__(self) -> None:
+        """Begin without requests."""
         self._requests: set[Request] = set()
-        self._slots: dict[int, Request] = {}  # that add vectors, by their numbers
+        self._slots: dict[int, Request] = {}  # requests whose slots add vectors, by global slot number
 
     @property
     def is_idle(self) -> bool:

@@ -25,12 +25,19 @@ from jaxengine.scheduler.token_params import MASK
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.drafts import Drafts
 
-# How long a sampler waits for masks. A request whose mask takes longer gives up its slot, so that the others go on.
+# Time for which a sampler waits for masks. A request whose mask takes longer gives up its slot, so that others go on.
 _MASK_SECONDS = 0.05
 
 
 class _Choice(NamedTuple):
-    """A request that samples at `width` positions of a row. is_guided: after drafts that each have a mask."""
+    """Request with a grammar that samples in a step.
+
+    Attributes:
+      request: the request.
+      row: of its replica's batch.
+      width: number of positions of the row at which it samples.
+      is_guided: whether each of its drafts has a mask of its own.
+    """
 
     request: Request
     row: int
@@ -87,17 +94,16 @@ class Structured(LoopExtension):
         for each in self._choices(step):
             slots, slot = self.loop.scheduler.ranks[each.request.rank].slots, each.request.slot
             is_known = slots.num_known[slot] >= slots.num_tokens[slot] - (each.width if each.is_guided else 1)
-            # The masks of drafts depend on the tokens in front of them.
+            # The masks of drafts depend on all tokens before them, so that one known mask is not enough.
             if not is_known and (each.is_guided or not self._has_mask(each)):
                 return True
         return False
 
     def before_sample(self, step: ScheduledStep) -> bool:
-        """Whether the step's sampler may be dispatched: all masks are there. Otherwise waits a moment and returns
-        False.
+        """Return whether the step's sampler may be dispatched; if masks are missing, wait for some and return False.
 
-        After _MASK_SECONDS in all for a step, requests that still lack a mask lose their slots and wait for it; returns
-        True.
+        After _MASK_SECONDS in all for a step, requests that still lack a mask lose their slots, to be run again once
+        they have it, and True is returned.
         """
         if not step.features & MASK:
             return True
@@ -114,7 +120,7 @@ class Structured(LoopExtension):
 
     def sync(self, step: ScheduledStep) -> None:
         rows, number = self.loop.rows, self.loop.rows.number
-        # The last request of a slot may have had a mask.
+        # Requests without a grammar clear the mask that the earlier request of their slot may have left.
         masks: list[tuple[int, np.ndarray | None]] = [
             (number(request), None) for request in rows.admitted(step) if not request.params.features & MASK
         ]
@@ -174,8 +180,8 @@ class Structured(LoopExtension):
                 yield _Choice(request, row, width, is_wide and bool(batch.sections["drafts"].is_guided[row]))
 
     def _has_mask(self, each: _Choice) -> bool:
-        """Whether the mask has been computed of the last token that the step samples for a request, or, with masked
-        drafts, of the first.
+        """Return whether the mask of the last token that the step samples for a request has been computed; with masked
+        drafts, that of the first.
         """
         return self.masks.has(each.request, self._num_output(each))
 
@@ -187,7 +193,7 @@ class Structured(LoopExtension):
         return int(slots.num_tokens[slot] - slots.num_prompt[slot]) - (each.width if each.is_guided else 1)
 
     def _allowed_any(self, request: Request) -> bool:
-        """Whether the mask and bias of the token that a request sampled last left any token to sample."""
+        """Return whether the mask and bias of the token that a request sampled last left any token to sample."""
         mask = self.masks.row(request, len(request.output_token_ids) - 1)
         if mask is None:
             return True

@@ -16,8 +16,9 @@ class _Rows(NamedTuple):
     """Tokens of one request in a step.
 
     Attributes:
-      rank: index of its replica. token: index of the first of them among the replica's tokens. position: of that token
-        in the request. count: number of tokens.
+      request, rank: the request and the index of its replica.
+      token: index of the first of them among the replica's tokens; position: of that token in the request.
+      count: number of tokens.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class TokenPooling(LoopExtension):
     """
 
     def __init__(self) -> None:
+        """Begin without requests."""
         self._steps: dict[InFlight, list[_Rows]] = {}
         self._num_found: dict[Request, int] = {}
 

@@ -10,6 +10,7 @@ class Traces(LoopExtension):
     """Loop extension that writes slots' traces (given output tokens). Needs the engine option enable_trace_replay."""
 
     def __init__(self) -> None:
+        """Begin with slots that have no trace."""
         self._written: set[int] = set()
 
     def sync(self, step: ScheduledStep) -> None:

@@ -14,10 +14,10 @@ from jaxengine.runner.weight_names import check_chunk_bytes
 from jaxengine.runner.weight_update import NewWeights, checksums, read_weights
 from jaxengine.scheduler.errors import RequestError
 
-# Folders that are read at once, each of which takes the memory of all weights.
+# Largest number of reads at once, each of which takes host memory for all weights.
 MAX_READS = 2
-# After which nobody is left who would use what was read: who waits asks a hundred times a second, but a switch or a
-# sleep may keep the engine from hearing it for a while.
+# Time without a call about a read after which it is forgotten. A waiting caller makes a hundred calls a second, but a
+# switch or a sleep may delay them for a while.
 _LEASE_SECONDS = 120.0
 
 
@@ -26,13 +26,14 @@ class _Read:
     """Weights of a folder that a thread is reading or has read.
 
     Attributes:
-      stopped: set when nobody needs the read any more; asked: time.monotonic seconds of the last call about it.
+      thread: reads them; job: gets the weights, or the error that ended the read.
+      stopped: set when the read is not needed any more; used: time.monotonic seconds of the last call about it.
     """
 
     thread: threading.Thread
     job: Future[NewWeights]
     stopped: threading.Event
-    asked: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=time.monotonic)
 
 
 def _begin(read: Callable[[Callable[[], bool]], NewWeights]) -> _Read:
@@ -57,7 +58,7 @@ class WeightOrders:
         """Start without reads. weights: the engine's jaxengine.engine.extensions.weights.Weights."""
         self._weights = weights
         self._reads: dict[int, _Read] = {}
-        # Of forgotten reads, which have their memory until they end.
+        # Threads of forgotten reads, which hold their memory until they end.
         self._ending: list[threading.Thread] = []
         self._num_reads = 0
 
@@ -67,6 +68,7 @@ class WeightOrders:
         return {"is_paused": own.is_paused, "asleep": sorted(own.asleep), "weight_version": own.version}
 
     def weight_checksums(self) -> dict[str, str]:
+        """Return a digest of each weight by name; wakes an engine that sleeps for want of requests."""
         self._weights.rouse()
         return checksums(self._weights.loop.runner)
 
@@ -101,8 +103,8 @@ class WeightOrders:
         return self._num_reads
 
     def weights_are_read(self, number: int) -> bool:
-        """Whether the read of this number is complete. Raises the read's own error (such as WeightUpdateError) and
-        forgets the read; raises RequestError for an unknown number.
+        """Return whether the read of this number is complete. If it failed, forget it and raise its error (such as
+        WeightUpdateError). Raises RequestError for an unknown number.
         """
         job = self._find(number)
         if job.done() and (error := job.exception()) is not None:
@@ -127,13 +129,13 @@ class WeightOrders:
         self._weights.release(number)
 
     def expire(self) -> float:
-        """Forget reads whose callers have stopped asking, with their pauses; return in how many seconds
-        to call again.
+        """Forget reads without a call for _LEASE_SECONDS, with their pauses; return in how many seconds to call
+        again, inf if there are no reads.
         """
         if not self._reads:
             return float("inf")
         long_ago = time.monotonic() - _LEASE_SECONDS
-        for number in [number for number, read in self._reads.items() if read.asked < long_ago]:
+        for number in [number for number, read in self._reads.items() if read.used < long_ago]:
             self.forget_read_weights(number)
         return _LEASE_SECONDS if self._reads else float("inf")
 
@@ -173,7 +175,8 @@ class WeightOrders:
         return True
 
     def _find(self, number: int) -> Future[NewWeights]:
+        """Return the job of a read, and record that it is in use. Raises RequestError for an unknown number."""
         if number not in self._reads:
             raise RequestError(f"there are no weights {number} that were read", param="number", value=number)
-        self._reads[number].asked = time.monotonic()
+        self._reads[number].used = time.monotonic()
         return self._reads[number].job

@@ -30,7 +30,7 @@ from jaxengine.scheduler.errors import RequestError, show_value
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.weight_version import MAX_VERSION, check_version
 
-# What sleeps: given up and put back apart from each other.
+# Parts of device memory that `sleep` releases and `wake` puts back, each on its own.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 PARTS = {WEIGHTS, KV_CACHE}
 SLEEP_LEVELS = (0, 1, 2)
@@ -46,6 +46,7 @@ class Weights(Pauses):
     """
 
     def __init__(self) -> None:
+        """Begin awake and not paused, with version 0."""
         super().__init__()
         self.version: Version = 0
         self._num_switches = 0
@@ -68,7 +69,7 @@ class Weights(Pauses):
         """Begin the operator's pause, after waking an engine that sleeps automatically. It is complete once `settle`
         returns True; steps must go on until then.
 
-        mode: what happens to unfinished requests, see PauseMode. Raises RequestError for an unknown mode, and for
+        mode: for unfinished requests, see PauseMode. Raises RequestError for an unknown mode, and for
         "wait" while the engine sleeps and has requests.
         """
         self.hold(None, mode)
@@ -120,8 +121,8 @@ class Weights(Pauses):
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replace the weights while the engine is paused, and return what was replaced.
 
-        version: of the new weights; None for the last number plus one. kv: what happens to keys and values of the old
-        weights, see KVMode. Raises RequestError, with nothing changed, for an invalid argument, or a version for a
+        version: of the new weights; None for the last number plus one. kv: for keys and values of the old weights, see
+        KVMode. Raises RequestError, with nothing changed, for an invalid argument, or a version for a
         draft model's weights. Asserts that the pause is complete.
         """
         self.check(version, "keep", kv)
@@ -134,7 +135,7 @@ class Weights(Pauses):
         if kv != "keep":
             scheduler.preempt_all()
         self._num_switches += 1
-        # Not the version: its caller may use a name again for other weights.
+        # The digest counts switches: a caller may use a version again for other weights.
         scheduler.replace_weights(hashlib.sha256(self._num_switches.to_bytes(8, "big")).digest())
         new.put()
         if kv == "drop":
@@ -142,7 +143,7 @@ class Weights(Pauses):
         for extension in scheduler.extensions:
             extension.weights_replaced()
             extension.reset_cache()
-        if sleep.are_present(self.loop.runner):  # else some are still in host memory, such as adapters
+        if sleep.are_present(self.loop.runner):  # else other arrays, such as adapters, are still in host memory
             self._asleep.discard(WEIGHTS)
         self.version = version
         for request in scheduler.requests:
@@ -154,7 +155,7 @@ class Weights(Pauses):
 
     @property
     def asleep(self) -> set[str]:
-        """Return which of "weights" and "kv_cache" are not on the devices now."""
+        """Parts, of "weights" and "kv_cache", that are not on the devices now; a copy."""
         return set(self._asleep)
 
     def begin_sleep(self, level: int, mode: PauseMode, tags: Sequence[str] | None = None) -> None:
@@ -217,9 +218,9 @@ class Weights(Pauses):
         """Put the parts that `tags` name ("weights", "kv_cache"; None: both) back on the devices; resume once nothing
         sleeps.
 
-        Weights released at level 2 must be given to `switch` first. Raises RequestError for an unknown tag and for
-        weights that nobody has given; jax's RuntimeError if memory cannot be allocated, and releases what it had
-        allocated.
+        Weights released at level 2 must be given to `switch` first. Raises RequestError for an unknown tag and for such
+        weights that have not been given; jax's RuntimeError or MemoryError if memory cannot be allocated, with what was
+        allocated released again.
         """
         start, wanted = time.monotonic(), self._asleep & _named(tags)
         try:
@@ -310,5 +311,6 @@ def _parts(level: int, tags: Sequence[str] | None) -> set[str]:
 
 
 def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise RequestError, with the argument's name, for a value that is not one of those allowed, and for a bool."""
     if isinstance(value, bool) or value not in allowed:
         raise RequestError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}", param=name, value=value)

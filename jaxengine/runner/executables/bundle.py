@@ -33,20 +33,15 @@ _PARTS = {"facts": object, "options": object, "model": str, "sources": str, "pro
 
 
 class About(NamedTuple):
-    """Facts that programs are compiled for.
+    """Facts that programs are compiled for."""
 
-    Attributes:
-      facts: versions, devices and flags, as jaxengine.runner.bundles has them; options: of the engine; model: fields of
-        its ModelConfig; all as JSON values by name.
-    """
-
-    facts: Mapping[str, Any]
-    options: Mapping[str, Any]
-    model: Mapping[str, str]
+    facts: Mapping[str, Any]  # versions, devices and flags as JSON values by name, of jaxengine.runner.bundles
+    options: Mapping[str, Any]  # of the engine, as JSON values
+    model: Mapping[str, str]  # texts of the fields of its ModelConfig
 
 
 class Bundle:
-    """A bundle that is read.
+    """Bundle that is read.
 
     Attributes:
       path: of the folder. cache_dir: the option compile_cache_dir, for all that is not in the bundle.
@@ -77,8 +72,9 @@ class Bundle:
         self._sources, self._programs, self._numbers = found["sources"], found["programs"], found["numbers"]
 
     def check(self, here: About) -> None:
-        """Raise ConfigError, which names what differs, if the programs are not for what is `here`. Options come first;
-        the error is then that of an option.
+        """Raise ConfigError, which names what differs, if the programs are not for `here`, the facts of this engine.
+
+        Options are compared first; a difference is then an error of that option, not of `bundle`.
         """
         theirs, ours = self.about.options, here.options
         if only := sorted(theirs.keys() ^ ours.keys()):
@@ -96,13 +92,16 @@ class Bundle:
                 raise self.refused("; ".join(found[:_MOST_NAMED]) + rest)
 
     def check_sources(self, name: str, digest: str) -> None:
-        """Raise ConfigError if the programs were traced from other sources. name: of the model's class."""
+        """Raise ConfigError if the programs were traced from other sources than those of this digest.
+
+        name: of the model's class, or "programs" for those without a model.
+        """
         if (built := self._sources.get(name)) != digest:
             problem = f"jaxengine's sources of {name} are not those of jaxengine {self.jaxengine} that built it"
             raise self.refused(f"it has no {name}" if built is None else problem)
 
     def program(self, name: str, key: str) -> bytes:
-        """Return a program, verified. Raises ConfigError if it is missing or damaged."""
+        """Return a program's bytes, verified. name: for messages. Raises ConfigError if it is missing or damaged."""
         if (entry := self._programs.get(key)) is None:
             raise self.refused(f"it has no program {name!r} of the shapes that this engine needs")
         _, digest, size = entry
@@ -119,6 +118,7 @@ class Bundle:
         return self._programs[key][2] if key in self._programs else 0
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
+        """Raise AssertionError: nothing is added to a bundle that is read."""
         raise AssertionError("a bundle that is read has every program, or `program` raises")
 
     def number(self, name: str, key: str) -> int:
@@ -128,16 +128,20 @@ class Bundle:
         return found
 
     def add_number(self, key: str, number: int) -> None:
+        """Raise AssertionError: nothing is added to a bundle that is read."""
         raise AssertionError("a bundle that is read has every number, or `number` raises")
 
     def refused(self, why: str) -> ConfigError:
-        """Return the error of an engine that cannot use it. why: what is the matter with it."""
+        """Return the error of an engine that cannot use it. why: the reason."""
         advice = "build one for this engine (`jaxengine build`), or leave bundle out"
         return ConfigError.because("bundle", f"the bundle {self.path!r} cannot be used: {why}", advice)
 
     def _verified(self, content: bytes, key: bytes | None) -> dict[str, Any]:
-        """Return the fields of a manifest. Nothing of it is parsed but its form before its signature is checked."""
-        body, _, end = content.partition(b"\n")  # one line of JSON, and one with what vouches for it
+        """Return the fields of a manifest, after its digest and signature have been checked. Raises ConfigError.
+
+        key: of the signature; None if it needs none.
+        """
+        body, _, end = content.partition(b"\n")  # a line of JSON, and a line with its digest and signature
         try:
             seal = json.loads(end)
             digest, code = seal["sha256"], seal["hmac_sha256"]
@@ -168,7 +172,10 @@ class Bundle:
 
 
 class NewBundle:
-    """A bundle that is being written: programs are added as they are compiled; the manifest comes last."""
+    """Bundle that is being written, with the methods of Bundle that ExecutableCache calls.
+
+    Programs are added as they are compiled; the manifest, which makes it a bundle, is written last.
+    """
 
     def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
         """Make the folder. key_file: of the secret to sign with; None to leave it unsigned.
@@ -194,12 +201,12 @@ class NewBundle:
 
     @property
     def num_programs(self) -> int:
-        """Programs added so far."""
+        """Number of programs added so far."""
         return len(self._programs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of their files."""
+        """Bytes of their files; equal programs share one."""
         return sum({digest: size for _, digest, size in self._programs.values()}.values())
 
     def check_sources(self, name: str, digest: str) -> None:
@@ -217,7 +224,8 @@ class NewBundle:
         """Write a program. name: for messages. Raises OSError."""
         digest = hashlib.sha256(content).hexdigest()
         self._programs[key] = [name, digest, len(content)]
-        self._write(f"{digest}.xla", content)
+        with _replacing(self.path, f"{digest}.xla") as file:
+            file.write(content)
 
     def number(self, name: str, key: str) -> int | None:
         """Return a number that was added, or None."""
@@ -233,13 +241,9 @@ class NewBundle:
         found = {"format": FORMAT, "jaxengine": jaxengine, "num_pages": num_pages, **about._asdict(), **parts}
         write_manifest(self.path, found, self._key)
 
-    def _write(self, name: str, content: bytes) -> None:
-        with _replacing(self.path, name) as file:
-            file.write(content)
-
 
 def write_manifest(folder: Path, found: Mapping[str, Any], key: bytes | None) -> None:
-    """Write a manifest's fields, with their digest and, given a key, their code. Raises OSError."""
+    """Write a manifest's fields `found`, with their digest and, given a key, their signature. Raises OSError."""
     body = json.dumps(found, sort_keys=True).encode()
     code = None if key is None else _code(key, body).decode()
     seal = json.dumps({"sha256": hashlib.sha256(body).hexdigest(), "hmac_sha256": code}).encode()
@@ -249,7 +253,9 @@ def write_manifest(folder: Path, found: Mapping[str, Any], key: bytes | None) ->
 
 @contextlib.contextmanager
 def _replacing(folder: Path, name: str) -> Iterator[Any]:
-    """Context manager of a file that others may read, which takes its name when it is complete."""
+    """Context manager of a binary file, readable by all users, that takes its name in a folder when it is complete; an
+    error in the block deletes it.
+    """
     descriptor, temporary = tempfile.mkstemp(prefix="tmp-", dir=folder)
     try:
         with open(descriptor, "wb") as file:
@@ -262,19 +268,24 @@ def _replacing(folder: Path, name: str) -> Iterator[Any]:
 
 
 def _code(key: bytes, body: bytes) -> bytes:
+    """Return the signature of a manifest: the HMAC-SHA256 of its first line, in hexadecimal."""
     return hmac.digest(key, b"jaxengine bundle\0" + body, "sha256").hex().encode()
 
 
 def _is_digest(text: str) -> bool:
+    """Whether a text is a SHA-256 in hexadecimal, and so safe as a file's name."""
     return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)
 
 
 def _same(built: Any, own: Any) -> bool:
+    """Whether two values are equal as JSON."""
     return json.dumps(built, sort_keys=True) == json.dumps(own, sort_keys=True)
 
 
 def _fits(name: str, built: Any, own: Any) -> bool:
-    """Whether a fact here is one that programs were built for: "at least" a number, "among" what is there, or equal."""
+    """Whether programs that were built for a fact's value `built` run with `own`: a number at least as large, a list
+    that includes it, by the end of the fact's name (AT_LEAST, AMONG), or else an equal value.
+    """
     if name.endswith(AT_LEAST) and all(isinstance(each, int | float) for each in (built, own)):
         return built <= own < math.inf
     if name.endswith(AMONG) and all(isinstance(each, list) for each in (built, own)):
@@ -283,10 +294,12 @@ def _fits(name: str, built: Any, own: Any) -> bool:
 
 
 def _lacking(built: list[Any], own: list[Any]) -> list[Any]:
+    """Return the elements of `built` that `own` lacks."""
     return [each for each in built if each not in own]
 
 
 def _difference(name: str, built: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return a text about a fact that differs, with its values here and in the bundle."""
     there, here = (repr(each[name]) if name in each else "not known" for each in (built, own))
     if name.endswith(AMONG) and name in own:
         there, here = "more", f"without {', '.join(map(str, _lacking(built.get(name, []), own[name])))}"

@@ -156,25 +156,25 @@ class ExecutableCache:
             self.num_loaded += 1
             return compiled
         self.on_compile()
-        # What has no arguments runs where its results are to lie.
-        places = None if jax.tree.leaves(arguments) else jax.tree.map(lambda leaf: leaf.sharding, results)
-        compiled = self.compile(function, arguments, donate=donate, places=places)
+        # Shardings of results follow from arguments, unless there are none.
+        shardings = None if jax.tree.leaves(arguments) else jax.tree.map(lambda leaf: leaf.sharding, results)
+        compiled = self.compile(function, arguments, donate=donate, shardings=shardings)
         self.num_compiled += 1
         self._store(name, file, compiled)
-        if isinstance(self._bundle, NewBundle) and places is not None:
+        if isinstance(self._bundle, NewBundle) and shardings is not None:
             return cast(Executable, lambda: results)  # what will be allocated where the bundle is read
         return compiled
 
     def compile(
-        self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], places: Any = None
+        self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], shardings: Any = None
     ) -> Executable:
         """Compile a function as `get` does, but neither load nor store it.
 
-        places: a pytree of the results' shardings; None where they follow from the arguments.
+        shardings: a pytree of the results'; None where they follow from the arguments.
         """
         backend = self._devices[0].platform
-        with _ENGINE(self._traces), without_rows(self.unused), self._mesh_of((arguments, places)):
-            traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
+        with _ENGINE(self._traces), without_rows(self.unused), self._mesh_of((arguments, shardings)):
+            traced = jax.jit(function, donate_argnums=donate, out_shardings=shardings).trace(*arguments)
             in_parts = None
             if backend == "cpu" and len(self._devices) == 1:
                 one = functools.partial(compile_program, backend=backend)
@@ -182,8 +182,10 @@ class ExecutableCache:
             return in_parts or compile_program(traced.lower(), backend)
 
     def _mesh_of(self, shapes: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a program for a bundle is traced: for devices that are not here, kernels ask the
-        mesh in use which ones they are. shapes: a pytree that has the program's mesh.
+        """Return the context in which a program is traced: for a bundle's devices, which need not be here, one with the
+        program's mesh, from which kernels learn the device.
+
+        shapes: a pytree of shapes or shardings, of which one has the mesh.
         """
         shardings = (getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(shapes))
         if not isinstance(self._bundle, NewBundle) or self._devices[0].platform == "cpu":
@@ -219,6 +221,7 @@ class ExecutableCache:
     def _file_name(
         self, name: str, arguments: Sequence[Any], results: Any, donate: tuple[int, ...], description: str
     ) -> str:
+        """Return the name of a program's file, or its key in a bundle. Arguments as of `get`."""
         leaves, structure = jax.tree.flatten((arguments, results))
         if self._bundle is None:
             devices: Any = [device.id for device in self._devices]
@@ -244,6 +247,10 @@ class ExecutableCache:
             self._files.write(file, known_sources())
 
     def _load(self, name: str, file: str, in_tree: Any, out_tree: Any) -> Executable | None:
+        """Return a stored program; None if it must be compiled. in_tree, out_tree: see `layer_chain.load`.
+
+        Raises ConfigError for a bundle that does not have it, or whose program cannot be used.
+        """
         if isinstance(self._bundle, Bundle) and self.unused:
             failed = ", ".join(sorted(f"{op} ({kind})" for op, kind in self.unused))
             raise self._bundle.refused(f"its programs use kernels that failed their proof here: {failed}")
@@ -253,13 +260,14 @@ class ExecutableCache:
         devices = tuple(self._devices)
         try:
             return load(payload, in_tree, out_tree, devices)
-        except Exception as error:  # whatever the runtime dislikes about the file, compiling again is the answer
+        except Exception as error:  # a runtime may raise anything for a file; compiling again helps in any case
             if isinstance(self._bundle, Bundle):
                 raise self._bundle.refused(f"the runtime does not load its program {name!r}: {error}") from error
             logger.warning("the executable %s (%s) cannot be used and is compiled again: %s", name, file, error)
             return None
 
     def _store(self, name: str, file: str, compiled: Executable) -> None:
+        """Store a compiled program, or log once why that is impossible; for a new bundle that is a ConfigError."""
         if self._bundle is None and not self._files.can_keep():
             return
         try:
@@ -275,29 +283,39 @@ class ExecutableCache:
 
 
 class _KeptPrograms:
-    """Programs in a folder of executables, with the methods of a bundle."""
+    """Programs in a folder of executables, with the methods of a bundle that ExecutableCache calls.
+
+    A key is a file's name; what cannot be read or written counts as missing.
+    """
 
     def __init__(self, files: ExecutableFiles):
+        """Keep programs in `files`."""
         self._files = files
 
     def program(self, name: str, key: str) -> bytes | None:
+        """Return the stored program of a key; None if there is none."""
         return self._files.read(key)
 
     def program_bytes(self, key: str) -> int:
+        """Return the size of a stored program in bytes; 0 if there is none."""
         return len(self._files.read(key) or b"")
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
+        """Store a program."""
         self._files.write(key, content)
 
     def number(self, name: str, key: str) -> int | None:
+        """Return the stored number of a key; None if there is none."""
         stored = self._files.read(key)
         return None if stored is None else int.from_bytes(stored, "little")
 
     def add_number(self, key: str, number: int) -> None:
+        """Store a number, which is not negative."""
         self._files.write(key, number.to_bytes(8, "little"))
 
 
 def _source_file(family: type) -> Path | None:
+    """Return the file of a class's module, None if it has none."""
     file = getattr(sys.modules.get(family.__module__), "__file__", None)
     return None if file is None else Path(file)
 
@@ -322,8 +340,8 @@ def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
 
 
 def compiler_flags() -> tuple[str, ...]:
-    """Return the user's compiler flags (XLA_FLAGS, LIBTPU_INIT_ARGS, jax's optimisation switch), which
-    affect the code.
+    """Return the user's compiler flags, on which the code depends: XLA_FLAGS, LIBTPU_INIT_ARGS, and jax's optimisation
+    switch.
     """
     unoptimised = jax.config.read("jax_disable_most_optimizations")
     return os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), f"unoptimised {unoptimised}"

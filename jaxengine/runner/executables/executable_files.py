@@ -27,7 +27,7 @@ from jaxengine.config.engine_config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of a SHA-256, an authentication code and a key
 ROOT = 0
 _KEY = "key"
 _SUFFIX = ".xla"
@@ -45,8 +45,8 @@ class NotTrusted(Exception):
 
 
 class ExecutableFiles:
-    """Storage of a user's executables: the folder they are kept in, and optionally one that an image
-    shipped them in.
+    """Storage of a user's executables: the folder they are kept in, and optionally a folder of root's, as images ship
+    it.
     """
 
     def __init__(self, directory: str | None):
@@ -83,7 +83,7 @@ class ExecutableFiles:
             weakref.finalize(self, os.close, folder.descriptor)
 
     def read(self, name: str) -> bytes | None:
-        """Return the payload stored under a name; None if there is none, it is damaged, or somebody else may have
+        """Return the payload stored under a name; None if there is none, if it is damaged, or if another user may have
         written it.
         """
         for folder in self._folders:
@@ -92,7 +92,7 @@ class ExecutableFiles:
         return None
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of files that begin so, sorted; `read` says which of them are sound."""
+        """Return the names of files with this prefix, sorted, unverified."""
         found = (name for folder in self._folders for name in os.listdir(folder.descriptor))
         return sorted({name for name in found if name.startswith(prefix)})
 
@@ -115,13 +115,13 @@ class ExecutableFiles:
         try:
             self._own.write(name, payload)
         except OSError as error:
-            # A full disk is not written to again and again.
+            # Nothing more is written to a full disk.
             self._own, self._why_not = None, f"{self._own.path}: {error}"
             self.can_keep()
 
     def _use(self, path: Path) -> None:
-        """Open a folder for reading, after making it if it is missing; for writing, too, if it is this user's own,
-        whose old files are then deleted.
+        """Open a folder for reading, after making it if it is missing; if it is this user's own, also for writing, and
+        delete its old files.
 
         Raises OSError if it cannot be opened or made, NotTrusted if others may have written to it.
         """
@@ -133,15 +133,16 @@ class ExecutableFiles:
 
 
 class ShippedFiles:
-    """A folder of files that were made elsewhere. It is only read."""
+    """Folder of files that were made elsewhere, of which it only reads."""
 
     def __init__(self, path: Path, *, by_owner: bool):
         """Open the folder.
 
         by_owner: files are accepted by who can have written them, as in a folder of executables: this user or root.
-        False: the caller verifies what they hold. Raises OSError if there is none, and NotTrusted.
+        False: the caller verifies what they hold. Raises OSError if there is no such folder, and with by_owner
+        NotTrusted if others may have written to it.
         """
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))  # the walk would make it
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))  # raises for a missing folder, which the walk would make
         self._by_owner, user = by_owner, os.geteuid()
         at, sealed = _walk(path.absolute(), user)
         try:
@@ -157,7 +158,7 @@ class ShippedFiles:
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, name: str, most: int) -> bytes:
-        """Return the bytes of a file. Raises OSError, or if it is longer than `most` bytes, and NotTrusted."""
+        """Return the bytes of a file. Raises OSError, also for one of more than `most` bytes, and NotTrusted."""
         return self._folder.content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, most, self._by_owner)
 
 
@@ -167,25 +168,23 @@ def file_name(key: str) -> str:
 
 
 class _Folder(NamedTuple):
-    """Open folder of executables.
+    """Open folder of executables."""
 
-    Attributes:
-      descriptor: of the folder; owner: uid that its files must have.
-      key: secret of its files' authentication codes; None for a folder of root's that this user only reads.
-    """
-
-    path: Path
-    descriptor: int
-    owner: int
-    key: bytes | None
+    path: Path  # for messages
+    descriptor: int  # of the folder
+    owner: int  # uid that its files must have
+    key: bytes | None  # secret of its files' authentication codes; None for a folder of root's, which is only read
 
     def read(self, name: str) -> bytes | None:
+        """Return the payload of a file that `write` wrote; None, with a warning, for one that is damaged, has another
+        owner or lacks the key's code, and for a missing one.
+        """
         try:
             content = self.content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         except (OSError, NotTrusted) as error:
-            logger.warning("%s is passed over: %s", self.path / name, error)
+            logger.warning("%s is ignored: %s", self.path / name, error)
             return None
         digest, payload = content[:_DIGEST_BYTES], content[2 * _DIGEST_BYTES :]
         if not hmac.compare_digest(hashlib.sha256(payload).digest(), digest):
@@ -199,7 +198,7 @@ class _Folder(NamedTuple):
         return payload
 
     def write(self, name: str, payload: bytes) -> None:
-        """Write a file: the digest's authentication code, the digest, and the payload; it replaces an earlier file
+        """Write a file: the payload's digest, the authentication code, and the payload; it replaces an earlier file
         atomically.
 
         No reader sees half of it, and a failed write leaves nothing. Needs `key`. Raises OSError.
@@ -256,8 +255,8 @@ class _Folder(NamedTuple):
         """Return the bytes of a file in this folder; with a key, also mark it as used now.
 
         flags: for os.open. most: bytes that it may have; None for any number. forbidden: permission bits that it must
-        not have. Raises OSError, and NotTrusted if it is no regular file or, with by_owner, not the owner's or has
-        forbidden permissions.
+        not have. Raises OSError, also for a file of more bytes, and NotTrusted if it is no regular file or, with
+        by_owner, not the owner's or has forbidden permissions.
         """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())
@@ -272,6 +271,7 @@ class _Folder(NamedTuple):
             return file.read() if most is None else file.read(most)
 
     def _write_temporary(self, content: bytes, mode: int) -> str:
+        """Write a new file of this folder with permissions `mode`; return its name. A failed write leaves nothing."""
         name = f"{_TEMPORARY}-{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with open(os.open(name, flags, mode, dir_fd=self.descriptor), "wb") as file, self._removing(name):
@@ -321,7 +321,7 @@ def _open_folder(path: Path) -> _Folder:
 
 
 def _walk(path: Path, user: int) -> tuple[int, bool]:
-    """Return a descriptor (O_PATH) of a folder, made if it is missing, and whether nobody but root and this user could
+    """Return a descriptor (O_PATH) of a folder, made if it is missing, and whether only root and this user could
     replace the folder. user: this user's uid. The caller closes the descriptor.
 
     The path is walked step by step from the root, so that nothing can be exchanged between a check and the next step. A
@@ -390,10 +390,12 @@ def _code(key: bytes, name: str, digest: bytes) -> bytes:
 
 
 def _described(status: os.stat_result) -> str:
+    """Return kind, owner and permissions of a file as text."""
     kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a file" if stat.S_ISREG(status.st_mode) else "something"
     return f"{kind} of uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}"
 
 
 @functools.cache
 def _warn_once(text: str) -> None:
+    """Log a warning, once per process and text."""
     logger.warning("%s", text)

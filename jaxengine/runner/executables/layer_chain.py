@@ -31,18 +31,12 @@ _MAGIC = b"parts"
 
 
 class Call(NamedTuple):
-    """One part of a chain: a program applied to values, which are referred to by index.
+    """One part of a chain: a program applied to values, which are referred to by index."""
 
-    Attributes:
-      program: index of the program.
-      inputs, outputs: indices of the values that it takes and gives.
-      last: inputs that no later part reads.
-    """
-
-    program: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    last: tuple[int, ...]
+    program: int  # index of the program
+    inputs: tuple[int, ...]  # indices of its arguments
+    outputs: tuple[int, ...]  # indices of its results
+    last: tuple[int, ...]  # inputs that no later part reads
 
 
 class Chain(NamedTuple):
@@ -62,8 +56,8 @@ class Chain(NamedTuple):
 
 
 class Analysis(NamedTuple):
-    """The fields of `jax.stages.Compiled.memory_analysis` that are used; everything but arguments
-    counts as temporary.
+    """Memory of a chain in the fields of `jax.stages.Compiled.memory_analysis` that are used, in bytes: everything but
+    arguments counts as temporary.
     """
 
     temp_size_in_bytes: int
@@ -85,6 +79,7 @@ class InParts:
         self._constants = {place: jax.device_put(value, device) for place, value in chain.constants}
 
     def __call__(self, *arguments: Any) -> Any:
+        """Run the chain; donated arguments are deleted. Raises TypeError for arguments of another tree structure."""
         leaves, tree = jax.tree.flatten((arguments, {}))
         if tree != self._in_tree:
             raise TypeError(f"called with {tree}, compiled for {self._in_tree}")
@@ -97,6 +92,7 @@ class InParts:
         return jax.tree.unflatten(self._out_tree, [values[place] for place in self.chain.results])
 
     def memory_analysis(self) -> Analysis:
+        """Return the most memory that values and temporaries take at once, as `jax.stages.Compiled` does."""
         return Analysis(self.chain.peak_bytes)
 
 
@@ -132,6 +128,7 @@ def serialized_bytes(compiled: Executable) -> tuple[int, int]:
 
 
 def _serialize_one(program: jax.stages.Compiled) -> bytes:
+    """Return one program as bytes. Raises NotStorableError as `serialize` does."""
     try:
         return serialize_executable.serialize(program)[0]
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -145,7 +142,7 @@ def _stored_size(program: jax.stages.Compiled) -> int:
     try:
         return len(_serialize_one(program))
     except NotStorableError:
-        with contextlib.suppress(Exception):  # whatever the runtime dislikes, this is an estimate
+        with contextlib.suppress(Exception):  # a runtime may raise anything, and this is an estimate
             return len(program.runtime_executable().serialize())  # type: ignore[union-attr]
     return 0
 
@@ -231,13 +228,14 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
 
 
 class _Plan:
-    """Chain under construction, to which parts are added one by one.
+    """Chain under construction, to which parts are added one by one. A value's place is its index in the chain.
 
     Attributes:
       lowered: the lowered programs, without duplicates.
     """
 
     def __init__(self, closed: ClosedJaxpr, leaves: Sequence[Any], may_overwrite: Sequence[bool]):
+        """Begin with the arguments of a trace. leaves: their shapes. may_overwrite: for each, whether it is donated."""
         self._jaxpr = closed.jaxpr
         self._shapes = list(leaves)
         self._places: dict[Any, int] = {var: place for place, var in enumerate(self._jaxpr.invars)}
@@ -335,13 +333,14 @@ class _Plan:
         return Chain(tuple(self._constants.items()), tuple(self._calls), tuple(self._results), peak)
 
     def _bytes_of(self, place: int) -> int:
-        """Return the bytes that a new value adds: 0 if it has the signature of a donated argument, whose memory it
-        takes.
+        """Return the bytes that a new value adds to those in use: 0 if it has the signature of a donated argument,
+        whose memory it takes.
         """
         shape, dtype, _ = signature = _signature(self._shapes[place])
         return 0 if signature in self._large else int(np.prod(shape)) * dtype.itemsize
 
     def _without_literal(self, atom: Any) -> Any:
+        """Return a variable as it is, and for a literal a new variable of that constant."""
         if not isinstance(atom, Literal):
             return atom
         var = Var(atom.aval)
@@ -349,6 +348,7 @@ class _Plan:
         return var
 
     def _constant(self, value: np.ndarray) -> int:
+        """Return the place of a constant; of an equal one if there is one."""
         for place, known in self._constants.items():
             if known.dtype == value.dtype and known.shape == value.shape and known.tobytes() == value.tobytes():
                 return place
@@ -357,15 +357,18 @@ class _Plan:
         return place
 
     def _new(self, shape: Any) -> int:
+        """Return the place of a new value of this shape."""
         self._shapes.append(shape)
         return len(self._shapes) - 1
 
 
 def _vars(atoms: Sequence[Any]) -> set[Any]:
+    """Return the variables among atoms, without literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
 def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a variable or literal of a jaxpr."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 

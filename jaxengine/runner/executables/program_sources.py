@@ -49,7 +49,9 @@ _known: dict[str, _Source] = {}  # by the SHA-256 of a file's bytes
 
 
 def source_digest(root: Path, modules: Iterable[str], family: Path | None = None) -> str:
-    """Return a digest of the files of `program_sources`; it ignores docstrings, comments and layout."""
+    """Return the SHA-256, in hexadecimal, of the files of `program_sources`, whose arguments it takes; docstrings,
+    comments and layout do not count.
+    """
     digest = hashlib.sha256()
     for path, source in sorted(_sources(root, modules, family).items()):
         name = path.relative_to(root) if path.is_relative_to(root) else path.name
@@ -96,6 +98,7 @@ def program_sources(root: Path, modules: Iterable[str], family: Path | None = No
 
 
 def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Path, _Source]:
+    """Return the files of `program_sources`, whose arguments it takes, with their content."""
     found: dict[Path, _Source] = {}
     own_file = functools.cache(functools.partial(_own_file, root))
     waiting = [path for name in (*_PROGRAMS, *modules) if (path := own_file(name))]
@@ -116,6 +119,7 @@ def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Pa
 
 
 def _source(path: Path) -> _Source:
+    """Return the content of a file, parsed unless a file with these bytes has been; remembers it."""
     content = path.read_bytes()
     key = hashlib.sha256(content).hexdigest()
     if key not in _known:
@@ -150,6 +154,7 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _own_file(root: Path, module: str) -> Path | None:
+    """Return the file of one of jaxengine's modules; None for other names, and if there is none."""
     # Installed, jaxengine stands among all others: only it is ours.
     return _file_of(root, module) if module.partition(".")[0] == _PACKAGE else None
 
@@ -173,12 +178,15 @@ def _file_beside(path: Path, module: str) -> Path | None:
 
 
 def _file_of(root: Path, module: str) -> Path | None:
+    """Return the file of a module, by its dotted name relative to the folder `root`; None if there is none."""
     path = root.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every statement inside of `node`. Expressions, which contain no statement, are skipped to save time."""
+    """Yield every statement inside of `node`, at any depth. Expressions, which contain no statement, are skipped, to
+    save time.
+    """
     for block in _BLOCKS:
         for child in getattr(node, block, ()):
             yield child
@@ -186,6 +194,7 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _drop_docstrings(tree: ast.Module) -> None:
+    """Delete every statement that is only a string from a syntax tree, in place."""
     for node in (tree, *_statements(tree)):
         for block in _BLOCKS:
             if statements := getattr(node, block, None):
@@ -193,6 +202,7 @@ def _drop_docstrings(tree: ast.Module) -> None:
 
 
 def _is_text(statement: ast.AST) -> bool:
+    """Whether a statement is only a string, as a docstring is."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)

@@ -1,8 +1,8 @@
-"""Verdicts on kernels, kept beside the executables: a JSON file for each environment.
+"""Verdicts on kernels, kept in the folder of executables: a JSON file for each environment.
 
-The name of a proof is written before it begins. If the process ends in the middle, because a kernel has killed it or
-somebody had to, the next start finds the name. One such end may have had another reason; so a note counts once, and one
-of a proof that took long twice.
+A note with the name of a call is written before its proof begins. If the process ends in the middle, because a kernel
+has killed it or hung, the next start finds the note. One such end may have had another reason; so one note is not
+enough to fail a kernel, and a proof that takes long gets a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from jaxengine.runner.executables.executable_files import ExecutableFiles
 
 _PREFIX, _SUFFIX = "kernel-proof-", ".xla"  # files with this suffix are deleted when no start has used them for a month
-_LATE = "late "  # no boot of a host is called so, so its process counts as ended
+_LATE = "late "  # before a process's name, in the place of a boot id: its process then counts as ended
 _PARTS = "verdicts", "running", "engines"
 
 
@@ -39,7 +39,7 @@ class Verdicts:
         self._here: dict[str, Any] | None = None  # what this process knows, if nothing can be kept
 
     def known(self) -> dict[str, dict[str, Any]]:
-        """Return the fields of each verdict."""
+        """Return the fields of each verdict, by the text of its call."""
         return self._read()["verdicts"]
 
     def calls_of(self, engine: str) -> list[str] | None:
@@ -49,7 +49,7 @@ class Verdicts:
         return None if calls is None or any(call not in found["verdicts"] for call in calls) else calls
 
     def unfinished(self) -> list[str]:
-        """Return the call of each note by a process that has ended since; a call occurs as often as it has notes.
+        """Return the call of each note by this process or one that has ended; a call occurs as often as it has notes.
 
         A call with a verdict is finished, whatever notes were left of it.
         """
@@ -58,15 +58,15 @@ class Verdicts:
         return [call for process, call in notes if process == _own() or not _lives(process)]
 
     def begin(self, call: str) -> None:
-        """Write down that this process begins the proof of a call."""
+        """Store a note that this process begins the proof of a call."""
         self._change(lambda found: found["running"].update({_own(): call}))
 
     def takes_long(self, call: str) -> None:
-        """Write down a second note of the proof that this process has begun."""
+        """Store a second note of the proof that this process has begun, as it takes long."""
         self._change(lambda found: found["running"].update({f"{_LATE}{_own()}": call}))
 
     def end(self, call: str, verdict: Mapping[str, Any]) -> None:
-        """Write down a verdict; nothing of the call is unfinished then."""
+        """Store a verdict's fields, and delete the notes of its call."""
 
         def change(found: dict[str, Any]) -> None:
             found["verdicts"][call] = dict(verdict)
@@ -83,10 +83,11 @@ class Verdicts:
         self._change(change)
 
     def engine(self, engine: str, calls: Sequence[str]) -> None:
-        """Write down the calls that an engine of this digest makes."""
+        """Store the calls that an engine of this digest makes."""
         self._change(lambda found: found["engines"].update({engine: list(calls)}))
 
     def _change(self, change: Any) -> None:
+        """Read the content, call change(content), which changes it in place, and write it."""
         with self._lock:
             found = self._read()
             change(found)
@@ -95,6 +96,7 @@ class Verdicts:
             self._files.write(self._name, json.dumps(content, indent=1).encode())
 
     def _read(self) -> dict[str, Any]:
+        """Return the content of the file, or of this process's last change if there is none; else empty parts."""
         return _parsed(self._files.read(self._name)) or self._here or {part: {} for part in _PARTS}
 
 
@@ -114,6 +116,7 @@ def _parsed(content: bytes | None) -> dict[str, Any] | None:
 
 
 def _own() -> str:
+    """Return the name of this process: boot of the host, process id, start time."""
     return f"{_boot()} {os.getpid()} {_started(os.getpid())}"
 
 
@@ -124,6 +127,7 @@ def _lives(process: str) -> bool:
 
 
 def _boot() -> str:
+    """Return the id of this boot of the host, "unknown" where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -133,7 +137,7 @@ def _boot() -> str:
 def _started(pid: int) -> str:
     """Return when a process was started, in clock ticks since the host was; "-" if there is none, or no /proc."""
     try:
-        # The name, which comes second and in parentheses, may contain anything.
+        # The process's name, which comes second and in parentheses, may contain any characters.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return "-"

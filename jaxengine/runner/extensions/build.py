@@ -57,7 +57,7 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def _of_options(shape: StageShape) -> Iterator[DeviceExtension]:
-    """Yield the DeviceExtensions that options alone ask for."""
+    """Yield the DeviceExtensions that depend on options alone, not on the model."""
     config = shape.config
     if config.enable_trace_replay and shape.samples:
         from jaxengine.runner.extensions.trace import TraceExtension
@@ -97,7 +97,7 @@ def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def _tower_extensions(shape: StageShape) -> Iterator[DeviceExtension]:
-    """Yield the extension of the model's tower, or of embeddings that requests bring; none without either."""
+    """Yield the extension of the model's tower, or of embeddings in requests; none without either."""
     tower = shape.model.config.tower
     if tower is not None and tower.crosses:
         from jaxengine.runner.extensions.sounds.section import SoundsExtension

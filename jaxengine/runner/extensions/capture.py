@@ -50,10 +50,10 @@ class EngineTaps(NamedTuple):
 
 
 class StageTaps(NamedTuple):
-    """The taps of an engine that one of its stages has, in the order in which its Activations have them."""
+    """Taps of an engine that one of its stages has, in the order in which its Activations have them."""
 
-    hidden: tuple[Tap, ...]
-    router: tuple[Tap, ...]
+    hidden: tuple[Tap, ...]  # of hidden states
+    router: tuple[Tap, ...]  # of router logits
 
     @property
     def every(self) -> tuple[Tap, ...]:
@@ -75,6 +75,7 @@ def stage_taps(taps: EngineTaps, stage: Stage) -> StageTaps:
 
 
 def _is_of(tap: Tap, stage: Stage) -> bool:
+    """Whether a stage computes the activations at a tap."""
     if tap.kind == FINAL_NORM:
         return stage.is_last
     if tap.kind == RESIDUAL:
@@ -177,7 +178,7 @@ class StepActivations(HostExtension):
         self._stages: list[StageTaps] = [stage.programs.extension(NAME).own for stage in runner.stages]
 
     def keep(self, pending: PendingStep) -> None:
-        """Hold on to the activations of a step, to fetch them later. To be called before the step's sampler is
+        """Keep the activations of a step in its outputs, to fetch them later. To be called before the step's sampler is
         dispatched.
         """
         assert pending.forwarded is not None

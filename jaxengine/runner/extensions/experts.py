@@ -1,4 +1,4 @@
-"""Experts: counts of how many tokens each expert of each layer was picked for."""
+"""Experts: counts of the tokens for which the router of each layer has selected each expert."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NAME = "experts"
 
 
 class ExpertsExtension(DeviceExtension):
-    """Device extension that counts expert use. Its section of SlotState is u32[1, layers with experts, E]: tokens that
-    each expert of this stage's layers was picked for so far, modulo 2**32.
+    """Device extension that counts expert use. Its section of SlotState is u32[1, layers with experts, E]: tokens for
+    which each expert of this stage's layers was selected so far, modulo 2**32.
     """
 
     name = NAME
@@ -48,7 +48,7 @@ class ExpertCounts(HostExtension):
     """Host extension that reads the counts of all stages."""
 
     def load(self) -> np.ndarray:
-        """Return u32[layers with experts, E experts]: tokens of all replicas that each expert was picked for so far,
+        """Return u32[layers with experts, E experts]: tokens of all replicas for which each expert was selected so far,
         modulo 2**32.
 
         Waits for the steps in flight; the engine's other processes do the same.

@@ -22,8 +22,7 @@ from jaxengine.scheduler.logits_processor import LogitsProcessor, VocabColumns
 from jaxengine.scheduler.token_params import PROCESSOR
 
 NAME, COLUMN_ROWS = "logits_processors", "processor columns"
-# Slots whose parameters one message brings.
-NUM_ROWS = 64
+NUM_ROWS = 64  # slots whose parameters one state change writes
 
 
 class ProcessorsExtension(DeviceExtension):
@@ -72,8 +71,8 @@ class ProcessorsExtension(DeviceExtension):
             columns = {}
             for name, column in each.columns.items():
                 columns[name], at = _typed(rows[:, at : at + 1], column.dtype), at + 1
-            told = (counts >> 1, counts & 1 > 0) if each.uses_counts else (None, None)
-            vocab = VocabColumns(token_ids, *told)
+            given = (counts >> 1, counts & 1 > 0) if each.uses_counts else (None, None)
+            vocab = VocabColumns(token_ids, *given)
             is_used = rows[:, :1] >> number & 1 > 0
             logits = lax.cond(
                 features & (PROCESSOR << number) > 0,
@@ -131,6 +130,7 @@ def _typed(words: jax.Array, dtype: str) -> jax.Array:
 
 
 def _write_rows(state: DeviceState, slots: jax.Array, words: jax.Array) -> DeviceState:
+    """Return the state with rows `words` i32[n, 1 + columns] written for slots i32[n], numbered over all replicas."""
     assert state.tokens is not None
     section, own = state.tokens.sections[NAME], own_slot(state, slots)
     columns = [write_slots(section[:, at], own, words[:, at]) for at in range(section.shape[1])]

@@ -1,7 +1,7 @@
-"""Offload: copies pages and recurrent states between the devices and host memory, beside the steps.
+"""Offload: copies pages and recurrent states between the devices and host memory, in parallel with steps.
 
 Pages that leave are gathered into an array of their own, in the order of the steps, and copied to the host while later
-steps run. Pages that come back are sent to the devices first, and written into the pool once they are there. The
+steps run. Pages that come back are first sent to the devices, and written into the pool once they are there. The
 programs have few sizes, which are compiled at start.
 """
 
@@ -101,7 +101,7 @@ class PageCopies(StageExtension):
         return self._launched(self._compiled[f"gather {size}"][1](self._stage.pages.data, ids))
 
     def place(self, pages: np.ndarray) -> jax.Array:
-        """Send pages [replicas * n, *page_shape] to the devices, as `scatter` takes them; any thread may."""
+        """Send pages [replicas * n, *page_shape] to the devices; return them as `scatter` takes them. Thread-safe."""
         return jax.device_put(pages, self._pages(len(pages) // self._shape.num_ranks).sharding)
 
     def scatter(self, ids: np.ndarray, pages: jax.Array) -> None:
@@ -118,7 +118,7 @@ class PageCopies(StageExtension):
         return list(self._launched(self._compiled["gather states"][1](leaves, ids)))
 
     def place_states(self, rows: Sequence[np.ndarray]) -> list[jax.Array]:
-        """Send one state of each replica to the devices, as `scatter_states` takes them; any thread may."""
+        """Send one state of each replica to the devices; return them as `scatter_states` takes them. Thread-safe."""
         return [jax.device_put(row, like.sharding) for row, like in zip(rows, self._rows, strict=True)]
 
     def scatter_states(self, ids: np.ndarray, rows: Sequence[jax.Array]) -> None:
@@ -132,14 +132,18 @@ class PageCopies(StageExtension):
             )
 
     def _launched(self, arrays: Any) -> Any:
-        """Return a launch's arrays; on several CPU devices when they are there, as XLA:CPU bears few launches ahead."""
+        """Return a launch's arrays; on several CPU devices after waiting for them, as XLA:CPU hangs with many launches
+        in flight (see MAX_LAUNCHES_AHEAD of the stage runner).
+        """
         devices = self._shape.mesh.devices
         return jax.block_until_ready(arrays) if devices.size > 1 and devices.flat[0].platform == "cpu" else arrays
 
     def _pages(self, size: int) -> Any:
+        """Return the abstract array of `size` pages of each replica."""
         return self._shape.shape((self._shape.num_ranks * size, *self.page_shape), self.page_dtype, self._spec)
 
     def _compile(self) -> None:
+        """Compile or load the programs that copy pages, in all SIZES, and states, if there are any."""
         programs = [each for size in SIZES for each in (self._gather(size), self._scatter(size))]
         if self._states:
             programs += [self._gather_states(), self._scatter_states()]
@@ -154,6 +158,8 @@ class PageCopies(StageExtension):
         return jnp.where(ids[:, None] < 0, self._places * self._num_pages, rows)
 
     def _gather(self, size: int) -> Program:
+        """Return the program that copies `size` pages of each replica out of the pool."""
+
         def gather(data: jax.Array, ids: jax.Array) -> jax.Array:
             return jnp.take(data, self._pool_rows(ids), axis=0, mode="clip")
 
@@ -161,6 +167,8 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, f"gather {size}", gather, arguments, self._pages(size), ())
 
     def _scatter(self, size: int) -> Program:
+        """Return the program that writes `size` pages of each replica into the pool, which is donated."""
+
         def scatter(data: jax.Array, ids: jax.Array, pages: jax.Array) -> jax.Array:
             return data.at[self._pool_rows(ids)].set(pages, mode="drop")
 
@@ -168,6 +176,8 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, f"scatter {size}", scatter, arguments, self._data, (0,))
 
     def _gather_states(self) -> Program:
+        """Return the program that copies one snapshot of each replica."""
+
         def gather(leaves: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
             rows = jnp.clip(ids + self._first_row, 0)
             return [leaf[rows] for leaf in leaves]
@@ -176,9 +186,11 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, "gather states", gather, arguments, self._rows, ())
 
     def _scatter_states(self) -> Program:
+        """Return the program that writes one snapshot of each replica into the states, which are donated."""
+
         def scatter(leaves: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> list[jax.Array]:
-            places = jnp.where(ids < 0, leaves[0].shape[0], ids + self._first_row)
-            return [leaf.at[places].set(row, mode="drop") for leaf, row in zip(leaves, rows, strict=True)]
+            targets = jnp.where(ids < 0, leaves[0].shape[0], ids + self._first_row)
+            return [leaf.at[targets].set(row, mode="drop") for leaf, row in zip(leaves, rows, strict=True)]
 
         arguments = self._states, self._shape.rows(1, np.int32), self._rows
         return program_on(self._shape.mesh, "scatter states", scatter, arguments, self._states, (0,))
@@ -190,7 +202,7 @@ class Leaving(NamedTuple):
     Attributes:
       entries: (key, row of the arrays) of each page or state.
       arrays: of each stage [rows, ...]; of states several for each stage.
-      size: pages in the arrays, those for nothing included; 0 for states.
+      size: pages of a replica in the arrays, padding included; 0 for states.
     """
 
     entries: Sequence[Entry]
@@ -198,7 +210,7 @@ class Leaving(NamedTuple):
     size: int
 
     def blocks(self) -> dict[bytes, np.ndarray]:
-        """Return the content of each key, u8[n]; waits for the copies. Any thread may call it."""
+        """Return the content of each key, u8[n]; waits for the copies. Thread-safe."""
         arrays = [np.asarray(array) for array in self.arrays]
         return {key: np.concatenate([_bytes(array[row]) for array in arrays]) for key, row in self.entries}
 
@@ -253,7 +265,9 @@ class PageMover(HostExtension):
             stage.scatter_states(nothing, stage.place_states(states))
 
     def describe(self) -> str:
-        """Return what a page's bytes mean besides its key: all that tells two engines' pages apart, but the weights."""
+        """Return text that is equal for two engines if equal keys have equal content in both, given equal weights:
+        shapes, dtypes, scales, programs and meshes.
+        """
         stages = [stage.programs for stage in self.runner.stages]
         scales = [
             np.asarray(scale).tobytes()
@@ -265,7 +279,10 @@ class PageMover(HostExtension):
         return repr((self.runner.config.block_size, shapes, scales, [(each.description, each.mesh) for each in stages]))
 
     def save(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
-        """Dispatch the copying of pages as they are now: (key, page) of each replica."""
+        """Dispatch the copying of pages to the host, as they are after the newest dispatched step.
+
+        ranks: for each replica, (key, page) of those to copy.
+        """
         found, most = [], max(map(len, ranks), default=0)
         for first in range(0, most, SIZES[-1]):
             parts = [own[first : first + SIZES[-1]] for own in ranks]
@@ -275,7 +292,10 @@ class PageMover(HostExtension):
         return found
 
     def save_states(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
-        """Dispatch the copying of snapshots as they are now: (key, snapshot) of each replica."""
+        """Dispatch the copying of snapshots to the host, as they are after the newest dispatched step.
+
+        ranks: for each replica, (key, snapshot) of those to copy.
+        """
         found = []
         for at in range(max(map(len, ranks), default=0)):
             entries, ids = self._rows([own[at : at + 1] for own in ranks], 1)
@@ -284,9 +304,9 @@ class PageMover(HostExtension):
         return found
 
     def send(self, rank: int, blocks: Sequence[tuple[bytes, np.ndarray]]) -> Coming:
-        """Send pages to the devices for a replica, and wait until they are there; any thread may.
+        """Send pages to the devices for replica `rank`, and wait until they are there. Thread-safe.
 
-        blocks: (key, content), at most SIZES[-1].
+        blocks: (key, content u8[page_bytes]), at most SIZES[-1].
         """
         size = next(size for size in SIZES if size >= len(blocks))
         first, arrays, offset = rank * size, [], 0
@@ -300,7 +320,10 @@ class PageMover(HostExtension):
         return Coming(rank, [key for key, _ in blocks], jax.block_until_ready(arrays), size)
 
     def send_state(self, rank: int, key: bytes, block: np.ndarray) -> Coming:
-        """Send a state to the devices for a replica, and wait until it is there; any thread may. block: its content."""
+        """Send a state to the devices for replica `rank`, and wait until it is there. Thread-safe.
+
+        block: its content, u8[state_bytes].
+        """
         arrays, offset = [], 0
         for stage in self._stages:
             rows = [np.zeros((self._num_ranks, *shape), dtype) for shape, dtype in stage.state_rows]
@@ -312,20 +335,24 @@ class PageMover(HostExtension):
         return Coming(rank, [key], jax.block_until_ready(arrays), 0)
 
     def install(self, coming: Coming, pages: Sequence[Entry]) -> None:
-        """Dispatch the writing of what has come to these pages, (key, page), or to a snapshot. What is not named is
-        dropped.
+        """Dispatch the writing of pages, or of a state, that have come.
+
+        pages: (key, page), or (key, snapshot), to write to; keys of `coming` that it lacks are dropped.
         """
-        place_of = dict(pages)
+        row_of = dict(pages)
         ids = np.full(self._num_ranks * max(1, coming.size), -1, np.int32)
         first = coming.rank * max(1, coming.size)
         for row, key in enumerate(coming.keys, first):
-            ids[row] = place_of.get(key, -1)
+            ids[row] = row_of.get(key, -1)
         for stage, array in zip(self._stages, coming.arrays, strict=True):
             write: Callable[..., None] = stage.scatter if coming.size else stage.scatter_states
             write(ids, array)
 
     def _rows(self, ranks: Sequence[Sequence[Entry]], size: int) -> tuple[list[Entry], np.ndarray]:
-        """Return (key, row) and the pages i32[replicas * size] of each replica's (key, page)."""
+        """Return (key, row of the copied arrays) of all entries, and their pages i32[replicas * size], -1 for none.
+
+        ranks: for each replica, at most `size` of (key, page).
+        """
         ids = np.full(self._num_ranks * size, -1, np.int32)
         entries = []
         for rank, own in enumerate(ranks):
@@ -336,6 +363,7 @@ class PageMover(HostExtension):
 
 
 def _sent(leaving: Leaving) -> Leaving:
+    """Start copying the arrays to the host, and return `leaving`."""
     for array in leaving.arrays:
         array.copy_to_host_async()
     return leaving

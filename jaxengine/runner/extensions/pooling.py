@@ -135,7 +135,7 @@ def pool_rows(
     else:
         assert pooling_type == MEAN
         token = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-        # Padding, which nobody has computed, goes to a row of its own that is left out: it may be anything.
+        # Padding, which may hold NaN, goes to a row of its own that is left out.
         row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
         row = jnp.where(token < cu_q_lens[-1], row, num_seqs)
         sums = jax.ops.segment_sum(hidden.astype(jnp.float32), row, num_seqs + 1, indices_are_sorted=True)[:num_seqs]

@@ -83,7 +83,7 @@ class RecordingExtension(DeviceExtension):
 
 
 class StepTaker(StageExtension):
-    """Stage extension that copies the newest step's inputs before its forward pass, and its outputs before its sampler.
+    """Stage extension that copies a step's inputs before its forward pass, and its outputs before its sampler.
 
     Attributes:
       is_on: whether steps are recorded.
@@ -193,7 +193,7 @@ class StepTaker(StageExtension):
         return [page_tables(layout, *own) for own in zip(message, tables, strict=True)]
 
     def _is_too_large(self, arrays: Mapping[str, np.ndarray], pages: Sequence[Sequence[int]], of_row: int = 0) -> bool:
-        """Whether the arrays so far, these pages and the states exceed record_steps_bytes; if so, the step is counted.
+        """Whether the arrays so far, these pages and the states exceed record_steps_bytes; if so, count the step.
 
         pages: for each replica, rows of its pool. of_row: bytes of a row's sampler inputs; 0 before a forward pass,
         when it is unknown whether a sampler follows. Hidden states are counted with the sampler inputs.
@@ -215,8 +215,8 @@ class StepTaker(StageExtension):
     def _find_pages(
         self, bucket: Bucket, arrays: Mapping[str, np.ndarray], *, written: bool
     ) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
-        """Return the pages that the step reads or, with `written`, only those that it writes: for each replica the
-        (layer, page) of each, and their rows in the pool.
+        """Return the pages that the step reads or, with `written`, only those that it writes: for each replica
+        (layer, page) of each page of a layer, and the row of each in the pool.
 
         arrays: as for `_find_rows`, which must have been called before.
         """
@@ -239,7 +239,7 @@ class StepTaker(StageExtension):
         self, places: Sequence[Sequence[tuple[int, int]]], wanted: Sequence[Sequence[int]]
     ) -> dict[str, np.ndarray]:
         """Return columns "pages/rank", "pages/layer" and "pages/page" for the pages that `_find_pages` returned, and
-        "pages/data", their content in the pool now.
+        "pages/data", their present content; waits for it.
         """
         found = self._rows("pages", [self._stage.pages.data], wanted, PAGE_ROWS)
         return {**_places("pages", places, ("layer", "page")), "pages/data": found[0]}
@@ -256,7 +256,7 @@ class StepTaker(StageExtension):
         return {**places, **{f"{STATES}/{index}": array for index, array in enumerate(found)}}
 
     def _rows(self, name: str, arrays: Any, wanted: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
-        """Fetch the wanted rows of each array, those of the first replica first.
+        """Return the wanted rows of each array, those of the first replica first; waits for them.
 
         name: of the program that copies them, `size` rows of each replica at a time. wanted: for each replica, its own
         row numbers.
@@ -290,7 +290,7 @@ class StepTaker(StageExtension):
         return program_on(self._shape.mesh, f"record {name}", function, (list(arrays), ids), results, ())
 
     def _copy_program(self, name: str, arrays: Any) -> Program:
-        """Return the program (arrays) -> copies of them, which survive when steps take the originals as donated
+        """Return the program (arrays) -> copies of them, which remain when steps take the originals as donated
         arguments.
         """
 
@@ -304,8 +304,8 @@ class StepRecorder(HostExtension):
     """Host extension by which the loop fetches the newest step and ends the recording."""
 
     def newest(self) -> tuple[Bucket, dict[str, np.ndarray]] | None:
-        """Return the bucket and arrays of the step dispatched last; its sampler's arrays are added when the sampler is
-        dispatched.
+        """Return the bucket and arrays of the step dispatched last, None if it is not recorded; its sampler's arrays
+        are added when the sampler is dispatched.
         """
         return self._taker.newest
 
@@ -320,6 +320,7 @@ class StepRecorder(HostExtension):
 
     @property
     def _taker(self) -> StepTaker:
+        """Part of the recording in the stage that samples."""
         return self.runner.last.extensions[NAME]
 
 
@@ -345,9 +346,7 @@ def _leaves(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _long(state: Any) -> list[Any]:
-    """Return the state's arrays named in LONG, whose rows are copied one by one: token counts, logit
-    biases and masks.
-    """
+    """Return the state's arrays named in LONG, of which some rows are copied: token counts, logit biases, masks."""
     return [state.tokens.token_counts, state.sampling.logit_bias, state.sampling.token_mask]
 
 
@@ -357,12 +356,16 @@ def _row_bytes(arrays: Sequence[Any]) -> int:
 
 
 def _by_rank(array: jax.Array, num_ranks: int) -> np.ndarray:
+    """Return an array [replicas * n, ...] on the host as [replicas, n, ...]; waits for it."""
     host = np.asarray(array)
     return host.reshape(num_ranks, len(host) // num_ranks, *host.shape[1:])
 
 
 def _places(name: str, of_ranks: Sequence[Sequence[tuple[int, ...]]], fields: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Return places as int32 columns under "NAME/rank" and "NAME/FIELD": the replica of each, and its fields."""
+    """Return int32 columns, "NAME/rank" and a "NAME/FIELD" for each field, with a row for each element of `of_ranks`.
+
+    of_ranks: for each replica, tuples of the fields' values.
+    """
     rows = [(rank, *place) for rank, places in enumerate(of_ranks) for place in places]
     columns = np.array(rows, np.int32).reshape(len(rows), 1 + len(fields)).T
     return {f"{name}/{field}": column for field, column in zip(("rank", *fields), columns, strict=True)}

@@ -1,4 +1,4 @@
-"""Routed experts: the experts that each token was sent to, in every layer that has experts."""
+"""Routed experts: the experts that were selected for each token, in every layer that has experts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ NAME = "routed_experts"
 
 
 class RoutedExpertsExtension(DeviceExtension):
-    """Device extension whose forward passes leave the experts of every token in this stage's layers, [T, L * k];
-    nothing in a stage without experts.
+    """Device extension whose forward passes leave the experts of every token in this stage's layers, [T, L * k] of
+    `dtype`; nothing in a stage without experts.
 
     There is no epilogue: the host fetches what the forward passes of all stages left.
 
     Attributes:
+      num_per_token: k, experts of a token in each layer.
       dtype: uint8 if it holds every expert's number, else uint16.
     """
 
@@ -83,8 +84,8 @@ class StepExperts(HostExtension):
         self.num_per_token, self.dtype = extension.num_per_token, extension.dtype
 
     def keep(self, pending: PendingStep) -> None:
-        """Hold on to the experts of a step, to fetch them later. To be called before the step's sampler
-        is dispatched.
+        """Keep the experts of a step in its outputs, to fetch them later. To be called before the step's sampler is
+        dispatched.
         """
         assert pending.forwarded is not None
         stages = (*pending.forwarded.earlier, pending.forwarded.sections)
@@ -93,7 +94,7 @@ class StepExperts(HostExtension):
     def fetch(self, pending: PendingStep) -> np.ndarray:
         """Return the experts of a step that was kept, [replicas, T, layers with experts, k]; waits for the step.
 
-        T: tokens of the step's bucket; padding rows are meaningless. Raises KeyError for a step that was not kept.
+        T: tokens of the step's bucket; padding is undefined. Raises KeyError for a step that was not kept.
         """
         shape = self.runner.num_ranks, pending.bucket.num_tokens, -1, self.num_per_token
         return np.concatenate([each.reshape(shape) for each in pending.output(NAME)], axis=2)

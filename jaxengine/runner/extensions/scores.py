@@ -74,7 +74,8 @@ class Scorer(HostExtension):
     def prompt_logprobs(self, pending: PendingStep, given: bool) -> TokenLogprobs:
         """Return the prompt tokens' logprobs of a step that has been scored, as numpy arrays; waits for them.
 
-        given: whether to fetch logprobs of the token ids that requests name, as well.
+        given: whether to fetch logprobs of the token ids that requests name, too; otherwise `given_logprobs` has no
+        columns. Raises KeyError for a step that was not scored.
         """
         if not given:
             own = pending.outputs[SCORE]

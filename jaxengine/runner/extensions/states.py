@@ -1,6 +1,4 @@
-"""States: recurrent state of layers that keep one instead of KV pages, a row for each slot, then one
-for each snapshot.
-"""
+"""States: recurrent state of layers that keep one instead of KV pages, a row for each slot, then for each snapshot."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ class StatesExtension(DeviceExtension):
         """Return the row numbers at which the states of a message's rows are read, written and saved, i32[S] each.
 
         A row's state is in its slot's row. A row at position 0 reads none (-1); one that just got its slot after a
-        cached prefix reads a snapshot. The total number of rows stands for nothing to write or save.
+        cached prefix reads a snapshot. Where nothing is to be written or saved the result is the total number of rows.
         """
         rows, ragged, num_slots = step.rows, step.batch.ragged[0], self.shape.num_slots
         assert ragged.num_decode is not None

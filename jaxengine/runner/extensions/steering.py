@@ -96,16 +96,19 @@ class SlotVectors(HostExtension):
 
 
 def _write_vectors(state: DeviceState, slots: jax.Array, vectors: jax.Array) -> DeviceState:
+    """Return the state with vectors f32[1, n, D] written for slots i32[1]."""
     own = own_slots(slots, state.slots.num_computed.shape[0])
     section = state.slots.sections[NAME]
     return _with(state, {**section, "vectors": section["vectors"].at[own].set(vectors, mode="drop")})
 
 
 def _switch(state: DeviceState, slots: jax.Array, values: jax.Array) -> DeviceState:
+    """Return the state with `is_on` of slots i32[n] set to values i32[n]."""
     own = own_slots(slots, state.slots.num_computed.shape[0])
     section = state.slots.sections[NAME]
     return _with(state, {**section, "is_on": write_slots(section["is_on"], own, values)})
 
 
 def _with(state: DeviceState, section: Any) -> DeviceState:
+    """Return the state with this section in place of the old one."""
     return state._replace(slots=state.slots._replace(sections={**state.slots.sections, NAME: section}))

@@ -1,6 +1,6 @@
 """Structured outputs: writes the token masks of slots to the devices.
 
-The sampler applies the masks (jaxengine.sampling.state); this module only brings them to the devices.
+The sampler applies the masks (jaxengine.sampling.state).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from jaxengine.sampling.state import mask_words, set_mask_rows
 from jaxengine.sharding.rules import logical_to_spec
 
 NAME, MASK_ROWS = "structured", "mask rows"
-# Requests whose masks one message brings.
-NUM_MASK_ROWS = 16
+NUM_MASK_ROWS = 16  # masks that one state change writes
 
 _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
@@ -96,6 +95,7 @@ class SlotMasks(HostExtension):
 
 
 def _set_masks(state: DeviceState, numbers: jax.Array, rows: jax.Array) -> DeviceState:
+    """Return the state with rows i32[n, stored words] written to masks i32[n], numbered over all replicas."""
     assert state.sampling is not None
     own = own_slots(numbers, state.sampling.token_mask.shape[0])
     return state._replace(sampling=set_mask_rows(state.sampling, own, rows))

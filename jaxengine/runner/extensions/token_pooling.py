@@ -22,9 +22,9 @@ NAME, POOL_TOKENS = "token_pooling", "pool_tokens"
 
 
 class TokenRows(NamedTuple):
-    """Output of the epilogue. rows: f32[replicas, T, N]; meaningless in padding."""
+    """Output of the epilogue."""
 
-    rows: jax.Array
+    rows: jax.Array  # f32[replicas, T, N], undefined in padding
 
 
 class TokenPoolingExtension(DeviceExtension):
@@ -64,7 +64,7 @@ class TokenPooler(HostExtension):
         pending.outputs[POOL_TOKENS] = self.runner.run_epilogue(POOL_TOKENS, pending)
 
     def rows(self, pending: PendingStep) -> np.ndarray:
-        """Return the rows of a step's tokens, f32[replicas, T, N]; waits for them. Needs a `pool` before."""
+        """Return the rows of a step's tokens, f32[replicas, T, N]; waits for them. Raises KeyError without `pool`."""
         return pending.output(POOL_TOKENS).rows
 
 

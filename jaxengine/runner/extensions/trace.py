@@ -47,8 +47,8 @@ class SlotTraces(HostExtension):
     """Host extension that writes the traces of slots."""
 
     def set_traces(self, rows: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        """Write slots' traces: (slot over all replicas, position of the first token, token ids); no ids for a slot
-        without a trace.
+        """Write slots' traces, in place of earlier ones: (slot over all replicas, position of the first token, token
+        ids), with no ids for a slot without a trace.
         """
         longest = self.runner.config.max_model_len
         own = [(slot, np.pad(1 + np.array(ids, np.int32), (first if ids else 0, 0))) for slot, first, ids in rows]
@@ -56,6 +56,7 @@ class SlotTraces(HostExtension):
 
 
 def _set_traces(state: DeviceState, slots: jax.Array, rows: jax.Array) -> DeviceState:
+    """Return the state with traces i32[n, max_model_len] written for slots i32[n], numbered over all replicas."""
     assert state.tokens is not None
     traces = set_rows(state.tokens.sections[NAME], own_slot(state, slots), rows)
     return state._replace(tokens=state.tokens._replace(sections={**state.tokens.sections, NAME: traces}))

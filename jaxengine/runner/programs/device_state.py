@@ -1,7 +1,7 @@
 """State that devices keep between steps besides the KV pool: a row for every slot.
 
 So the host sends only what changed. On a mesh each replica has rows of its own. Optional capabilities add sections
-(jaxengine.runner.extension). This module knows no requests.
+(jaxengine.runner.extension). This module has no requests.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) ->
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Convert slots numbered over all replicas to this replica's own numbers; `num_slots` for slots of
-    other replicas.
+    """Convert slots i32[n] numbered over all replicas to this replica's own numbers; `num_slots`, the slots of a
+    replica, for those of others.
     """
     if num_shards("batch") == 1:
         return slots

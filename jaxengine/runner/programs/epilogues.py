@@ -1,11 +1,10 @@
 """Epilogues: programs that run after a forward pass, on what it leaves. Each is compiled for few sizes.
 
 So a forward pass can run before it is known what its rows may sample, a sampler is not compiled once for every number
-of tokens, and an epilogue that nobody needs does not run. This module has the sampler, and what it shares with other
-epilogues that sample; those of optional capabilities are in their files (jaxengine.runner.extensions).
+of tokens, and an epilogue that no request needs does not run. This module has the sampler, and what it shares with
+other epilogues that sample; those of optional capabilities are in their files (jaxengine.runner.extensions).
 
-On a mesh every device runs an epilogue on its own parts (jaxengine.sharding.collectives). This module knows no
-requests.
+On a mesh every device runs an epilogue on its own parts (jaxengine.sharding.collectives). This module has no requests.
 """
 
 from __future__ import annotations
@@ -94,12 +93,12 @@ def remember(
     """Return the token state after sampling: `last` i32[S] stored as last tokens of the slots target i32[S], and all
     kept tokens stored in extensions' sections and counted for penalties.
 
-    slot, position, token_ids: i32[N], of all tokens sampled; is_kept: bool[N], which of them count. A target >= R
-    changes nothing; a negative last token is stored as 0.
+    slot, position, token_ids: i32[N], of all tokens sampled; is_kept: bool[N], those that count. flags: features of the
+    step; without penalties nothing is counted. A target >= R changes nothing; a negative last token is stored as 0.
     """
-    # A poisoned row's -1 would index the embedding; its request ends anyway.
+    # The -1 of a row that is not finite would index the embedding; its request ends anyway.
     last_token = write_slots(tokens.last_token, target, jnp.maximum(last, 0))
-    # Not a conditional around it: its result would be a copy of the counts.
+    # Without a conditional, whose result would be a copy of the counts.
     counted = count_tokens(tokens.token_counts, slot, token_ids, is_kept & flags.any_penalties)
     tokens = TokenState(last_token, counted, tokens.sections)
     for extension in spec.extensions:

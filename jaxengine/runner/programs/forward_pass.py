@@ -18,11 +18,13 @@ class Rows(NamedTuple):
     """Rows of the message, i32[S] each (StepLayout); padding rows have slot R, no tokens and sample nothing.
 
     Attributes:
+      slot: the row's slot, R in padding.
       index: the slot, for reading its state; in padding any slot.
-      num_scheduled: number of tokens in the step. sample: above 0 where the row samples.
-      start: number of tokens computed before. next_token: of rows after the decodes, the
-        known token after the chunk, -1 if there is none.
-      told_start: `start` as the message has it, -1 where only the device knows it.
+      num_scheduled: number of tokens in the step.
+      start: number of tokens computed before.
+      sample: above 0 where the row samples.
+      next_token: of rows after the decodes, the known token after the chunk, -1 if there is none.
+      told_start: `start` as the message has it, -1 where only the device has it.
     """
 
     slot: jax.Array
@@ -57,6 +59,8 @@ class StepSpec:
     """Static facts of a forward pass besides the model.
 
     Attributes:
+      bucket, layout: shape of the step, and layout of its message.
+      page_size: tokens of a page.
       groups: indices of the cache groups with pages whose tables are read.
       num_logits: number of rows of logits, at least the layout's S.
       samples: whether the pass computes logits.
@@ -76,13 +80,16 @@ class ForwardPass(NamedTuple):
     """Forward pass during tracing, on one device. Extensions return it changed.
 
     Attributes:
+      spec: static facts of the pass.
       message: function from a field's name to the field.
+      rows: the rows of the message.
       features: i32[], union of what the step's requests need.
       token_row: i32[T], the row of each token; column: i32[T], number of tokens before it in that row.
       is_token: bool[T], False for padding.
       given: arrays that extensions provide for this pass, by name.
       slots: the SlotState, which forward passes change.
-      last_token: i32[R]; None if tokens are not sampled.
+      last_token: i32[R], of TokenState; None if tokens are not sampled.
+      batch: the model's input.
       cache: the caches that the model takes and returns.
       sampled: the SampledRows, in a last stage.
       hidden: the model's output, [T, D]; None before it has run.

@@ -60,9 +60,7 @@ class PendingStep:
         return token_ids if width == 1 else token_ids.reshape(len(token_ids), -1, width)
 
     def result(self, name: str) -> np.ndarray | None:
-        """Return a field of the output of the epilogue that ended the step, None if it has no such
-        field; waits for it.
-        """
+        """Return a field of the output of the epilogue that ended the step, None if it has no such; waits for it."""
         own = getattr(self.sampled, name, None)
         return None if own is None else self._fetch(own)
 

@@ -1,4 +1,4 @@
-"""Device memory of programs: workspace while they run, and what they hold while loaded. Stored beside their files."""
+"""Device memory of programs: workspace while they run, and what they hold while loaded. Stored with their files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from jaxengine.runner.program import Program
 
 
 class Foreseen(NamedTuple):
-    """Memory estimate of a program, in bytes: what it will hold, what it would hold if it were not cut into parts
-    (jaxengine.runner.executables.layer_chain), and its workspace.
-    """
+    """Memory estimate of a program, in bytes of one device."""
 
-    held: int
-    held_as_whole: int
-    workspace: int
+    held: int  # what it will hold as long as it is loaded
+    held_as_whole: int  # what it would hold if it were not cut into parts (jaxengine.runner.executables.layer_chain)
+    workspace: int  # what it needs besides its arguments while it runs
 
 
 def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:
@@ -35,7 +33,7 @@ def foresee(program: Program, executables: ExecutableCache, description: str, ba
 
     def workspace() -> int:
         analysis = stand_in().memory_analysis()
-        assert analysis is not None, "this platform does not tell what a program needs"
+        assert analysis is not None, "this platform reports no memory of programs"
         return workspace_bytes(analysis)
 
     key = program.arguments, description

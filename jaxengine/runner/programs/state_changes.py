@@ -20,16 +20,12 @@ from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS
 from jaxengine.sharding.rules import logical_to_spec
 
-# Entries of one message that brings page-table entries outside a step, and requests whose parameters one brings.
-NUM_DELTAS = 1024
-NUM_PARAM_ROWS = 64
-# Slots of which one brings a number.
-NUM_COLUMN_ROWS = 64
-# Requests whose logprob_token_ids one brings.
-NUM_LOGPROB_ID_ROWS = 16
-
-# Long rows of slots, such as those over the vocabulary, come alone or so many at once.
-NUM_LONG_ROWS = 8
+# What one launch of a change writes:
+NUM_DELTAS = 1024  # page-table entries
+NUM_PARAM_ROWS = 64  # slots' sampling parameters
+NUM_COLUMN_ROWS = 64  # slots' numbers
+NUM_LOGPROB_ID_ROWS = 16  # slots' logprob_token_ids
+NUM_LONG_ROWS = 8  # long rows of slots, such as those over the vocabulary; or one
 
 PAGE_DELTAS, PARAMETERS, BIAS_ROWS, COUNTS_ROWS = "page deltas", "parameters", "bias rows", "counts rows"
 LOGPROB_ID_ROWS = "logprob id rows"
@@ -60,18 +56,20 @@ def rows_name(name: str, size: int) -> str:
 
 
 def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
-    """Convert slots numbered over all replicas to this replica's own numbers; the number of slots for
-    those of others.
+    """Convert slots i32[n] numbered over all replicas to this replica's own numbers; the number of slots of a replica
+    for those of others.
     """
     return own_slots(slots, state.slots.num_computed.shape[0])
 
 
 def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
+    """Return the state with page-table entries i32[3, n] (row over all replicas, column, page) written."""
     deltas = deltas.at[0].set(own_slots(deltas[0], state.slots.page_table.shape[0]))
     return state._replace(slots=write_page_deltas(state.slots, deltas))
 
 
 def _set_counts(state: DeviceState, slots: jax.Array, rows: jax.Array) -> DeviceState:
+    """Return the state with token counts i32[n, V] written for slots i32[n], numbered over all replicas."""
     assert state.tokens is not None
     counts = sampling_state.set_rows(state.tokens.token_counts, own_slot(state, slots), rows)
     return state._replace(tokens=state.tokens._replace(token_counts=counts))

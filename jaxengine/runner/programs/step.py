@@ -35,12 +35,14 @@ class HandedOn(NamedTuple):
 
 
 class Forwarded(NamedTuple):
-    """What a forward pass through the last stage leaves to epilogues.
+    """Arrays that a forward pass through the last stage leaves to epilogues.
 
     Attributes:
-      rows: the SampledRows; logits: f32[S, V / n] of the rows that may sample, f32[S * W, V / n] in steps whose rows
-        have W tokens, None if tokens are not sampled.
-      sections: what extensions leave, by name; earlier: the same of the stages before, in order.
+      rows: facts about the rows of logits.
+      logits: f32[S, V / n] of the rows that may sample, f32[S * W, V / n] in steps whose rows have W tokens; None if
+        tokens are not sampled.
+      sections: arrays that extensions leave, by name.
+      earlier: the same of the stages before, in order.
     """
 
     rows: SampledRows
@@ -167,8 +169,8 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
 
 
 def _last_of_rows(step: ForwardPass) -> jax.Array:
-    """Return i32[S * W]: indices of the last W tokens of each row, after which tokens are sampled; a row with fewer
-    repeats its last.
+    """Return i32[S * W]: indices of the first W tokens of each row of a wide step, after which tokens are sampled; a
+    row with fewer repeats its last.
     """
     rows, width = step.rows, step.spec.bucket.width
     column = jnp.minimum(jnp.arange(width, dtype=jnp.int32), jnp.maximum(rows.num_scheduled - 1, 0)[:, None])

@@ -104,9 +104,9 @@ class StepPrograms:
         own = tuple(each.description for each in extensions if each.description)
         self.description = repr((model.config, model.build, self.groups, self.layout, *settings, *own))
         in_samplers = tuple(each.name for each in extensions if is_in_samplers(each))
-        # A stage's first layer: a bundle does not tell the devices of one stage from those of another.
-        place = model.stage.layers[0], model.mesh
-        self.shared_description = repr((model.config.vocab_size, *place, *settings, in_samplers, *own))
+        # With a stage's first layer, as keys of a bundle do not have the stages' devices.
+        first = model.stage.layers[0]
+        self.shared_description = repr((model.config.vocab_size, first, model.mesh, *settings, in_samplers, *own))
 
     def extension(self, name: str) -> Any:
         """Return the DeviceExtension of this name. Raises KeyError if there is none."""
@@ -216,6 +216,7 @@ class StepPrograms:
         return {name: self._state_change(name, change) for name, change in changes.items()}
 
     def _state_change(self, name: str, change: StateChange) -> Program:
+        """Return the program of a state change, with the state donated."""
         arguments = (self.shape.shape(*argument) for argument in change.arguments)
         state = self.state_shapes
         program = self._program(name, change.function, (state, *arguments), state, donate=(0,))
@@ -224,6 +225,7 @@ class StepPrograms:
     def _program(
         self, name: str, function: Callable, arguments: tuple[Any, ...], results: Any, donate: tuple[int, ...]
     ) -> Program:
+        """Return a program on the stage's mesh, as `program_on` does."""
         return program_on(self.mesh, name, function, arguments, results, donate)
 
     def num_logits(self, bucket: Bucket) -> int:
@@ -264,6 +266,7 @@ class StepPrograms:
         return DeviceState(slot_state, TokenState(ranks, vocab, tokens), sampling_state.partition(ranks, vocab))
 
     def _own_state(self) -> DeviceState:
+        """Return one device's part of the initial state."""
         num_slots = self.shape.num_slots
         slots, tokens = (
             jax.tree.map(Kept.begin, self._sections(of))
@@ -277,6 +280,8 @@ class StepPrograms:
         return DeviceState(slot_state, init_tokens(num_slots, self.own_vocab_size, tokens), sampling)
 
     def _state_shapes(self) -> DeviceState:
+        """Return the abstract state, over all devices."""
+
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return self.shape.shape(whole_shape(leaf.shape, NamedSharding(self.mesh, spec)), leaf.dtype, spec)
 

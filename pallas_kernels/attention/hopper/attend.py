@@ -144,6 +144,7 @@ def ragged_paged_attention(
 
 @functools.cache
 def _log_once(reason: str) -> None:
+    """Log a warning that attention runs as plain XLA, once per process and reason."""
     logger.warning("attention runs as plain XLA instead of the Mosaic GPU kernels: %s", reason)
 
 
@@ -178,6 +179,7 @@ def decode_attention(
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
 
     def by_row(x):
+        """Gather queries [T, N, columns] as rows of the kernel, [R * K * M, columns]."""
         rows = x if is_identity else x[jnp.minimum(items.row_tokens, num_tokens - 1)]
         rows = rows.reshape(num_rows, width, num_kv_heads, group, -1).swapaxes(1, 2)
         rows = rows.reshape(num_rows, num_kv_heads, width * group, -1)
@@ -201,6 +203,7 @@ def decode_attention(
         o, lse = merge_partials(*partials, items.pair_items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
 
     def by_token(x, fill):
+        """Scatter results [R * K, M, ...] of the kernel to tokens, [T, N, ...]; `fill` for tokens in no row."""
         x = x.reshape(num_rows, num_kv_heads, shape.rows, *x.shape[2:])[:, :, : width * group]
         x = x.reshape(num_rows, num_kv_heads, width, group, *x.shape[3:]).swapaxes(1, 2)
         x = x.reshape(num_rows * width, num_q_heads, *x.shape[4:])

@@ -3,8 +3,9 @@
 Owns the kernel that computes a partial softmax for each of `DecodeItems`; merge.py combines them into results.
 Structure as in FlashDecoding (Dao et al. 2023) and FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): persistent
 CTAs, one warpgroup that keeps a ring of key and value blocks filled by TMA across the borders of items, and one that
-computes. The M = 64 rows of a wgmma are the new tokens of a row times the query heads of a kv head; rows beyond those
-hold leftovers that no other row sees.
+computes. The 64 rows of a wgmma are the new tokens of a row times the query heads of a kv head; those after them hold
+leftovers that no other row sees. Global memory has M of them, which is the number in use rounded up to 8. I, C, R and Q
+are the items, CTAs, rows and tokens of a row of `DecodeItems`.
 
 The pool [P, K, page * 2 * H] is seen as rows [P * K * 2 * page, H], page_size rows of keys and then of values for each
 (page, kv head): a tiled TMA box has at most five dimensions. A block smaller than a page is a part of it, a larger one
@@ -46,12 +47,12 @@ RESERVED_BYTES = 4 * 1024  # shared memory for barriers, cross-warp reductions, 
 class DecodeShape:
     """Static parameters that the kernel is compiled for."""
 
-    spec: AttentionSpec
-    page_size: int
+    spec: AttentionSpec  # of this device's heads
+    page_size: int  # tokens of a page
     tokens: int  # most new tokens of a row
     dtype: Any  # dtype of queries and of wgmma's operands
-    kv_dtype: Any
-    max_stages: int  # blocks in shared memory
+    kv_dtype: Any  # dtype of the pool
+    max_stages: int  # most blocks in shared memory
 
     parts = 2  # a block of the pool is keys and values
     head_tiles = 1  # tiles of query heads that share a kv head
@@ -59,7 +60,7 @@ class DecodeShape:
 
     @property
     def rows(self) -> int:
-        """Rows of queries, maxima and sums of a (row, kv head) pair in global memory."""
+        """Rows of queries, maxima and sums of a (row, kv head) pair in global memory: M, a multiple of 8."""
         return -(-self.tokens * self.spec.group_size // 8) * 8
 
     @property
@@ -74,6 +75,7 @@ class DecodeShape:
 
     @property
     def output_columns(self) -> int:
+        """Columns of the accumulator that are staged in shared memory at a time, a divisor of the head dim."""
         head_dim = self.spec.head_dim
         return OUTPUT_COLUMNS if head_dim % OUTPUT_COLUMNS == 0 else head_dim
 
@@ -100,21 +102,21 @@ class _Refs(NamedTuple):
     pool: Any  # rows [P * K * 2 * page, H]
     page_table: Any  # i32 [S, W]
     scale: Any  # f32 [K]
-    cta_items: Any
-    items: Any
+    cta_items: Any  # i32 [C + 1], as `items` see DecodeItems
+    items: Any  # i32 [I, ITEM_FIELDS]
     o: Any  # f32 [I, M, H]
     largest: Any  # f32 [I, M]
     total: Any  # f32 [I, M]
     q_smem: Any  # [queries, 64, H]
     kv_smem: Any  # [blocks, 2 * block, H] keys, then values
-    o_smem: Any
-    largest_smem: Any
-    total_smem: Any
-    kv_full: Any  # barriers
-    kv_free: Any
-    q_full: Any
+    o_smem: Any  # f32 [64, output_columns]
+    largest_smem: Any  # f32 [64]
+    total_smem: Any  # f32 [64]
+    kv_full: Any  # barrier per block: its copies have arrived
+    kv_free: Any  # barrier per block: it has been read
+    q_full: Any  # this and the next: the same, per tile of queries
     q_free: Any
-    wide_smem: Any = None  # [2 * block, H] one block in the dtype of the queries
+    wide_smem: Any = None  # [2 * block, H] one block in the dtype of the queries; None unless shape.converts
 
 
 def decode_partials(
@@ -167,6 +169,7 @@ def decode_partials(
 
 
 def _body(shape: DecodeShape, refs: _Refs) -> None:
+    """Run one warpgroup of a CTA: warpgroup 1 loads the CTA's items, warpgroup 0 computes them."""
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
 
@@ -180,7 +183,8 @@ def _body(shape: DecodeShape, refs: _Refs) -> None:
 
 
 def load(shape: Any, refs: Any, first, end) -> None:
-    """Load the queries and the blocks of items [first, end) into shared memory, as far ahead as there is room.
+    """Load the queries and the blocks of items [first, end) into shared memory, as far ahead as there is room; returns
+    once the computing warpgroups have read all of them.
 
     shape, refs: of this kernel or of latent.py's, whose rings and barriers have the same names.
     """
@@ -235,8 +239,8 @@ def load(shape: Any, refs: Any, first, end) -> None:
 def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, Any]]:
     """List (page, offset in it) of each box of the block-th DECODE_KEYS keys of sequence `seq`.
 
-    low, high: first and last page-table column of the item. Those outside may hold anything: a box there repeats the
-    nearest column's page.
+    low, high: first and last page-table column of the item. A box outside of them repeats the nearest one's page, as
+    other columns may hold garbage.
     """
     if shape.page_size >= DECODE_KEYS:
         parts = shape.page_size // DECODE_KEYS
@@ -304,11 +308,12 @@ def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
 
 
 def _operands(shape: DecodeShape, refs: _Refs, slot, begin, end):
-    """Return keys and values of the block in place `slot` of shared memory as operands of wgmma, [DECODE_KEYS, H] each.
+    """Return keys and values of the block in buffer `slot` of shared memory as operands of wgmma, [DECODE_KEYS, H]
+    each.
 
-    Positions [begin, end) of the block are in use. Values of the others may be NaN and are set to 0, because 0 * NaN is
-    not 0; keys are left alone. Where the pool has another dtype both are widened to the queries' first, and the place
-    is released.
+    Keys [begin, end) of the block are in use. Values of the others may be NaN and are set to 0, because 0 * NaN is not
+    0; keys stay as they are. Where the pool has another dtype, both are first widened to the queries' in a buffer of
+    their own, and `slot` is released.
     """
     block, width = DECODE_KEYS, shape.spec.head_dim
     stored = refs.kv_smem.at[slot, pl.ds(0, block)], refs.kv_smem.at[slot, pl.ds(block, block)]
@@ -341,16 +346,18 @@ def _operands(shape: DecodeShape, refs: _Refs, slot, begin, end):
 
 
 def _widen(codes, dtype):
-    """Convert codes to wgmma operands; the card converts one-byte floats to float16 only, which holds all their
-    values."""
+    """Convert one-byte codes to wgmma operands of `dtype`; floats by way of float16, to which alone the card converts
+    them and which holds all their values.
+    """
     return codes.astype(dtype) if codes.dtype == jnp.int8 else codes.astype(jnp.float16).astype(dtype)
 
 
 def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end, position):
-    """Return logits in base 2 of a block's products f32 [64, block], -inf where a row does not see a key.
+    """Return logits in base 2 of a block's products f32 [64, keys], -inf where a query does not see a key.
 
-    tokens: most new tokens of a row. scale: factor of the products, before a soft cap. begin, end, position: the row's
-    range of keys and its first token's position, counted from the block's first key.
+    tokens: most new tokens of a row of the schedule; its queries are ordered (token, head). scale: factor of the
+    products, before a soft cap. begin, end, position: the row's range of keys and its first token's position, counted
+    from the block's first key.
     """
     if (cap := spec.soft_cap) is None:
         logits = products * (scale * LOG2E)

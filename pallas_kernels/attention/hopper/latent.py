@@ -7,8 +7,9 @@ warpgroup has registers for, so two share them, as in FlashMLA (DeepSeek-AI 2025
 keys and half of the columns of the values, and they exchange row maxima and weights through shared
 memory. Nothing is computed twice. A third warpgroup keeps the ring of blocks filled by TMA.
 
-The M = 64 rows of a wgmma are the new tokens of a row times up to 64 query heads; more heads are several tiles, each a
-(row, kv head) pair of its own to the schedule. The pool [P, K, page * H] is seen as rows [P * K * page, H].
+The 64 rows of a wgmma are the new tokens of a row times up to 64 query heads; more heads are several tiles, each a
+(row, kv head) pair of its own to the schedule. The pool [P, K, page * H] is seen as rows [P * K * page, H]. Letters are
+those of decode.py.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ class LatentShape:
 
     spec: AttentionSpec  # its kv heads are tiles of at most 64 query heads
     head_tiles: int  # tiles that share a kv head of the pool
-    page_size: int
+    page_size: int  # tokens of a page
     tokens: int  # most new tokens of a row
     dtype: Any  # dtype of queries and pool
-    max_stages: int  # blocks in shared memory
+    max_stages: int  # most blocks in shared memory
 
     parts = 1  # a block of the pool is keys alone
 
@@ -86,7 +87,7 @@ class LatentShape:
         return self.spec.v_head_dim // COMPUTING
 
     def stages(self) -> tuple[int, int]:
-        """Numbers of blocks and of queries in flight."""
+        """Numbers of blocks (at most max_stages) and of tiles of queries (1) that shared memory holds at a time."""
         width = jnp.dtype(self.dtype).itemsize
         fixed = REDUCTION_BYTES + STATISTICS_BYTES + BARRIER_BYTES + WARPGROUP_ROWS * DECODE_KEYS * width
         query, block = (rows * self.spec.head_dim * width for rows in (WARPGROUP_ROWS, DECODE_KEYS))
@@ -113,28 +114,28 @@ class _Refs(NamedTuple):
     pool: Any  # rows [P * K * page, H]
     page_table: Any  # i32 [S, W]
     scale: Any  # f32 [K]
-    cta_items: Any
-    items: Any
-    item_parts: Any
+    cta_items: Any  # i32 [C + 1], as `items` and `item_parts` see DecodeItems
+    items: Any  # i32 [I, ITEM_FIELDS]
+    item_parts: Any  # i32 [I]
     o: Any  # [R * K, M, Hv]
     lse: Any  # f32 [R * K, M]
-    part_o: Any  # [2 C, M, Hv]
-    part_lse: Any  # f32 [2 C, M]
+    part_o: Any  # [2 * C, M, Hv] results of parts of cut pairs
+    part_lse: Any  # f32 [2 * C, M]
     q_smem: Any  # [queries, 64, Hv], then the results of the rows
     q_rest_smem: Any  # [queries, 64, H - Hv]
     kv_smem: Any  # [blocks, block, H]
     weight_smem: Any  # [64, block]
-    statistics_smem: (
-        Any  # f32 [4 * 64] maxima of the rows over each warpgroup's keys, then sums; one buffer: it is full
-    )
-    kv_full: Any  # barriers
-    kv_free: Any
-    q_full: Any
+    # f32 [4 * 64] maxima of the rows over each warpgroup's keys, then their sums
+    statistics_smem: Any
+    kv_full: Any  # barrier per block: its copies have arrived
+    kv_free: Any  # barrier per block: both warpgroups have read it
+    q_full: Any  # this and the next: the same, per tile of queries
     q_free: Any
-    values_ready: Any
-    maxima_ready: Any
-    weights_ready: Any
-    totals_ready: Any
+    # Barriers at which the computing warpgroups meet once both have written to shared memory:
+    values_ready: Any  # zeros of unseen values
+    maxima_ready: Any  # row maxima
+    weights_ready: Any  # weights
+    totals_ready: Any  # row sums
 
 
 def latent_attention(
@@ -150,8 +151,8 @@ def latent_attention(
     """Compute the softmax attention of every pair that is one item, and of each part of `items.cuts`: ((o, lse),
     (part_o, part_lse)).
 
-    o is [R * K, M, Hv] and part_o [2 C, M, Hv], mean values in q's dtype; lse is f32 [R * K, M] and part_lse f32 [2 C,
-    M], log-sum-exps in base 2. Other pairs and parts may hold anything.
+    o is [R * K, M, Hv] and part_o [2 * C, M, Hv], mean values in q's dtype; lse is f32 [R * K, M] and part_lse f32
+    [2 * C, M], log-sum-exps in base 2. Rows of other pairs and parts are undefined.
 
     q: [R * K * M, Hv] with M = shape.rows and K = shape.spec.num_kv_heads. q_rest: [R * K * M, H - Hv]. pool: rows [P *
     (K / head_tiles) * page, H]. scale: f32 [K], factor of the product of query and key, log2(e) not included.
@@ -189,6 +190,7 @@ def latent_attention(
 
 
 def _body(shape: LatentShape, refs: _Refs) -> None:
+    """Run one warpgroup of a CTA: the last one loads the CTA's items, the others share their computation."""
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
 
@@ -274,7 +276,7 @@ def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
 
 
 def _meet(barrier) -> None:
-    """Wait for the other warpgroup; each then sees the other's writes to shared memory."""
+    """Wait at `barrier` for the other computing warpgroup; each then sees the other's writes to shared memory."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
@@ -292,7 +294,8 @@ def _exchange_maxima(refs: _Refs, own: int, maxima):
 
 
 def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) -> None:
-    """Zero the values of the warpgroup's own columns outside of keys [begin, end) of the block.
+    """Zero warpgroup `own`'s columns of the values in buffer `slot` of shared memory, outside of keys [begin, end) of
+    the block.
 
     Those slots may hold NaN, and 0 * NaN is not 0. Where there are any, it waits for the other warpgroup's zeros.
     """
@@ -317,9 +320,9 @@ def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) ->
 def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest, total) -> None:
     """Normalise the warpgroup's columns of an item's rows and store them to their pair's or their part's rows.
 
-    total: sums of this warpgroup's weights; largest: maxima over both's keys. Warpgroup 0 stores the log-sum-exp too.
-    Results go through the buffer of the queries, which neither warpgroup reads any more since they met over the last
-    block.
+    acc: f32 [64, columns]. total: f32 [64], sums of this warpgroup's weights; largest: f32 [64], maxima over both
+    warpgroups' keys. Warpgroup 0 stores the log-sum-exp too. Results pass through the buffer of the queries, `q_slot`,
+    which neither warpgroup reads any more since they met over the last block.
     """
     of = [pl.ds((COMPUTING + warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS) for warpgroup in (own, 1 - own)]
     refs.statistics_smem[of[0]] = total

@@ -36,10 +36,10 @@ class _Refs(NamedTuple):
     out_largest: Any  # f32 [R * K, M]
     out_total: Any  # f32 [R * K, M]
     o_smem: Any  # [stages, 8, H]
-    largest_smem: Any  # [stages, 8]
-    total_smem: Any
+    largest_smem: Any  # f32 [stages, 8]
+    total_smem: Any  # f32 [stages, 8]
     out_smem: Any  # [8, H]
-    full: Any  # barriers
+    full: Any  # barrier per stage: its copies have arrived
 
 
 def merge_partials(
@@ -57,8 +57,9 @@ def merge_partials(
     """Merge partials: output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
 
     o, largest, total: of `decode_partials`; or mean values, their log-sum-exps in base 2, and ones. pair_items: i32
-    [R * K + 1], the first item of each pair and the end. sinks: f32 [K, M] logits, None for none.
-    v_scale: f32 [K] multiplies the output. A row that saw nothing gives 0, and -inf unless it has a sink.
+    [R * K + 1], the first item of each pair and the end. sinks: f32 [K, M] logits, None for none. v_scale: f32 [K]
+    multiplies the output. sizes: see tuning. interpret: see `mosaic_gpu.launch`. A row that saw nothing gives output 0,
+    and log-sum-exp -inf unless it has a sink.
     """
     stages = sizes.merge_stages
     num_pairs, num_rows, width = pair_items.shape[0] - 1, largest.shape[1], o.shape[2]
@@ -102,8 +103,9 @@ def merge_parts(
 ) -> tuple[jax.Array, jax.Array]:
     """Merge the parts of cut pairs: output [R * K, M, H] in o's dtype and log-sum-exp f32 [R * K, M] of every pair.
 
-    whole, parts: the two results of `latent_attention`. sinks: f32 [K, M] logits, None for none. A row that saw nothing
-    gives 0, and -inf unless it has a sink. Few pairs are cut; their merged results are scattered into `whole`.
+    whole, parts: the two results of `latent_attention`. sinks: f32 [K, M] logits, None for none. sizes, interpret: as
+    of `merge_partials`. A row that saw nothing gives output 0, and log-sum-exp -inf unless it has a sink. Few pairs are
+    cut; their merged results are scattered into `whole`.
     """
     cuts, (o, lse), (part_o, part_lse) = items.cuts, whole, parts
     merged_o, merged_lse = merge_partials(
@@ -122,6 +124,7 @@ def merge_parts(
 
 
 def _body(refs: _Refs) -> None:
+    """Run one CTA: units of work cta, cta + num_ctas, ... of all pairs' groups of 8 rows."""
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     num_groups = refs.out.shape[1] // BOX_ROWS
     num_units = refs.out.shape[0] * num_groups
@@ -147,10 +150,10 @@ def _merge(refs: _Refs, pair, group, step):
 
     def spread(scalars):
         """Broadcast scalars [8] over rows: [8, H] whose row r holds scalars[r]."""
-        spread = jnp.full(shape, scalars[0], jnp.float32)
+        rows = jnp.full(shape, scalars[0], jnp.float32)
         for r in range(1, BOX_ROWS):
-            spread = jnp.where(row == r, scalars[r], spread)
-        return spread
+            rows = jnp.where(row == r, scalars[r], rows)
+        return rows
 
     def load(item):
         @pl.when(item < end)

@@ -56,10 +56,10 @@ def prefill_attention(
     sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend the tokens of `items`: o [T, N, H] in q's dtype and lse f32 [T, N]; other rows hold anything.
+    """Attend the tokens of `items`: o [T, N, H] in q's dtype and lse f32 [T, N], undefined for other tokens.
 
-    q: [T, N, H] of two bytes. sinks: f32 [N] or None. interpret: see `mosaic_gpu.launch`. Raises ValueError if shared
-    memory does not hold two blocks of keys and values.
+    q: [T, N, H] of bfloat16 or float16. sinks: f32 [N] or None. sizes: see tuning. interpret: see `mosaic_gpu.launch`.
+    Raises ValueError if shared memory does not hold two blocks of keys and values.
     """
     num_tokens, num_heads, head_dim = q.shape
     block_q = prefill_block_q(spec)
@@ -112,6 +112,7 @@ def registers(shape: Shape) -> tuple[int, int]:
 
 
 def _body(shape: Shape, refs: Refs) -> None:
+    """Run one warpgroup of a CTA: PRODUCER loads the data of its tiles, the others compute half of each tile's rows."""
     (producer, compute), cta = registers(shape), lax.axis_index("cta")
     warpgroup = lax.axis_index("wg")
 
@@ -134,6 +135,7 @@ def _body(shape: Shape, refs: Refs) -> None:
 
 
 def _take_turn(refs: Refs) -> None:
+    """End this computing warpgroup's turn at the tensor cores, and wait for its next one."""
     plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.turn)
 
@@ -142,8 +144,8 @@ def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
     """Compute and store a warpgroup's rows of the CTA's index-th tile, by online softmax (Milakov & Gimelshein 2018,
     arXiv 1805.02867).
 
-    step: blocks that the CTA has done before; returns those done after it.
-    Blocks that all rows see in full are in the middle; the edges of the causal range and of the window are masked.
+    step: blocks that the CTA has done before; returns the blocks that it has done after this tile. Blocks that all rows
+    see in full are in the middle; the edges of the causal range and of the window are masked.
     """
     spec, block_kv = shape.spec, shape.block_kv
     tile = read_tile(shape, refs, cta, index)
@@ -186,7 +188,7 @@ def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
 
 
 def _join_sink(refs: Refs, warpgroup, largest, total):
-    """Add the sink's logit to each row's softmax: (largest, total, factor of the sum of values)."""
+    """Add the sink's logit to each row's softmax: (largest, total, factor of the sum of values), f32 [64] each."""
     sink = refs.sink_smem[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
     new_largest = jnp.maximum(largest, sink)
     decay = jnp.exp2(largest - new_largest)
@@ -234,8 +236,9 @@ def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale
 
 
 def _logits(spec: AttentionSpec, products, scale):
-    """Return (x, factor) such that x * factor are the logits in base 2: a positive factor is left to the exponent's
-    multiply-add.
+    """Return (x, factor), whose product is the logits in base 2 of products f32 [64, block_kv].
+
+    scale: factor of the products, log2(e) included. A positive factor is left to the exponent's multiply-add.
     """
     if (cap := spec.soft_cap) is not None:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)): the card's own tanh is good to 11 bits only, and its division takes long.
@@ -257,9 +260,10 @@ def _visible(shape: Shape, tile: Tile, warpgroup, block):
 
 
 def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, acc, largest, total, weight) -> None:
-    """Write the tile's own rows of the output, and the log-sum-exp of all its rows.
+    """Write the warpgroup's rows of the tile: the output of the tile's own tokens, and the log-sum-exp of all rows.
 
-    weight: f32 [64], factor of the sums `acc`, one by the row's denominator; a pool's value scale comes on top.
+    acc: f32 [64, H]. weight: f32 [64], factor of the sums `acc` besides a pool's value scale. largest (in base 2),
+    total: f32 [64].
     """
     rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
     if shape.widens:

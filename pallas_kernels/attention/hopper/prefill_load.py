@@ -33,22 +33,22 @@ from jaxengine.pallas_kernels.mosaic_gpu import (
 
 TILE_ROWS = 2 * WARPGROUP_ROWS
 RAW_STAGES = 2  # blocks of a one-byte pool that arrive while one is widened
-OUTPUT_COLUMNS = 64
+OUTPUT_COLUMNS = 64  # columns of outputs are stored in multiples of this, 128 bytes
 RESERVED_BYTES = 4096  # shared memory for maxima, sinks, barriers, the compiler's reductions
 
 
 class Shape(NamedTuple):
-    """Static parameters of a call."""
+    """Static parameters that the kernel is compiled for."""
 
-    spec: AttentionSpec
-    num_tokens: int  # a multiple of 8, at least block_q
-    page_size: int
+    spec: AttentionSpec  # of this device's heads
+    num_tokens: int  # tokens of queries and outputs: a multiple of 8, at least block_q
+    page_size: int  # tokens of a page
     block_q: int  # tokens of a tile
     dtype: Any  # dtype of queries and outputs
-    kv_dtype: Any
-    num_ctas: int
-    has_sinks: bool
-    max_stages: int  # blocks in shared memory
+    kv_dtype: Any  # dtype of the pool
+    num_ctas: int  # of the launch
+    has_sinks: bool  # whether attention sinks are given
+    max_stages: int  # most blocks in shared memory
 
     @property
     def heads(self) -> int:
@@ -67,10 +67,12 @@ class Shape(NamedTuple):
 
     @property
     def parts(self) -> int:
+        """Number of such ranges of consecutive tokens in a warpgroup's rows."""
         return WARPGROUP_ROWS // self.part
 
     @property
     def widens(self) -> bool:
+        """Whether keys and values are widened to `dtype` in shared memory before they are multiplied."""
         return self.kv_dtype != self.dtype
 
     @property
@@ -86,11 +88,14 @@ class Shape(NamedTuple):
 
     @property
     def boxes(self) -> int:
+        """Number of TMA boxes that load the keys of a block; its values take as many."""
         return self.block_kv // self.box
 
     @property
     def output_width(self) -> int:
-        """Columns of the kernel's output: a box must begin at a multiple of 128 bytes, so rows of outputs must too."""
+        """Columns of the kernel's output: the head dim rounded up, as every row of it must begin at a multiple of 128
+        bytes.
+        """
         return -(-self.spec.head_dim // OUTPUT_COLUMNS) * OUTPUT_COLUMNS
 
     @property
@@ -100,7 +105,7 @@ class Shape(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Blocks in shared memory; raises ValueError where it does not hold two."""
+        """Number of blocks of keys and values in shared memory; raises ValueError where it does not hold two."""
         head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
         used = RESERVED_BYTES + TILE_ROWS * (head_dim + self.output_columns) * width
         if self.widens:
@@ -119,26 +124,26 @@ class Refs(NamedTuple):
     page_table: Any  # i32 [S, W]
     cu_q_lens: Any  # i32 [S + 1]
     kv_lens: Any  # i32 [S]
-    items: Any
-    num_items: Any
+    items: Any  # i32 [I, ITEM_FIELDS], as `num_items` see PrefillItems
+    num_items: Any  # i32 [1]
     scales: Any  # f32 [2 * K] k_scale, then v_scale
     sinks: Any  # f32 [num_groups, 128] in base 2, one per row of a tile
     o: Any  # [T, N, output_width]
     lse: Any  # f32 [I, num_groups, 128]
-    q_smem: Any
+    q_smem: Any  # [128, H]
     k_smem: Any  # [stages, block, H]
-    v_smem: Any
-    o_smem: Any  # not tiled: a box may then begin at any row
-    lse_smem: Any
-    sink_smem: Any
-    q_full: Any  # barriers; those of the queries one per compute warpgroup
-    q_free: Any
-    k_full: Any
-    k_free: Any
-    v_full: Any
+    v_smem: Any  # [stages, block, H]
+    o_smem: Any  # [128, output_columns], not tiled: a box may then begin at any row
+    lse_smem: Any  # f32 [128]
+    sink_smem: Any  # f32 [128]
+    q_full: Any  # barrier per compute warpgroup: its queries have arrived
+    q_free: Any  # barrier per compute warpgroup: it has read them
+    k_full: Any  # barrier per stage: the keys are there to be read
+    k_free: Any  # barrier per stage: both warpgroups have read the keys
+    v_full: Any  # this and the next: the same, of the values
     v_free: Any
     raw_full: Any  # barriers of values that still need zeros, and of one-byte blocks that still need widening
-    turn: Any
+    turn: Any  # barrier at which the compute warpgroups take turns at the tensor cores
     raw_smem: Any = None  # [2, block, 2 * H] a one-byte block: keys and values
 
 
@@ -168,25 +173,19 @@ def scratch(shape: Shape) -> list[Any]:
 
 
 class Tile(NamedTuple):
-    """One unit of work of a CTA, all i32 [].
+    """One unit of work of a CTA, an item for `heads` query heads, all i32 []."""
 
-    Attributes:
-      item: number of the tile in `PrefillItems`. group: number of the group of query heads.
-      kv_head, seq: KV head of the group, and sequence of the tile's tokens.
-      num_blocks: blocks of keys that the tile reads.
-    """
-
-    item: Any
-    group: Any
-    kv_head: Any
-    seq: Any
+    item: Any  # row of `PrefillItems.items`
+    group: Any  # number of the group of `heads` query heads
+    kv_head: Any  # that these share
+    seq: Any  # row of the page table
     token: Any  # first token of the tile
     num_rows: Any  # tokens of the tile
     load_row: Any  # first token to load, divided by 8
     position: Any  # position of the first token
     end: Any  # one past the last key that any of its tokens sees
-    first_box: Any  # first box of the keys
-    num_blocks: Any
+    first_box: Any  # first box of the sequence's keys that the tile reads
+    num_blocks: Any  # blocks of keys that the tile reads
 
     def begin(self, shape: Shape):
         """Return the index of the first key of the tile's first block."""
@@ -194,11 +193,14 @@ class Tile(NamedTuple):
 
 
 def load_row(shape: Shape, token):
+    """Return the first token to load, divided by 8, for a tile that begins at `token`: at most so that a tile's box
+    ends within the queries.
+    """
     return jnp.minimum(token // BOX_ROWS, (shape.num_tokens - shape.block_q) // BOX_ROWS)
 
 
 def tile_count(shape: Shape, refs: Refs, cta):
-    """Return the number of tiles that this CTA processes."""
+    """Return the number of tiles that CTA `cta` computes."""
     total, num_ctas = refs.num_items[0] * shape.num_groups, shape.num_ctas
     rounds = lax.div(total, jnp.int32(num_ctas))
     return rounds + (_index_in_round(shape, cta, rounds) < total - rounds * num_ctas).astype(jnp.int32)
@@ -239,7 +241,9 @@ def part_origin(shape: Shape, part):
 
 
 def produce(shape: Shape, refs: Refs, cta) -> None:
-    """Load queries, keys and values of all tiles of the CTA, as far ahead as there is room."""
+    """Load queries, keys and values of all tiles of the CTA, as far ahead as there is room; returns once the compute
+    warpgroups have read all of them.
+    """
     count, stages = tile_count(shape, refs, cta), shape.stages
 
     def load_tile(index, step):
@@ -305,7 +309,10 @@ def _load_queries(shape: Shape, refs: Refs, tile: Tile, index, warpgroup: int) -
 
 
 def _copy_block(shape: Shape, refs: Refs, tile: Tile, block, kind: int, target, barrier) -> None:
-    """Start the copies of a block's keys (kind 0) or values (1). Past the tile's last key they repeat its last box."""
+    """Start the copies of a block's keys (kind 0) or values (1) to `target`, to arrive at `barrier`.
+
+    Past the tile's last key they repeat its last box.
+    """
     boxes_per_page = jnp.int32(shape.page_size // shape.box)
     last = lax.div(tile.end - 1, jnp.int32(shape.box))
 
@@ -321,6 +328,7 @@ def _copy_block(shape: Shape, refs: Refs, tile: Tile, block, kind: int, target, 
 
 
 def _load_keys(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
+    """Load the keys of a block to stage `slot`: start their copies, or widen one-byte keys that have arrived."""
     target = refs.k_smem.at[slot]
     if not shape.widens:
         _copy_block(shape, refs, tile, block, 0, target, refs.k_full.at[slot])
@@ -331,8 +339,10 @@ def _load_keys(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
 
 
 def _load_values(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
-    """Load the values of a block; slots that no token of the batch sees may hold NaN and are zeroed, as 0 * NaN is not
-    0."""
+    """Load the values of a block to stage `slot`, as `_load_keys` does the keys.
+
+    Slots that no token of the batch sees may hold NaN and are set to zero, as 0 * NaN is not 0.
+    """
     target, full = refs.v_smem.at[slot], refs.v_full.at[slot]
     key = tile.begin(shape) + block * shape.block_kv
     end = refs.kv_lens[tile.seq] - key
@@ -380,11 +390,15 @@ def _fetch_raw(shape: Shape, refs: Refs, tile: Tile, block) -> None:
 
 
 def _raw(shape: Shape, refs: Refs, block, kind: int):
+    """Return the buffer of a one-byte block's keys (kind 0) or values (1)."""
     return refs.raw_smem.at[lax.rem(block, RAW_STAGES), pl.ds(kind * shape.block_kv, shape.block_kv)]
 
 
 def _widen(shape: Shape, source, target, change) -> None:
-    """Compute target = change(codes of source, row), one piece at a time: the producer has few registers."""
+    """Write change(codes, row) to `target`, for the codes of `source` in `shape.dtype` and their rows in the block.
+
+    One piece at a time, as the producer has few registers.
+    """
     for part in _chunks(shape, shape.kv_dtype):
         codes = source.at[part][...]
         if codes.dtype != jnp.int8:
@@ -403,5 +417,6 @@ def _chunks(shape: Shape, dtype) -> list[tuple[Any, Any]]:
 
 
 def _row_of(part):
+    """Return the row in the block of each element of a piece of `_chunks`, i32 [rows, columns]."""
     rows, columns = part
     return lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), 0) + rows.start

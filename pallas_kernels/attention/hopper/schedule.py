@@ -13,9 +13,7 @@ one schedule; XLA computes it once per step. Two kernels read it:
 A batch of at most as many tokens as sequences is all decode, one row per token: its program has no prefill kernel, and
 still serves any batch. So is one of fewer tokens than make a run.
 
-`prefill_attention(q, kv, batch, items, *, spec, sinks, sizes, interpret) -> (o [T, N, Hv] in q's dtype, lse f32
-[T, N])` of prefill.py takes `PrefillItems` and handles scales, soft cap, window and sinks itself.
-Its results are used for the tokens with `token_item[t] < I` and for no others.
+R is the number of rows of a batch, Q the most tokens of a row, I the most items, and C the number of CTAs.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ ITEM_FIELDS = 8  # columns of both tables (prefill: 6 and 7 are 0): an item is o
 
 
 class Cuts(NamedTuple):
-    """Items of pairs that have several items (their parts), in line order. C cuts at most, one for each CTA."""
+    """Items of pairs that have several items (their parts), in the order of `DecodeItems.items`; at most C - 1 cuts."""
 
     item_parts: jax.Array  # i32 [I] index of an item among the parts, -1 if it is a full pair
     pairs: jax.Array  # i32 [C] pair that a cut is the first to fall into, R * K for any other cut
@@ -62,12 +60,12 @@ class Cuts(NamedTuple):
 
 
 class DecodeItems(NamedTuple):
-    """R rows of up to Q tokens, I items in line order; items past the last hold anything."""
+    """R rows of up to Q tokens, and I items in the order of their pairs and blocks; those past the last are junk."""
 
     cta_items: jax.Array  # i32 [C + 1] CTA c takes the items [cta_items[c], cta_items[c + 1])
-    items: jax.Array  # i32 [I, ITEM_FIELDS]
+    items: jax.Array  # i32 [I, ITEM_FIELDS] columns DECODE_...
     pair_items: jax.Array  # i32 [R * K + 1] items of a pair: [pair_items[p], pair_items[p + 1]), none for an empty row
-    cuts: Cuts
+    cuts: Cuts  # the pairs that have several items
     row_tokens: jax.Array  # i32 [R, Q] the row's tokens, T where there is none
     token_index: jax.Array  # i32 [T] row * Q + index in the row of a token, R * Q if no row holds it
 
@@ -75,19 +73,21 @@ class DecodeItems(NamedTuple):
 class PrefillItems(NamedTuple):
     """Tiles in descending token order, so that the long ones of a causal run start first. Each serves all query heads.
 
-    [first token // 8 * 8, that + prefill_block_q) covers the tile.
+    The prefill_block_q tokens from its first token // 8 * 8 on include all of a tile's.
     """
 
     num_items: jax.Array  # i32 [1]
-    items: jax.Array  # i32 [I, ITEM_FIELDS]; items past num_items hold anything
+    items: jax.Array  # i32 [I, ITEM_FIELDS] columns PREFILL_...; items past num_items are junk
     token_item: jax.Array  # i32 [T] item of a token, I if no tile holds it
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    decode: DecodeItems
-    prefill: PrefillItems | None
+    """Work list of one step's attention on a Hopper GPU, a pytree."""
+
+    decode: DecodeItems  # of rows of few new tokens, or of all tokens
+    prefill: PrefillItems | None  # of longer runs
     tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
 
 
@@ -105,8 +105,8 @@ def tiled_heads(spec: AttentionSpec) -> AttentionSpec:
 
 
 def prefill_block_q(spec: AttentionSpec) -> int:
-    """Return the number of tokens of a prefill tile: with the largest power of two that divides the group's heads it
-    fills 128 rows of queries.
+    """Return the number of tokens of a prefill tile: 128 rows of queries by the largest power of two that divides the
+    heads of a group, at least 16.
     """
     heads = spec.group_size & -spec.group_size
     return max(2 * WARPGROUP_ROWS // heads, 2 * BOX_ROWS)
@@ -151,8 +151,10 @@ def row_items(
     page_size: int,
     most_rows: int = WARPGROUP_ROWS,
 ) -> DecodeItems:
-    """Cut all new tokens of a batch into rows: of one token each if there are at most as many as sequences, else each
-    sequence's into rows of as many as make `most_rows` rows of queries.
+    """Cut all T = num_tokens new tokens of a batch into rows, and these into items.
+
+    A row is one token if T is at most the number of sequences, else as many consecutive tokens of one sequence as make
+    `most_rows` queries with the heads of a group. sizes: CTAs and least parts, see `_cut`.
     """
     num_seqs = batch.page_table.shape[0]
     q_lens, kv_lens, seqs, valid, index = _tokens(batch, num_tokens, page_size)
@@ -167,8 +169,8 @@ def row_items(
 
 
 def _tokens(batch: RaggedBatch, num_tokens: int, page_size: int) -> tuple[jax.Array, ...]:
-    """Return (new tokens, keys) of each sequence, i32 [S]; then of each token, [T], its sequence, whether it has one,
-    and its index among the sequence's new tokens.
+    """Return q_lens and kv_lens i32 [S], the new tokens and the keys of each sequence (at most its table's), then of
+    each token [T] its sequence, whether it has one, and its index among the sequence's new tokens.
     """
     num_seqs, num_columns = batch.page_table.shape
     live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
@@ -191,9 +193,10 @@ def _rows_of_runs(
     spec: AttentionSpec,
     sizes: HopperAttention | TritonAttention,
 ) -> DecodeItems:
-    """Cut all new tokens into rows, each sequence's into rows of `width` tokens.
+    """Cut all new tokens into rows, each sequence's into rows of `width` tokens, and these into items.
 
-    token_seqs: i32 [T] the sequence of each token, S for tokens of none; index: the token's index in its sequence.
+    q_lens, kv_lens: i32 [S] as of `_tokens`. cu_q_lens: i32 [S + 1]. token_seqs: i32 [T] the sequence of each token, S
+    for tokens of none; index: i32 [T] the token's index among its sequence's new tokens.
     """
     num_seqs, num_tokens = q_lens.shape[0], token_seqs.shape[0]
     num_rows = min(num_tokens // width + num_seqs, num_tokens)
@@ -213,19 +216,14 @@ def _rows_of_runs(
 
 
 class _Pairs(NamedTuple):
-    """Rows times kv heads, one entry [R] per row: all kv heads of a row have the same values.
+    """Keys of each row, i32 [R]; the same for all of its (row, kv head) pairs."""
 
-    Attributes:
-      seqs: sequence of each row. position: position of its first token.
-      begin, end: the keys that its tokens see, [begin, end). first_block: number of the first block of these keys.
-    """
-
-    seqs: jax.Array
-    first_block: jax.Array
+    seqs: jax.Array  # row of the page table
+    first_block: jax.Array  # first block of DECODE_KEYS keys that holds one its tokens see
     num_blocks: jax.Array  # 0: nothing to attend
-    begin: jax.Array
-    end: jax.Array
-    position: jax.Array
+    begin: jax.Array  # first key that any of its tokens sees
+    end: jax.Array  # one past the last key that any of them sees
+    position: jax.Array  # position of its first token
 
 
 def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:
@@ -248,7 +246,7 @@ def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.A
 def _cut(
     rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention | TritonAttention
 ) -> tuple[jax.Array, jax.Array, jax.Array, Cuts]:
-    """Lay all pairs' blocks end to end and cut the line into CTAs' parts of equal cost.
+    """Lay all pairs' blocks end to end and cut this sequence into CTAs' parts of equal cost.
 
     A pair costs its blocks plus sizes.pair_cost; a part costs at least sizes.min_part_cost.
     Returns `cta_items`, `items`, `pair_items` and `cuts` of DecodeItems.

@@ -1,7 +1,7 @@
 """Ragged paged attention for TPU: prepares the operands of the kernel and calls it for single tokens and for runs.
 
-Owns the arrangement of queries, masks and results around kernel.py. The order of the work is in
-schedule.py, the sizes in tiles.py. Reads pools of layout "tpu".
+Owns the arrangement of queries, masks and results around kernel.py. The order of the work is in schedule.py, the sizes
+in tiles.py. Reads pools of layout "tpu".
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ def _attend(
     interpret: Any,
     body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run one kernel call: o and lse of the tokens of `walk`, 0 and -inf for all others.
+    """Run one kernel call: o [T, N, Hv] and lse [T, N] of the tokens of `walk`, 0 and -inf for all others.
 
-    block_q: tokens per tile that `walk` was cut to. The other arguments are those of `ragged_paged_attention`.
+    block_q: tokens per tile that `walk` was cut to. sizes: that it was cut by. The other arguments are those of
+    `ragged_paged_attention`.
     """
     num_tokens, num_q_heads, _ = q.shape
     group = spec.group_size
@@ -188,8 +189,10 @@ def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.A
 
 
 def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Return factors f32 [K] of q.k (the softmax scale in base 2) and of values, each times the pool's scales."""
-    # The softmax works to base 2; a soft cap is applied to natural logits first.
+    """Return factors f32 [K] of q.k (the softmax scale) and of values, each times the pool's scales.
+
+    The softmax works to base 2, so the first includes log2(e), unless a soft cap is applied to natural logits first.
+    """
     scale = jnp.full((num_kv_heads,), spec.sm_scale * (LOG2E if spec.soft_cap is None else 1.0), jnp.float32)
     of_values = jnp.ones((num_kv_heads,), jnp.float32) if kv.value_scale is None else kv.value_scale
     return (scale if kv.k_scale is None else scale * kv.k_scale), of_values
@@ -205,7 +208,7 @@ def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens:
 
 
 def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
-    """Shift each head of q [T, K, G, H] to its offset in the widest window, zeros around it."""
+    """Shift each head of q [T, K, G, H] to the offset of its window, in rows as wide as the widest; zeros around it."""
     width = max(window.size for window in windows)
     offsets = [window.offset for window in windows]
 
@@ -218,7 +221,10 @@ def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
 
 
 def _arrange_results(o, lse, plan: Plan, group: int, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Undo the kernel's layout: o [T, N, Hv] and lse [T, N]; group: query heads per kv head, without padding."""
+    """Return o [T, N, Hv] and lse [T, N] of the kernel's results, which are as of `Refs`.
+
+    group: query heads per kv head, without padding.
+    """
     tiles, num_kv_heads, _ = lse.shape
     lse = lse[:, :, : plan.rows]
     if plan.by_token:
@@ -313,8 +319,10 @@ def _call_kernel(
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """Append zeros to x [n, ...] until it has `rows` rows."""
     return _pad_axis(x, 0, rows)
 
 
 def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Append zeros to `axis` of x until it has `size` elements."""
     return jnp.pad(x, [(0, size - x.shape[axis] if index == axis else 0) for index in range(x.ndim)])

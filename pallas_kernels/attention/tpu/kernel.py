@@ -1,8 +1,8 @@
 """Body of the TPU attention kernel: one walk over segments and blocks of keys, for single tokens and runs alike.
 
 Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv 2205.14135) over
-the segments of schedule.py. One flat walk over all sequences, so that copies never pause between
-them, is the idea of jax's and tpu-inference's ragged paged attention (arXiv 2604.15464).
+the segments of schedule.py. One flat walk over all sequences, so that copies never pause between them, is the idea of
+jax's and tpu-inference's ragged paged attention (arXiv 2604.15464).
 
 Rows of a tile are ordered (head of the group, token), so that the tokens of one head are neighbours in memory and in
 the mask, or (token, head), the order of the incoming queries, where all heads are one group of many. Owns the
@@ -46,11 +46,15 @@ MASKED = -3e38
 
 
 def attention_kernel(*refs, plan: Plan) -> None:
-    """Run one grid step: the segments of `tiles` tiles. Grid: (cores, steps of a core)."""
+    """Run one grid step: work the segments of `plan.blocks.tiles` tiles. Grid: (cores, steps of a core).
+
+    refs: the fields of `Refs`, of which this writes o, lse and the scratch.
+    """
     _grid_step(Refs(*refs), plan)
 
 
 def _grid_step(refs: Refs, plan: Plan) -> None:
+    """Run `attention_kernel` over named references."""
     buffers, tiles = plan.blocks.buffers, plan.blocks.tiles
     core, step = pl.program_id(0), pl.program_id(1)
     first_tile = (step * plan.cores + core) * tiles
@@ -84,7 +88,7 @@ def _grid_step(refs: Refs, plan: Plan) -> None:
 
 
 def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) -> None:
-    """Fold one block of keys, which is in buffer `slot`, into the running softmax of the grid step's tile `sub`.
+    """Fold one item's block of keys, which is in buffer `slot`, into the running softmax of the grid step's tile `sub`.
 
     The first item of a tile also initialises its statistics, the last one writes its results.
     """
@@ -178,11 +182,12 @@ def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[
 def _fold_block(
     refs: Refs, plan: Plan, segment: Segment, first_key, slot, sub, *, masked: bool, parts: int | None = None
 ) -> None:
-    """Fold one block of keys: per phase its scores, then softmax and values of the phase before it.
+    """Fold a block of keys, in buffer `slot` and from position `first_key` on, into the running softmax of tile `sub`.
 
-    The steps of one head depend on each other and leave the matrix unit idle in turn; those of several heads do not,
-    nor do the scores of another part of the only one. masked: whether some row may not see some key. parts: number of
-    phases to fold, None for all; those after hold no key.
+    For each of `plan.phases` its scores are computed, then softmax and values of the phase before it: the steps of one
+    head depend on each other and leave the matrix unit idle in turn; those of several heads do not, nor do the scores
+    of another part of the only one. masked: whether some row may not see some key. parts: number of phases to fold,
+    None for all; those after hold no key.
     """
     visible = member = None
     if masked:
@@ -195,7 +200,7 @@ def _fold_block(
 
 
 def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], member) -> None:
-    """Fold the scores [rows, keys] of some parts and their values into the running softmax.
+    """Fold the scores f32 [rows, keys] of some parts, and their values in buffer `slot`, into the running softmax.
 
     member: bool [block_q, 1], tokens of the segment, to which alone values are added; None if all are.
     """
@@ -227,9 +232,9 @@ def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], me
 
 
 def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array:
-    """Compute the logits [rows, keys] of a part, to base 2.
+    """Compute the logits f32 [rows, keys] of a part, to base 2.
 
-    visible: bool [block_q, block_kv], elsewhere they are MASKED; None if all keys are visible.
+    visible: bool [block_q, block_kv], False where logits are MASKED; None if all keys are visible.
     """
     window, q = plan.keys[part.head], _queries(refs, plan, sub, part)
     keys = _operand(refs, plan, slot, window, part)
@@ -273,11 +278,13 @@ def _operand(refs: Refs, plan: Plan, slot, window: Window, part: Part) -> jax.Ar
 
 
 def _ones_in_first_lane(values: jax.Array) -> jax.Array:
+    """Return [keys, LANES] of the dtype of values [keys, ...]: ones in lane 0, else zeros."""
     lane = lax.broadcasted_iota(jnp.int32, (values.shape[0], LANES), 1)
     return jnp.where(lane == 0, 1.0, 0.0).astype(values.dtype)
 
 
 def _precision(plan: Plan) -> lax.Precision:
+    """Return the precision of both products."""
     # The matrix unit rounds float32 operands to bfloat16 by default.
     return lax.Precision.HIGHEST if plan.operand_dtype == jnp.float32 else lax.Precision.DEFAULT
 
@@ -295,12 +302,14 @@ def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, oth
 
 
 def _row_max(x: jax.Array) -> jax.Array:
+    """Return the maximum of each row, [n, m] -> [n, 1]."""
     return jnp.max(x, axis=1, keepdims=True)
 
 
 def _across(x: jax.Array, size: int) -> jax.Array:
-    """Widen lane-replicated x [n, LANES] to [n, size] by repeating registers; broadcasting a column would shuffle
-    lanes."""
+    """Widen or cut lane-replicated x [n, LANES] to [n, size] by repeating registers; broadcasting a column would
+    shuffle lanes.
+    """
     if size <= LANES:
         return x[:, :size]
     repeats = -(-size // LANES)
@@ -308,7 +317,7 @@ def _across(x: jax.Array, size: int) -> jax.Array:
 
 
 def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
-    """Normalise one head of a finished tile and write it out."""
+    """Write output and log-sum-exp of one kv head of finished tile `sub` to refs.o and refs.lse."""
     largest = refs.largest[head]
     seen = jnp.broadcast_to(jnp.sum(refs.total[head], axis=1, keepdims=True), largest.shape)
     total, decay = seen, jnp.ones_like(seen)
@@ -342,8 +351,9 @@ def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
 
 
 def _store_lse(refs: Refs, sub, head: int, lse: jax.Array) -> None:
-    """Write the log-sum-exp of a head's rows in tile `sub`, from lane-replicated `lse` [rows, LANES], as one row: a
-    column per row would take a whole lane tile of HBM each.
+    """Write lane-replicated `lse` [rows, LANES] of a kv head to row refs.lse[sub, head].
+
+    As a column, each row would take a whole lane tile of HBM.
     """
     for first in range(0, lse.shape[0], LANES):
         part = lse[first : first + LANES]

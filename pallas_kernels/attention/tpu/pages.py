@@ -7,7 +7,8 @@ An item of work is (segment, block): up to `blocks.pages` pages of the segment's
 visible page. Items are fetched in the order they are worked, `buffers - 1` ahead, across the ends of sequences, tiles
 and grid steps.
 
-Several cores take turns: core c of C works the grid steps' tiles c, C + c, 2 C + c ..., each with copies of its own.
+Several cores take turns: core c of C works the grid steps c, C + c, 2 C + c, ... of `blocks.tiles` tiles each, with
+copies of its own.
 """
 
 from __future__ import annotations
@@ -30,16 +31,12 @@ Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
 
 
 class Part(NamedTuple):
-    """Rows of a tile and pages of a block that are processed together for one kv head.
+    """Rows of a tile and pages of a block that are worked together for one kv head."""
 
-    Attributes:
-      head: the kv head. Rows are [first_row, end_row), pages [first_page, end_page).
-    """
-
-    head: int
-    first_row: int
+    head: int  # the kv head
+    first_row: int  # rows [first_row, end_row) of the tile
     end_row: int
-    first_page: int
+    first_page: int  # pages [first_page, end_page) of the block
     end_page: int
 
 
@@ -47,17 +44,17 @@ class Part(NamedTuple):
 class Plan:
     """Static parameters of one kernel call."""
 
-    spec: AttentionSpec
+    spec: AttentionSpec  # of this device's heads
     block_q: int  # tokens per tile
     group: int  # query heads per kv head, padded
-    page_size: int
-    blocks: Blocks
-    keys: tuple[Window, ...]  # per kv head
-    values: tuple[Window, ...]
+    page_size: int  # tokens of a page
+    blocks: Blocks  # sizes of blocks
+    keys: tuple[Window, ...]  # columns of the keys of each kv head
+    values: tuple[Window, ...]  # and of its values
     operand_dtype: Any  # dtype of the operands of both products
-    has_sinks: bool
-    num_tree_words: int  # 0 without a tree mask
-    cores: int
+    has_sinks: bool  # whether attention sinks are given
+    num_tree_words: int  # uint32 words of a row of the tree mask, 0 without one
+    cores: int  # TensorCores that share the call
     mxu_columns: int  # columns of the matrix unit
     parts: int  # parts into which the work on a single kv head is cut
     table_width: int  # entries of the page table for each sequence
@@ -75,6 +72,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
+        """Query rows of a tile for each kv head."""
         return self.group * self.block_q
 
     @property
@@ -88,7 +86,8 @@ class Plan:
 
     @property
     def phases(self) -> list[list[Part]]:
-        """Parts that are processed together, in order: `blocks.heads` kv heads, or one of `parts` of the only one.
+        """Parts that are worked together, in order: those of `blocks.heads` kv heads, or one of `parts` of the only
+        one.
 
         Parts of rows share the keys that are loaded into the matrix unit; where rows are so few that this load takes
         the time, the parts are of pages, which load nothing twice.
@@ -105,10 +104,12 @@ class Plan:
 
     @property
     def row_lanes(self) -> int:
+        """Lanes of a row of the pool that are a page."""
         return self.lanes[1] - self.lanes[0]
 
     @property
     def block_kv(self) -> int:
+        """Keys of a block."""
         return self.blocks.pages * self.page_size
 
 
@@ -119,10 +120,10 @@ class Refs(NamedTuple):
     page_table: Any  # SMEM i32 [S * W], None if it is too large
     far_page_table: Any  # HBM i32 [S * W], None if it is in SMEM
     logit_scale: Any  # SMEM f32 [K] of q.k, for logits to base 2 (natural logits under a soft cap)
-    value_scale: Any  # SMEM f32 [K]
+    value_scale: Any  # SMEM f32 [K], factor of the output
     sinks: Any  # SMEM f32 [K, G] to base 2, or None
     q: Any  # [tokens, K, G, width] (plan.by_token) or [K, G, block_q, width], queries moved to their key window
-    q_rest: Any  # as q, what follows its last axis; or None
+    q_rest: Any  # as q, the columns of queries after those of q; or None
     tree: Any  # i32 [tiles * block_q, words] or None
     pool: Any  # HBM [P, page_size, C], of which plan.lanes are K * (H + Hv), rounded up to whole lane tiles
     o: Any  # as q, last axis Hv
@@ -139,7 +140,7 @@ class Refs(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Scalars of `Walk` for one segment; the fields' meanings are there."""
+    """Fields of `Walk` for one segment, i32 [] each."""
 
     tile: jax.Array
     seq: jax.Array
@@ -151,7 +152,8 @@ class Segment(NamedTuple):
     num_computed: jax.Array
 
 
-# Fields of `Refs.cursor`, which one grid step passes on to the next.
+# Fields of `Refs.cursor`, which one grid step passes on to the next: the item to fetch, the buffer of the item to work,
+# and the row of `Refs.table_rows` of the segment being fetched.
 FETCH_SEGMENT, FETCH_BLOCK, SLOT, TABLE_ROW = range(4)
 
 
@@ -167,10 +169,12 @@ def read_segment(refs: Refs, item: Item) -> Segment:
 
 
 def num_pages(segment: Segment, plan: Plan) -> jax.Array:
+    """Return the number of pages that hold keys which the segment sees."""
     return pl.cdiv(segment.end_key, plan.page_size) - segment.first_page
 
 
 def is_last_block(segment: Segment, item: Item, plan: Plan) -> jax.Array:
+    """Whether an item of `segment` is its last one."""
     return (item[1] + 1) * plan.blocks.pages >= num_pages(segment, plan)
 
 
@@ -181,6 +185,7 @@ def next_item(refs: Refs, plan: Plan, segment: Segment, item: Item) -> Item:
 
 
 def _next_segment(refs: Refs, plan: Plan, segment) -> jax.Array:
+    """Return the number of this core's next segment after `segment`; past the last one of all, any greater number."""
     if plan.cores == 1:
         return segment + 1
 
@@ -220,7 +225,7 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
     def _():
         near = refs.page_table is not None
         table, row = (refs.page_table, segment.seq) if near else (refs.table_rows, refs.cursor[TABLE_ROW])
-        # Where the block begins in the flat table, once for all its pages: a page is then one addition away.
+        # The block's index in the flat table is computed once, so that each of its pages takes one addition.
         first = row * plan.table_width + segment.first_page + item[1] * plan.blocks.pages
         _for_pages(plan, segment, item, lambda index: _page_copy(refs, plan, table[first + index], slot, index).start())
 
@@ -235,6 +240,7 @@ def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None
 
 
 def _page_copy(refs: Refs, plan: Plan, page, slot, index) -> Any:
+    """Return the copy of pool page `page` to page `index` of buffer `slot`, not yet started."""
     destination = refs.buffer.at[slot, index, :, : plan.row_lanes]
     source = refs.pool.at[page, :, pl.ds(plan.lanes[0], plan.row_lanes)]
     return pltpu.make_async_copy(source, destination, refs.arrived.at[slot])
@@ -260,6 +266,8 @@ def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
 
 
 def _table_row_copy(refs: Refs, plan: Plan, segment, row) -> Any:
+    """Return the copy of the page-table row of `segment` to refs.table_rows[row], not yet started."""
+
     def at(row):
         return pl.ds(pl.multiple_of(row * plan.table_width, LANES), plan.table_width)
 
@@ -281,7 +289,7 @@ def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
 def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot, end_page) -> None:
     """Zero the values in buffer `slot` that the segment does not see: their weight is 0, but they may hold NaN.
 
-    first_key: of the block that it holds. end_page: end of the block's pages that are read at all.
+    first_key: position of the first key of the block in the buffer. end_page: only pages before it are read.
     """
     low = 0
     if plan.spec.window is not None:

@@ -44,10 +44,10 @@ _PAGES = 64  # pages of the pool
 
 
 class Sizes(NamedTuple):
-    """Tokens and keys that one trip works on."""
+    """Tokens and keys of a trip's work."""
 
-    block_q: int
-    block_kv: int
+    block_q: int  # tokens of a tile
+    block_kv: int  # keys of a block
 
 
 def block_profile(
@@ -65,9 +65,10 @@ def block_profile(
     """Build one grid step on one core: (function, shapes of its arguments, list that tracing fills with a trip's
     sizes).
 
-    To be traced for a TPU (`jax.set_mesh`).
+    Call and trace it under a TPU's mesh (`jax.set_mesh`), whose sizes it takes.
 
     Args:
+      spec, page_size: the layer's heads, and tokens of a page.
       decode: tiles of one token, else of a run.
       num_tokens: tokens of the step whose block sizes are taken.
       max_pages: width of the page table.
@@ -107,6 +108,7 @@ def block_profile(
 
 
 def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
+    """Do the work of `part`, one of PARTS, `trips` times on the first segment."""
     segment = read_segment(refs, (jnp.int32(0), jnp.int32(0)))
 
     def trip(index: jax.Array, carry: None) -> None:
@@ -124,6 +126,7 @@ def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
 
 
 def _copy(refs: Refs, plan: Plan, part: str, trips: int) -> None:
+    """Start (part "fetch") or await ("wait") the copies of `trips` items."""
     cursor, end = refs.cursor, segments_before(refs, refs.walk.tile_start.shape[0])
     item = cursor[FETCH_SEGMENT], cursor[FETCH_BLOCK]
     for _ in range(trips):

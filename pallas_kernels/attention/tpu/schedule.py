@@ -27,7 +27,7 @@ class Walk(NamedTuple):
     """n segments in the order they are worked, ordered by tile and then by sequence; those past the last are junk."""
 
     tile_start: jax.Array  # i32 [tiles + 1] first segment of each tile
-    tile: jax.Array  # i32 [n]
+    tile: jax.Array  # i32 [n] tile of the segment
     seq: jax.Array  # i32 [n] row of the page table
     first_row: jax.Array  # i32 [n] tokens [first_row, end_row) of the tile belong to the segment
     end_row: jax.Array  # i32 [n]
@@ -40,14 +40,17 @@ class Walk(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    single: Walk | None
-    runs: Walk | None
+    """Work list of one step's attention on a TPU, a pytree: at least one of the two kernel calls."""
+
+    single: Walk | None  # tiles of one token
+    runs: Walk | None  # tiles of several tokens
     sizes: TpuAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
 
 
 def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
-    """Return the number of tokens per tile of `runs`: smaller where few tokens or large groups would leave most rows of
-    a tile idle.
+    """Return the number of tokens per tile of `runs` for a step of num_tokens and groups of group_size query heads.
+
+    A power of two, or sizes.min_block_q: smaller where few tokens or large groups would leave most rows of a tile idle.
     """
     wanted = min(sizes.max_block_q, num_tokens // sizes.run_tiles, sizes.run_rows // group_size)
     return max(1 << max(wanted, 1).bit_length() - 1, sizes.min_block_q)
@@ -67,9 +70,10 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into segments; a few integer operations on [T, S] and smaller.
+    """Cut a batch of T = num_tokens tokens into segments, for attention.op.attention_schedule.
 
-    `runs` is None if T is at most S; else `single` is None if batch.num_decode is.
+    `runs` is None if T is at most S; else `single` is None if batch.num_decode is. A few integer operations on [T, S]
+    and smaller.
     Raises ValueError for `kv_limits`, and for a window on both sides, which the kernel does not have.
     """
     if kv_limits is not None:
@@ -90,7 +94,9 @@ def attention_schedule(
 
 
 def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_q: int, page_size: int) -> Walk:
-    """Return the Walk over segments of the `chosen` sequences (bool [S]) among the first `num_tokens` tokens."""
+    """Return the Walk over the segments of the `chosen` sequences (bool [S]) among the first `num_tokens` tokens, in
+    tiles of block_q.
+    """
     num_seqs = chosen.shape[0]
     start, end = batch.cu_q_lens[:-1], batch.cu_q_lens[1:]
     chosen = chosen & (end > start)

@@ -16,23 +16,25 @@ from jaxengine.pallas_kernels.kv.pages import LANES
 from jaxengine.pallas_kernels.tuning import TpuAttention
 
 SUBLANES = 8
-MOST_COPIES = 64  # most pages, each a copy, of a block that is joined of several parts
+MOST_COPIES = 64  # most pages, each a copy, of a block that is worked in several parts
 PACKED_SUBLANES = 16  # rows of a register of bfloat16
 
 
 class Window(NamedTuple):
-    """Full lane tiles of a pool row [start, start + size) that contain one head's keys or values from `offset` on.
+    """Full lane tiles of a pool row that contain one head's keys or values.
 
     Operands are sliced at lane tiles because a slice that starts inside one is a rotation of every register. Other
-    elements of the window meet zeros of the query, or are cut off the result.
+    elements of the window are multiplied by zeros of the query, or cut off the result.
     """
 
-    start: int
+    start: int  # columns [start, start + size) of the row, both multiples of LANES
     size: int
-    offset: int
+    offset: int  # column of the window at which the head begins
 
 
 class Blocks(NamedTuple):
+    """Sizes of the kernel's work on keys."""
+
     pages: int  # pages of one sequence per block of keys
     buffers: int  # blocks in VMEM: one being worked, the others on their way
     tiles: int  # tiles per grid step
@@ -40,16 +42,16 @@ class Blocks(NamedTuple):
 
 
 def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Return the windows (columns, in whole tiles) of the keys of each of `num_kv_heads` in a row of the pool."""
+    """Return the windows of the keys of each of `num_kv_heads` heads in a row of the pool."""
     return tuple(_window(head * _stride(spec), spec.head_dim) for head in range(num_kv_heads))
 
 
 def value_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Return the windows (columns, in whole tiles) of the values of each of `num_kv_heads` in a row of the pool: after
-    its keys, or at their beginning.
+    """Return the windows of the values of each of `num_kv_heads` heads in a row of the pool: after the head's key, or
+    at its beginning.
     """
-    behind = 0 if spec.values_in_keys else spec.head_dim
-    return tuple(_window(head * _stride(spec) + behind, spec.v_head_dim) for head in range(num_kv_heads))
+    first = 0 if spec.values_in_keys else spec.head_dim
+    return tuple(_window(head * _stride(spec) + first, spec.v_head_dim) for head in range(num_kv_heads))
 
 
 def _stride(spec: AttentionSpec) -> int:
@@ -58,21 +60,24 @@ def _stride(spec: AttentionSpec) -> int:
 
 
 def _window(column: int, size: int) -> Window:
+    """Return the smallest window that contains columns [column, column + size)."""
     start = column // LANES * LANES
     return Window(start, _round_up(column + size, LANES) - start, column - start)
 
 
 def lies_by_token(num_kv_heads: int, group: int) -> bool:
-    """Whether tiles of several tokens order their rows token by token, which saves a transpose of queries and
-    results."""
+    """Whether tiles of several tokens order their rows token by token, which saves a transpose of queries and results.
+
+    group: query heads per kv head.
+    """
     return num_kv_heads == 1 and group % PACKED_SUBLANES == 0
 
 
 def buffer_lanes(row_lanes: int) -> int:
     """Return the lanes that a row of `row_lanes` takes in VMEM.
 
-    Tiles of one head lie a row apart. Where that is a multiple of four tiles they share a bank of VMEM, which gives one
-    a cycle; an unused tile at the end of each row spreads them.
+    Tiles of one head lie a row apart. Where that is a multiple of four tiles they share a bank of VMEM, which reads one
+    a cycle; an unused tile at the end of each row spreads them over banks.
     """
     return row_lanes + (LANES if row_lanes % (4 * LANES) == 0 else 0)
 
@@ -94,6 +99,7 @@ def choose_blocks(
     `sizes` allows.
 
     Args:
+      page_size: tokens of a page.
       max_pages: columns of the page table.
       num_tiles: tiles of the kernel call.
       single: tiles of one token, which are bound by bandwidth: long blocks amortise the work per block. Otherwise the
@@ -119,11 +125,11 @@ def choose_blocks(
 def choose_parts(
     sizes: TpuAttention, *, num_kv_heads: int, group: int, block_q: int, pages: int, page_size: int
 ) -> int:
-    """Return the number of parts into which a tile's work on a block of `pages` is cut; 1 where several heads overlap
-    instead.
+    """Return the number of parts into which a tile's work on a block of `pages` pages is cut; 1 where several heads
+    overlap instead.
 
-    One part has its softmax while the next has its scores. Parts are of the block's pages for a tile of one token, else
-    of the tile's tokens.
+    The softmax of one part is computed with the scores of the next. Parts are of the block's pages for a tile of
+    block_q = 1 token, else of the tile's tokens. group: query heads per kv head.
     """
     if num_kv_heads > 1 or (block_q > 1 and not lies_by_token(num_kv_heads, group)):
         return 1
@@ -157,4 +163,5 @@ def check_page_size(page_size: int) -> None:
 
 
 def _round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

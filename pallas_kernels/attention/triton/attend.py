@@ -32,7 +32,9 @@ MAX_HEAD_DIM = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    items: DecodeItems
+    """Work list of one step's attention on an Ampere or Ada card, a pytree."""
+
+    items: DecodeItems  # of all new tokens
     tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
 
 
@@ -128,4 +130,5 @@ def ragged_paged_attention(
 
 @functools.cache
 def _log_once(reason: str) -> None:
+    """Log a warning that attention runs as plain XLA, once per process and reason."""
     logger.warning("attention runs as plain XLA instead of the Triton kernels: %s", reason)

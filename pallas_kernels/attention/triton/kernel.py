@@ -53,7 +53,7 @@ class Shape:
     """Static shape of the kernels. `spec` counts the heads that this device holds."""
 
     spec: AttentionSpec
-    page_size: int
+    page_size: int  # tokens of a page
     tokens: int  # most new tokens of a row
     dtype: Any  # of queries, results and operands of products
 
@@ -72,11 +72,11 @@ class _Refs(NamedTuple):
     scale: Any  # f32 [K] factor of the products
     v_scale: Any  # f32 [K]
     sinks: Any  # f32 [N] in base 2
-    items: Any
-    pair_items: Any
-    item_parts: Any
-    row_tokens: Any
-    empty_o: Any  # the results, before
+    items: Any  # i32 [I, ITEM_FIELDS], as the next three see DecodeItems
+    pair_items: Any  # i32 [R * K + 1]
+    item_parts: Any  # i32 [I]
+    row_tokens: Any  # i32 [R, Q]
+    empty_o: Any  # this and the next: the results' initial values, in the same memory
     empty_lse: Any
     o: Any  # [T, N, Hv]
     lse: Any  # f32 [T, N]
@@ -90,16 +90,16 @@ class _CutRefs(NamedTuple):
 
     sums: Any  # f32 [parts, M, Hv]
     largest: Any  # f32 [parts, M]
-    total: Any
-    pairs: Any
-    bounds: Any
-    row_tokens: Any
-    v_scale: Any
-    sinks: Any
-    whole_o: Any  # the results, before
+    total: Any  # f32 [parts, M]
+    pairs: Any  # i32 [C], as the next one see Cuts
+    bounds: Any  # i32 [C + 1]
+    row_tokens: Any  # i32 [R, Q]
+    v_scale: Any  # f32 [K]
+    sinks: Any  # f32 [N] in base 2
+    whole_o: Any  # this and the next: the first kernel's results, in the same memory
     whole_lse: Any
-    o: Any
-    lse: Any
+    o: Any  # [T, N, Hv]
+    lse: Any  # f32 [T, N]
 
 
 def rows_attention(
@@ -154,11 +154,12 @@ def rows_attention(
 
 
 def _structs(dtype: Any, shape: tuple[int, int], width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return the structs of sums [*shape, width] of `dtype`, and of a float32 of each."""
+    """Return (ShapeDtypeStruct [*shape, width] of `dtype`, ShapeDtypeStruct float32 `shape`)."""
     return jax.ShapeDtypeStruct((*shape, width), dtype), jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def _attend(shape: Shape, refs: _Refs) -> None:
+    """Attend one item, by the program's number; writes its result, or its partial softmax if its pair is cut."""
     item = pl.program_id(0)
 
     @pl.when(item < refs.pair_items[refs.pair_items.shape[0] - 1])
@@ -231,7 +232,8 @@ def _tile(shape: Shape, pool, page, head, start, width: int, in_use):
     """Load the keys or values of a block as operands [keys, padded width]; 0 where a slot is not in use and may be NaN,
     because 0 * NaN is not 0.
 
-    page: of the block, or i32 [keys, 1] of each key. start: i32 [keys, 1] offsets in the page's tile of a head.
+    page: of the block, or i32 [keys, 1] of each key. start: i32 [keys, 1] offsets in the page's tile of `head`. width:
+    elements of a key or value. in_use: bool [keys].
     """
     columns, mask = _columns(width, in_use)
     source = pool.at[page, head, start + columns]
@@ -280,9 +282,9 @@ def _widened(codes, dtype):
 
 
 def _finished(largest, total, acc, sink, v_scale):
-    """Return output [..., Hv] and log-sum-exp [...] of a softmax with a sink logit; 0 and -inf for one of nothing.
+    """Return output [M, Hv] and log-sum-exp [M] of a softmax with a sink logit; 0 and -inf where both are of nothing.
 
-    largest, total, sink: f32 [...], maximum and sink in base 2. acc: f32 [..., Hv].
+    largest, total, sink: f32 [M], maximum and sink in base 2. acc: f32 [M, Hv] sums of values. v_scale: their factor.
     """
     new_largest = jnp.maximum(largest, sink)
     decay = jnp.exp2(largest - new_largest)
@@ -293,7 +295,7 @@ def _finished(largest, total, acc, sink, v_scale):
 
 
 def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
-    """Merge one row of queries of a cut pair, `most` parts at a time."""
+    """Merge the parts of one query of a cut pair, `most` at a time, and write its result; nothing for an unused cut."""
     spec, cut, lane = shape.spec, pl.program_id(0), pl.program_id(1)
     pair = refs.pairs[cut]
 
@@ -341,5 +343,5 @@ def _columns(width: int, live):
 
 
 def _padded(size: int) -> int:
-    """Return the smallest power of two that is at least `size`, and LEAST."""
+    """Return the smallest power of two that is at least `size` and at least LEAST."""
     return max(1 << (size - 1).bit_length(), LEAST)

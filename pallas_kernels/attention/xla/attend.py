@@ -2,10 +2,10 @@
 lengths.
 
 Online softmax over kv blocks (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv
-2205.14135) on the work list of schedule.py: one loop with a dynamic trip count takes one (tile, kv
-block) at a time, gathers the block's pages, folds them into the running maximum, denominator and accumulator of the
-tile's rows and writes the normalised result back. Several short sequences share a tile, because on the CPU an
-operation costs about a microsecond before it does any work.
+2205.14135) on the work list of schedule.py: one loop with a dynamic trip count takes one (tile, kv block) at a time,
+gathers the block's pages, folds them into the running maximum, denominator and accumulator of the tile's rows and
+writes the normalised result back. Several short sequences share a tile, because on the CPU an operation costs about a
+microsecond before it does any work.
 
 The loop body is compiled once per layer and step shape, so it is written for few and large operations: lengths turn
 into masks and scalars in the schedule, not here.
@@ -69,13 +69,13 @@ def ragged_paged_attention(
 class _Step(NamedTuple):
     """Operands that all tiles of the step share."""
 
-    kv: KVPages
-    batch: RaggedBatch
-    spec: AttentionSpec
-    scale: jax.Array  # f32 [K] factor of the logits
+    kv: KVPages  # pool to read
+    batch: RaggedBatch  # rows of the step
+    spec: AttentionSpec  # of this device's heads
+    scale: jax.Array  # f32 [K] factor of the products of queries and keys
     sink: jax.Array  # f32 [K, G] logit that is in the denominator from the start, -inf: none
     tree_mask: jax.Array | None  # u32 [T, words]
-    sizes: XlaAttention
+    sizes: XlaAttention  # of the schedule
 
 
 def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +137,8 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
     """Run the work list of `tiles` and return `results` with every tile written.
 
     read: tile -> its rows [B, K, M, H] with M = Q * G, and their tree mask u32 [B, Q, words] or None.
-    write: results, tile, (o [B, K, M, Hv], lse [B, K, M]) -> results. Called for every block of a tile; the last wins.
+    write: results, tile, (o [B, K, M, Hv], lse [B, K, M]) -> results. Called for every block of a tile, of which the
+        last one overwrites the others.
     """
     num_seqs, block_q = tiles.start.shape[1:]
     num_kv_heads, group = step.sink.shape
@@ -170,7 +171,7 @@ class _Keys(NamedTuple):
     k: jax.Array  # [B, K, kv, H]
     v: jax.Array  # [B, K, kv, Hv]
     k_scale: jax.Array | None  # f32 [B, K, kv]
-    v_scale: jax.Array | None
+    v_scale: jax.Array | None  # f32 [B, K, kv]
 
 
 def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) -> _Keys:
@@ -182,7 +183,8 @@ def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) 
 
 
 def _fold_block(softmax, q, keys: _Keys, visible, step: _Step):
-    """Add the keys and values of a block to an online softmax: returns (largest, total [B, K, M], acc [B, K, M, Hv]).
+    """Add the keys and values of a block to an online softmax, (largest, total f32 [B, K, M], acc f32 [B, K, M, Hv]);
+    returns the new one.
 
     q: [B, K, M, H]. visible: bool [B, Q, kv]; the G rows of a token see the same keys.
     """
@@ -231,13 +233,14 @@ def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch)
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
     """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored.
 
-    Token scales follow the codes; where values lie in keys, both results are the full keys.
+    Token scales follow the codes in the last axis. Where values lie in keys, these are gathered once, and both results
+    are the full keys.
 
-    Slots outside [low, high) may hold NaN: their values are 0, scales included (their keys are masked as logits), and a
-    page id there may be anything, the gather clips it. Keys that hold their values are gathered once. On CPUs the two
-    branches of a cond differ in the mask only: most blocks need none and are copied at memory bandwidth. The cond also
-    keeps XLA from fusing the reshapes below into the gathers, which would then compute an index per element and take
-    three times as long. On GPUs the mask is a part of the gather's own kernel, and a cond would make the host wait.
+    Slots outside [low, high) may hold NaN: their values are 0, scales included (their keys are masked as logits). A
+    page id there may be garbage, which the gather clips. On CPUs the two branches of a cond differ in the mask only:
+    most blocks need none and are copied at memory bandwidth. The cond also keeps XLA from fusing the reshapes below
+    into the gathers, which would then compute an index per element and take three times as long. On GPUs the mask is a
+    part of the gather's own kernel, and a cond would make the host wait.
     """
     kv, spec = step.kv, step.kv.spec
     if kv.layout == "tpu":
@@ -304,8 +307,9 @@ def operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> ja
 
 
 def gather_columns(data: jax.Array, rows: jax.Array, column: int, width: int) -> jax.Array:
-    """Gather columns [column, column + width) of rows i32[n] of data [R, C]: [n, width]; rows out of range are
-    clipped."""
+    """Gather columns [column, column + width) of rows i32[n] of data [R, C]: [n, width]. Rows out of range are clipped
+    to the first or last one.
+    """
     dims = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     index = jnp.stack([rows, jnp.full_like(rows, column)], axis=-1)
     return lax.gather(data, index, dims, (1, width), mode=lax.GatherScatterMode.CLIP)

@@ -24,7 +24,7 @@ from jaxengine.pallas_kernels.tuning import Tuning, XlaAttention
 
 
 class Tiles(NamedTuple):
-    """n tiles, of which the first `num_tiles` have rows; tokens of one sequence never span two B."""
+    """n tiles of B sequences x Q tokens, of which the first `num_tiles` have rows; row b is of sequence seqs[:, b]."""
 
     num_tiles: jax.Array  # i32 []
     seqs: jax.Array  # i32 [n, B] row of the page table
@@ -42,9 +42,11 @@ class Tiles(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    single: Tiles
+    """Work list of one step's attention in plain XLA, a pytree."""
+
+    single: Tiles  # of sequences of one token each
     rank: jax.Array  # i32 [T] row (tile * B + index) of `single` that holds a token, n * B if none does
-    runs: Tiles | None
+    runs: Tiles | None  # of sequences of several tokens
     sizes: XlaAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
 
 
@@ -84,18 +86,19 @@ def attention_schedule(
 class _Keys(NamedTuple):
     """Inputs that determine which keys a token sees."""
 
-    batch: RaggedBatch
+    batch: RaggedBatch  # rows of the step
     q_lens: jax.Array  # i32 [S], 0 for rows that are not live
-    spec: AttentionSpec
-    limits: jax.Array | None  # i32 [T]
+    spec: AttentionSpec  # of which causal, window and chunk count
+    limits: jax.Array | None  # i32 [T], `kv_limits` of the public operation
 
 
 def _single_tiles(
     keys: _Keys, seqs, tokens, valid, num_tokens: int, block_seqs: int, block_kv: int
 ) -> tuple[Tiles, jax.Array]:
-    """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1], B at most block_seqs.
+    """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1], B at most block_seqs, ordered by
+    their number of blocks of block_kv keys, the longest first.
 
-    tokens: indexes into the step's tokens. Returns the tiles and `Schedule.rank`.
+    tokens: indices into the step's num_tokens tokens. Returns the tiles and `Schedule.rank`.
     """
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
@@ -117,7 +120,7 @@ def _single_tiles(
 def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
     """Cut every sequence of several tokens into tiles [n, 1, Q], in token order.
 
-    num_tokens: of the batch. block_q, block_kv: tokens of a tile, and keys of a block.
+    num_tokens: of the batch. block_q: most tokens of a tile. block_kv: keys of a block.
     """
     q_lens = keys.q_lens
     num_seqs, block_q = q_lens.shape[0], min(block_q, num_tokens)
@@ -134,7 +137,11 @@ def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Til
 
 
 def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array]:
-    """Return the range [start, end) of keys that new token `index` of sequence `seqs` sees; empty where not `valid`."""
+    """Return the range [start, end) of keys that new token `index` of sequence `seqs` sees; end is 0 where not
+    `valid`.
+
+    seqs, index, valid: i32 and bool arrays that broadcast to the shape of the results.
+    """
     batch, q_lens, spec, limits = keys
     position = batch.kv_lens[seqs] - q_lens[seqs] + index
     end = jnp.where(valid, position + 1 if spec.causal else batch.kv_lens[seqs], 0)
@@ -171,4 +178,5 @@ def _count(mask: jax.Array) -> jax.Array:
 
 
 def _ceil_div(x: jax.Array, y: int) -> jax.Array:
+    """Return x / y, rounded up, for integers."""
     return (x + y - 1) // y

@@ -37,10 +37,10 @@ def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, t
 class _Step(NamedTuple):
     """Operands that all tiles of the step share."""
 
-    kv: KVPages
-    batch: RaggedBatch
-    sizes: XlaAttention
-    count: int
+    kv: KVPages  # pool of the indexer's keys, or of those to attend to
+    batch: RaggedBatch  # rows of the step
+    sizes: XlaAttention  # of the schedule
+    count: int  # k, keys that a token selects
 
 
 def select_keys(
@@ -83,10 +83,12 @@ def select_keys(
 
 
 def _operand_dtype(q: jax.Array, kv: KVPages) -> jnp.dtype:
+    """Return the dtype of products' operands: bfloat16 if queries and pool have it, else float32."""
     return jnp.dtype(jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32)
 
 
 def _nothing(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
+    """Return positions i32 `shape` of which none is selected: -1."""
     return zeros_in_layer(kv.data, shape, jnp.int32) - 1
 
 
@@ -105,27 +107,27 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: j
 
 
 def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step: _Step) -> jax.Array:
-    """Return the positions i32 [B, Q, k] that the tokens of one tile select; arguments as of `_walk`."""
+    """Return the positions i32 [B, Q, k] that the tokens of one tile select, of queries and weights as of `_walk`."""
     ends, count = tiles.end[tile], step.count
     block = step.sizes.block_kv_of(step.kv.page_size, ends.size)
     most = -(-_MERGED * count // block)
     # Where every token selects all that it sees, no score is needed.
     last = jnp.max(ends)
     num_blocks = jnp.where(last > count, -(-last // block), 0)
-    places = jnp.arange(most * block, dtype=jnp.int32)
+    offsets = jnp.arange(most * block, dtype=jnp.int32)
 
     def merge(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def score(number: jax.Array, scores: jax.Array) -> jax.Array:
             keys, scales = _index_keys(tiles.seqs[tile], index * most + number, block, q.dtype, step)
             new = _scores(q, weights, keys, scales)
-            seen = (index * most + number) * block + places[:block] < ends[..., None]
+            seen = (index * most + number) * block + offsets[:block] < ends[..., None]
             return lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, new, -jnp.inf), number * block, 2)
 
         start = zeros_in_layer(step.kv.data, (*ends.shape, most * block)) - jnp.inf
         scores = lax.fori_loop(0, jnp.minimum(most, num_blocks - index * most), score, start)
         # The best so far come first, so that of equal scores the lowest position does.
         scores = jnp.concatenate([best[0], scores.reshape(ends.size, -1)], axis=1)
-        more = jnp.broadcast_to(index * most * block + places, (ends.size, len(places)))
+        more = jnp.broadcast_to(index * most * block + offsets, (ends.size, len(offsets)))
         top, which = lax.top_k(scores, count)
         return top, jnp.take_along_axis(jnp.concatenate([best[1], more], axis=1), which, axis=1)
 
@@ -154,9 +156,10 @@ def _scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scales: jax.Array
 def _index_keys(
     seqs: jax.Array, block: jax.Array, block_kv: int, dtype: jnp.dtype, step: _Step
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Gather the indexer's keys [B, block_kv, J] of one block of sequences i32 [B], and their token scales, if any.
+    """Gather the indexer's keys [B, block_kv, J] in `dtype` of one block of sequences i32 [B], and their token scales
+    f32 [B, block_kv], or None for a pool without them.
 
-    Page ids past a sequence's keys may be anything: the gather clips them, and their scores are not used.
+    Page ids past a sequence's keys may be garbage: the gather clips them, and their scores are not used.
     """
     kv, spec = step.kv, step.kv.spec
     columns = block * (block_kv // spec.page_size) + jnp.arange(block_kv // spec.page_size, dtype=jnp.int32)
@@ -203,10 +206,10 @@ def selected_attention(
         rows, own, seq = (lax.dynamic_slice_in_dim(x, first, size) for x in (q, positions, seqs))
 
         def fold(index: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            places = lax.dynamic_slice_in_dim(own, index * block, block, axis=1)
-            pages = batch.page_table[seq[:, None], jnp.maximum(places, 0) // kv.page_size]
-            keys, scales = _latents(kv, pages, jnp.maximum(places, 0) % kv.page_size, dtype)
-            return _folded(softmax, rows, keys, scales, places >= 0, scale, spec)
+            chosen = lax.dynamic_slice_in_dim(own, index * block, block, axis=1)
+            pages = batch.page_table[seq[:, None], jnp.maximum(chosen, 0) // kv.page_size]
+            keys, scales = _latents(kv, pages, jnp.maximum(chosen, 0) % kv.page_size, dtype)
+            return _folded(softmax, rows, keys, scales, chosen >= 0, scale, spec)
 
         shape = size, num_heads
         start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, spec.v_head_dim)))
@@ -222,7 +225,9 @@ def selected_attention(
 
 
 def _latents(kv: KVPages, pages: jax.Array, offsets: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Gather the keys [B, b, H] of tokens at `offsets` in `pages`, i32 [B, b] each, and their token scales, if any."""
+    """Gather the keys [B, b, H] in `dtype` of tokens at `offsets` in `pages`, i32 [B, b] each, and their token scales
+    f32 [B, b], or None for a pool without them.
+    """
     spec = kv.spec
     if kv.layout == "tpu":
         index = jnp.stack([pages, offsets, jnp.full_like(pages, kv.lanes_of_page[0])], axis=-1)
@@ -242,8 +247,11 @@ def _folded(
     scale: jax.Array | float,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, ...]:
-    """Add keys [B, b, H] to the online softmax of queries [B, N, H]: largest logit and total f32 [B, N], and sums
-    [B, N, Hv]. scales: f32 [B, b] of the keys; None for none. seen: bool [B, b].
+    """Add keys [B, b, H] to the online softmax of queries [B, N, H], (largest logit and total f32 [B, N], sums f32
+    [B, N, Hv]); returns the new one.
+
+    Values are the first Hv elements of the keys. scales: f32 [B, b] of the keys, None for none. seen: bool [B, b], the
+    keys that count. scale: factor of the logits.
     """
     largest, total, sums = softmax
     logits = lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32) * scale

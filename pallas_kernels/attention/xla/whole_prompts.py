@@ -25,7 +25,8 @@ class Schedule(NamedTuple):
 
     Attributes:
       order: i32[S], prompts ordered by padded length, those without tokens last.
-      ends: i32[C], for each length that a step can have, and for longer prompts, one past its last index in `order`.
+      ends: i32[n + 1], for each of the n lengths of `_lengths`, then for longer prompts, one past its last index in
+        `order`.
       first, length: i32[S], of each prompt the first token and the number of tokens.
     """
 
@@ -73,8 +74,8 @@ def whole_prompt_attention(
     o, begin = jnp.zeros((*q.shape[:2], spec.v_head_dim), jnp.float32), jnp.int32(0)
     for kind, size in enumerate(lengths):
 
-        def attend(place: jax.Array, o: jax.Array, size: int = size) -> jax.Array:
-            prompt = schedule.order[place]
+        def attend(index: jax.Array, o: jax.Array, size: int = size) -> jax.Array:
+            prompt = schedule.order[index]
             first, length = schedule.first[prompt], schedule.length[prompt]
             queries, keys, values = (_rows(part, first, size) for part in (q, k, v))
             softmax = _fold(None, queries, keys, values, 0, 0, length, spec, added)
@@ -84,8 +85,8 @@ def whole_prompt_attention(
         begin = schedule.ends[kind]
     if num_tokens > BLOCK:
 
-        def in_blocks(place: jax.Array, o: jax.Array) -> jax.Array:
-            return _in_blocks(place, o, q, k, v, schedule, spec, added)
+        def in_blocks(index: jax.Array, o: jax.Array) -> jax.Array:
+            return _in_blocks(index, o, q, k, v, schedule, spec, added)
 
         o = lax.fori_loop(begin, schedule.ends[-1], in_blocks, o)
     return o[:num_tokens].astype(own_dtype)
@@ -98,13 +99,13 @@ class _Added(NamedTuple):
     relative: tuple[jax.Array, jax.Array] | None
 
 
-def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec, added: _Added) -> jax.Array:
-    """Attend a prompt of more than BLOCK tokens, number `place` in the schedule's order; return o with its rows
+def _in_blocks(index, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec, added: _Added) -> jax.Array:
+    """Attend a prompt of more than BLOCK tokens, number `index` in the schedule's order; return o with its rows
     written.
 
-    q, k, v: [T, heads, head dim] of all prompts. o: [T, N, Hv].
+    q, k, v: [T + BLOCK, heads, head dim] of all prompts, padded. o: f32[T + BLOCK, N, Hv].
     """
-    prompt = schedule.order[place]
+    prompt = schedule.order[index]
     first, length = schedule.first[prompt], schedule.length[prompt]
     num_blocks = (length + BLOCK - 1) // BLOCK
     reach = length if spec.window is None else spec.window - 1
@@ -127,14 +128,15 @@ def _in_blocks(place, o: jax.Array, q, k, v, schedule: Schedule, spec: Attention
 
 
 class _Softmax(NamedTuple):
-    """Running softmax of rows, f32: largest logit and sum of weights [K, G, Q], weighted values [K, G, Q, Hv]."""
+    """Running softmax of queries, f32."""
 
-    largest: jax.Array
-    total: jax.Array
-    values: jax.Array
+    largest: jax.Array  # [K, G, Q] largest logit
+    total: jax.Array  # [K, G, Q] sum of weights
+    values: jax.Array  # [K, G, Q, Hv] sum of weighted values
 
 
 def _rows(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    """Return `size` rows of x from `first` on."""
     return lax.dynamic_slice_in_dim(x, first, size)
 
 
@@ -163,10 +165,10 @@ def _fold(
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
     if added.biases is not None:
         logits += _by_distance(added.biases, first_key - first_query, len(q)).reshape(logits.shape)
-    places = first_key + jnp.arange(len(k))
-    visible = jnp.broadcast_to(places < length, (len(q), len(k)))
+    positions = first_key + jnp.arange(len(k))
+    visible = jnp.broadcast_to(positions < length, (len(q), len(k)))
     if spec.window is not None:
-        visible &= jnp.abs(first_query + jnp.arange(len(q))[:, None] - places) < spec.window
+        visible &= jnp.abs(first_query + jnp.arange(len(q))[:, None] - positions) < spec.window
     logits = jnp.where(visible, logits, -jnp.inf)
     largest = jnp.max(logits, axis=-1)
     if softmax is not None:
@@ -175,7 +177,7 @@ def _fold(
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
     # Values past the prompt are another's, which may hold NaN.
-    own = jnp.where((places < length)[:, None, None], v, 0)
+    own = jnp.where((positions < length)[:, None, None], v, 0)
     values = jnp.einsum("kgqs,skh->kgqh", weights.astype(v.dtype), own, preferred_element_type=jnp.float32)
     if softmax is None:
         return _Softmax(largest, total, values)
@@ -184,10 +186,10 @@ def _fold(
 
 
 def _by_distance(biases: jax.Array, distance, size: int) -> jax.Array:
-    """Return f32[N, size, size], for each query and key of a block the bias of their distance.
+    """Return [N, size, size], for each query and key of a block the bias of their distance, by `biases` [N, 2 R + 1].
 
-    distance: of the first key to the first query, i32[] or int. Row i of such a matrix is the row before, a column
-    further left: all rows are one line of 2 size - 1 biases, repeated and cut a place shorter. So none is gathered.
+    distance: of the first key to the first query, i32[] or int. Row i + 1 of such a matrix is row i moved right by one
+    column. So 2 size - 1 biases are repeated, and the repetitions cut into rows one element shorter: none is gathered.
     """
     reach, width = biases.shape[1] // 2, 2 * size - 1
     line = biases[:, jnp.clip(distance + jnp.arange(width) - (size - 1), -reach, reach) + reach]
@@ -196,10 +198,11 @@ def _by_distance(biases: jax.Array, distance, size: int) -> jax.Array:
 
 
 def _of_distances(q: jax.Array, k: jax.Array, relative: tuple[jax.Array, jax.Array], distance) -> jax.Array:
-    """Return f32[N, Q, Q], of each query q [Q, N, H] and key k [Q, N, H] the products of the query with its distance's
-    key and of the key with its distance's query.
+    """Return f32[N, Q, Q]: for each query of q [Q, N, H] and key of k [Q, N, H] the sum of two products, of the query
+    with the key of their distance, and of the key with the query of their distance.
 
-    distance: of the first key to the first query, i32[] or int.
+    relative: keys and queries of distances, [2 R + 1, N, H] each. distance: of the first key to the first query, i32[]
+    or int.
     """
     size, reach = len(q), relative[0].shape[0] // 2
     rows = jnp.clip(distance + jnp.arange(2 * size - 1) - (size - 1), -reach, reach) + reach
@@ -209,9 +212,9 @@ def _of_distances(q: jax.Array, k: jax.Array, relative: tuple[jax.Array, jax.Arr
 
 
 def _shifted(x: jax.Array) -> jax.Array:
-    """Return y [N, Q, Q] of x [N, Q, 2 Q - 1], whose row i is the row of x from place Q - 1 - i on.
+    """Return y [N, Q, Q] of x [N, Q, 2 Q - 1], whose row i is row i of x from column Q - 1 - i on.
 
-    Nothing is gathered: all rows are one line, cut a place shorter than it was joined.
+    Nothing is gathered: rows are joined, and cut one element shorter than they were.
     """
     size = x.shape[1]
     line = x.reshape(len(x), -1)[:, size - 1 :]
@@ -219,8 +222,8 @@ def _shifted(x: jax.Array) -> jax.Array:
 
 
 def _write(o: jax.Array, first: jax.Array, is_own: jax.Array, softmax: _Softmax) -> jax.Array:
-    """Return o f32[T, N, Hv] with the normalised rows of a block written from token `first` on, where
-    is_own bool[Q].
+    """Return o f32[T, N, Hv] with the normalised values of Q queries written from token `first` on, where is_own
+    bool[Q] holds.
     """
     rows = softmax.values / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None]
     rows = jnp.moveaxis(rows, 2, 0).reshape(len(is_own), *o.shape[1:])

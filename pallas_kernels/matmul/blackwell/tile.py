@@ -111,13 +111,15 @@ def multiply_plain(shape: Any, refs: Any, rows: int, count: Any) -> list[Any]:
 
 
 def _load(sums: Any) -> Any:
+    """Start loading tensor memory to registers; `wait_load_tmem` waits for it."""
     return plgpu.async_load_tmem(sums, layout=plgpu.Layout.TCGEN05)
 
 
 def store(pieces: list[Any], staged: Any, send: Callable[[Any, int], None]) -> None:
-    """Transpose pieces of a tile, f32 [128, PIECE], and send them.
+    """Transpose pieces of a tile, f32 [128, up to PIECE], and send them; returns once all are stored.
 
-    staged: shared memory [2, PIECE, 128]. send(part of it, first): the rows from `first` on.
+    staged: shared memory [2, PIECE, 128] in the result's dtype. send(part of it, first) starts the copy of the rows
+    from `first` on.
     """
     for index, piece in enumerate(pieces):
         count = piece.shape[1]

@@ -25,8 +25,9 @@ _BITS = jnp.uint16, jnp.int16
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: float32 [R, out]; matmul.dense.matmul
-    has checked the arguments.
+    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: float32 [R, out].
+
+    matmul.dense.matmul has checked the arguments.
     """
     rows = x.shape[0]
     if rows == 1 and x.dtype == jnp.float32 and contract == 0 and (parts := _num_parts(weight.shape[0])):
@@ -42,7 +43,7 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
 
 
 def _num_parts(inputs: int) -> int:
-    """Return the number of partial sums into which one row's float32 product is cut, 0 for none.
+    """Return the number of partial sums into which one row's float32 product is cut, 0 if it is not cut.
 
     Parts are full blocks if those divide the inputs, so that one row has the same bits as among others.
     """
@@ -52,7 +53,8 @@ def _num_parts(inputs: int) -> int:
 
 
 def _num_terms(shape: tuple[int, ...], contract: int) -> int:
-    """Return the number of terms into which one row's product is cut along the inputs, 0 for none.
+    """Return the number of terms into which one row's bfloat16 product is cut along the inputs, 0 if that form does not
+    apply.
 
     shape: of the matrix. contract: its axis of inputs.
     """
@@ -65,7 +67,7 @@ def _num_terms(shape: tuple[int, ...], contract: int) -> int:
 def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> jax.Array:
     """Multiply one bfloat16 row [1, in] by a bfloat16 matrix that is widened in registers: f32 [1, out].
 
-    terms: parts of the inputs, see `_num_terms`.
+    contract: the matrix's axis of inputs. terms: parts of these, see `_num_terms`.
 
     XLA:CPU's product of bfloat16 writes the widened matrix to memory first, and its sums of products are scalar code.
     Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a half. The

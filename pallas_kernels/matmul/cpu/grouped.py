@@ -39,7 +39,7 @@ def over_groups(
     matrix_of: Callable[[jax.Array], Callable[[jax.Array], jax.Array]],
     out_dtype: Any,
 ) -> jax.Array:
-    """Apply a function to the rows of each non-empty group: [M, out] in out_dtype, 0 for rows of no group.
+    """Apply a function to the rows of each non-empty group: [M, out_size] in out_dtype, 0 for rows of no group.
 
     matrix_of: index of a group to the function of its rows, [n, in] -> f32[n, out]. n is the same in every call, so the
     last rows may be another group's or zeros; what comes back for them is dropped.
@@ -70,6 +70,6 @@ def over_groups(
 
 
 def block_rows_of(num_rows: int, num_groups: int) -> int:
-    """Return the number of rows of a block: about the size of an average group, a power of two."""
+    """Return the number of rows of a block: about the size of an average group, a power of two from 2 to 16."""
     average = -(-num_rows // num_groups)
     return min(max(1 << (average - 1).bit_length(), _MIN_BLOCK), _MAX_BLOCK)

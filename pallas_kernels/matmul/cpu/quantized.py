@@ -45,6 +45,7 @@ def quantized_matmul(
 
 
 def widened_rows(x: jax.Array, x_scales: jax.Array | None) -> jax.Array:
+    """Return rows f32[M, in]: x, or codes x times x_scales (see RoundedRows)."""
     return x.astype(jnp.float32) if x_scales is None else RoundedRows(x, x_scales).widened(jnp.float32)
 
 
@@ -85,7 +86,9 @@ def columns_product(
 
 
 def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
-    """Return the number of rows of codes that are added per sum of one row's product; 0 if that form does not apply."""
+    """Return the number of rows of codes [in, out] that each sum of one row's product adds up; 0 if that form does not
+    apply.
+    """
     if not jnp.issubdtype(codes.dtype, jnp.integer):
         return 0
     group = codes.shape[0] // scales.shape[0]
@@ -145,7 +148,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 
 
 def wide_parts(codes: jax.Array) -> list[jax.Array]:
-    """Widen `code_parts` to float32 by shifts of 32 bits: processors have no vector shifts of eight."""
+    """Return `code_parts` of codes in float32, by shifts of 32 bits: processors have no vector shifts of eight."""
     if codes.dtype != jnp.uint8:
         return [codes.astype(jnp.float32)]
     pairs, low = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32), jnp.int32(28)
@@ -154,5 +157,5 @@ def wide_parts(codes: jax.Array) -> list[jax.Array]:
 
 
 def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiply x by y in float32, in a product into which XLA fuses nothing."""
+    """Multiply x [M, n] by y [n, out] in float32, in a product into which XLA fuses nothing."""
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)

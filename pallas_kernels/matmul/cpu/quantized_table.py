@@ -15,7 +15,7 @@ from jaxengine.pallas_kernels.matmul.cpu.quantized import wide_parts
 from jaxengine.pallas_kernels.matmul.nibbles import row_parts
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 256  # tokens of the table that are widened at a time
 # For a single row: most groups whose codes and scales are read at once. Processors prefetch a limited number of
 # streams; with more a row is slower than in blocks.
 _MOST_GROUPS = 96

@@ -48,6 +48,9 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def _microseconds(shape: Shape, report: dict[str, Any]) -> float | None:
+    """Estimate the time of a product, in microseconds, by the compiler's report (`Candidate.cost`); None if it has no
+    registers or spills.
+    """
     if report.get("spill_bytes") or not report.get("registers"):
         return None
     vectors = 4 * shape.sums * OUTPUTS * (1 + shape.has_zeros)
@@ -75,5 +78,6 @@ def _microseconds(shape: Shape, report: dict[str, Any]) -> float | None:
 def _product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: HopperProducts
 ) -> jax.Array:
+    """Compute the product in bfloat16 with these sizes."""
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
     return quantized_matmul(x, None, codes, scales, zeros, **options)

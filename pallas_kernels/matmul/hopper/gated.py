@@ -42,6 +42,7 @@ def why_not_fused(width: int, activation: Gating) -> str:
 
 
 def _operations(jaxpr: Any) -> Iterator[str]:
+    """Yield the names of the operations of a jaxpr, those of functions that it calls included."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         if eqn.primitive.name in _AROUND and "jaxpr" in eqn.params:
@@ -49,8 +50,8 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
-    """Return the scratch of a gated kernel: bias and ups in shared memory, and a barrier for each; None for absent
-    ones.
+    """Return the four scratch declarations of a gated kernel: bias and ups in shared memory, and a barrier for each;
+    None for absent ones, and for all without gating.
     """
     if shape.gating is None:
         return [None] * 4
@@ -64,10 +65,10 @@ def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
 
 
 def store(gating: Gating, refs: Any, warpgroup: Any, sums: Any, send: Callable[[Any, int], None]) -> None:
-    """Store activation(gate, up) of sums f32 [64, rows], gates in warpgroup 0 and ups in the other; warpgroup 0 sends
-    it.
+    """Store gating(gate, up) of sums f32 [64, rows], which are gates in warpgroup 0 and ups in warpgroup 1.
 
-    refs: of `matmul.hopper.quantized`. send: as for `ring.store_transposed`.
+    Warpgroup 0 sends the results. refs: of `matmul.hopper.quantized`, whose bias is added to the sums. send: as for
+    `ring.store_transposed`.
     """
     if refs.bias_smem is not None:
         plgpu.barrier_wait(refs.bias_full)

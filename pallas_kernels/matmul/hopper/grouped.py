@@ -139,12 +139,12 @@ def quantized_gated_matmul(
 
 
 class _Matrix(NamedTuple):
-    """Operands of groups' matrices; bias: [G, out] of gates and ups, None for none."""
+    """Operands of groups' matrices, None for absent ones."""
 
-    codes: jax.Array
-    scales: jax.Array | None = None
-    zeros: jax.Array | None = None
-    bias: jax.Array | None = None
+    codes: jax.Array  # [G, in, out], or [G, in / 2, out] in pairs; the matrices themselves if they have no scales
+    scales: jax.Array | None = None  # [G, n, out]
+    zeros: jax.Array | None = None  # [G, n, out]
+    bias: jax.Array | None = None  # [G, out], of gates and ups alone
 
 
 def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> str:
@@ -159,6 +159,11 @@ def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> st
 
 
 def _is_xla(interpret: Any, product: str, reason: str) -> bool:
+    """Whether XLA multiplies: for `reason`, which is logged once unless it is "", or because the trace is for no card
+    with kernels.
+
+    interpret: unless it is False, any device runs the kernel.
+    """
     if interpret is False and not _multiplies():
         return True
     if reason:
@@ -182,12 +187,14 @@ def _is_unfused(
 
 
 def _on_blackwell(tensor_memory: bool | None) -> bool:
+    """Return `tensor_memory`, or by default whether the trace is for a Blackwell card."""
     if tensor_memory is None:
         return (card := card_of_trace()) is not None and card.blackwell
     return tensor_memory
 
 
 def _multiplies() -> bool:
+    """Whether the trace is for a card with kernels for products."""
     return (card := card_of_trace()) is not None and card.multiplies
 
 
@@ -195,9 +202,9 @@ class Tiles(NamedTuple):
     """Layout of groups' rows in tiles.
 
     Attributes:
-      tiles: i32 [tiles * TILE], -1 as the group of unused tiles.
+      tiles: i32 [tiles * 3], of each tile its group (-1 if unused), its first position and its rows, both in steps.
       source: i32 [rows of all tiles], the row at each position; any row in padding.
-      index: i32 [M], position of each row; anything for rows of no group.
+      index: i32 [M], position of each row; undefined for rows of no group.
       is_row: bool [M], whether a row is of a group.
     """
 
@@ -270,6 +277,11 @@ def _multiply(
     interpret: Any,
     tensor_memory: bool | None,
 ) -> jax.Array:
+    """Multiply rows x [M, in], with scales x_scales or None, by the matrix of their group with the kernel.
+
+    Returns [M, out] in out_dtype, or with `gating` the activated [M, out / 2]; 0 for rows of no group. sizes: None for
+    the table's. interpret, tensor_memory: as the public functions'.
+    """
     codes, scales, zeros, bias = matrix
     (num_rows, size), (num_groups, _, out) = x.shape, codes.shape
     sizes = tuning_of("gpu").hopper_products if sizes is None else sizes

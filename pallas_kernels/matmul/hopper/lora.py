@@ -69,16 +69,16 @@ def lora_product(
 
 
 class _Visits(NamedTuple):
-    """Scalars that the kernels read: see `LoraVisits`."""
+    """Fields of `LoraVisits` that the first kernel reads."""
 
-    row_tile: Any
-    slot_tile: Any
-    slots: Any
+    row_tile: Any  # i32 [V]
+    slot_tile: Any  # i32 [V]
+    slots: Any  # i32 [N]
 
 
 def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, interpret: Any) -> jax.Array:
-    """Run the first kernel, rows times A: f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; parts
-    without a visit may hold anything.
+    """Run the first kernel, rows times A: f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; undefined
+    where no visit is.
 
     x: rows [T, in]. a: A of all modules and slots, [modules * slots * rank, in].
     """
@@ -111,18 +111,23 @@ def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, inter
 class _OfA(NamedTuple):
     """Operands, result and shared memory of the first kernel."""
 
-    visits: _Visits
+    visits: _Visits  # operands in memory
     x: Any  # [rows, in]
     a: Any  # [modules * slots * rank, in]
     sums: Any  # f32 [splits * modules * tiles of slots, rows, COLUMNS]
     x_smem: Any  # [stages, tile rows, inputs]
     a_smem: Any  # [stages, COLUMNS, inputs]
     sums_smem: Any  # f32 [2, stored rows, 64]
-    full: Any
+    full: Any  # this and the next: barriers of the ring
     free: Any
 
 
 def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, count, *others: Any) -> None:
+    """Run one CTA of the first kernel: one visit's product with one module's A, over one part of the inputs.
+
+    num_slots: of the pool. count: i32 [1] visits; CTAs of later ones do nothing. others: the fields of _OfA after
+    `visits`.
+    """
     refs = _OfA(_Visits(row_tile, slot_tile, slots), *others)
     cta = lax.axis_index("cta")
     # Neighbours share rows.
@@ -179,7 +184,8 @@ def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Ar
     """Return each row's product with its slot's A, in the columns of that slot: bfloat16 [padded rows, modules *
     COLUMNS].
 
-    sums: of `_times_a`. Other columns, rows without a slot and padding are zeros.
+    sums: of `_times_a`, whose splits are added up. slot_index: i32 [T] of LoraVisits. Other columns, rows without a
+    slot and padding are zeros.
     """
     of_slots = sums.reshape(*sums.shape[:4], shape.each, shape.rank)
     row, own = jnp.arange(shape.rows), jnp.maximum(slot_index, 0)
@@ -192,7 +198,7 @@ def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Ar
 
 
 def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: LoraVisits, interpret: Any) -> jax.Array:
-    """Run the second kernel, results of the first times B; return the additions of all visits, f32 [T, out].
+    """Run the second kernel, results of the first times B; return the sum over each row's visits, f32 [T, out].
 
     inner: result of `_own_columns`. bs: B of each source.
     """
@@ -231,10 +237,10 @@ def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: Lo
 class _OfB(NamedTuple):
     """Operands, result and shared memory of the second kernel."""
 
-    slot_tile: Any
-    slots: Any
-    begins: Any  # i32 [row tiles + 1]
-    tile_of_row: Any  # f32 [padded rows], of slots
+    slot_tile: Any  # i32 [V] of LoraVisits, as `slots`
+    slots: Any  # i32 [N]
+    begins: Any  # i32 [row tiles + 1] first visit of each tile of rows
+    tile_of_row: Any  # f32 [padded rows] tile of slots of each row, -1 for none
     inner: Any  # [padded rows, modules * COLUMNS]
     bs: tuple[Any, ...]  # each [slots * rank, its width]
     added: Any  # f32 [rows, out]
@@ -242,12 +248,13 @@ class _OfB(NamedTuple):
     inner_smem: Any  # [rows of a tile, COLUMNS]
     b_smem: Any  # [stages, 2, COLUMNS, 64]
     added_smem: Any  # f32 [2, 64, 64]
-    ready: Any
-    full: Any
+    ready: Any  # barrier: rows and their tiles have arrived
+    full: Any  # this and the next: barriers of the ring
     free: Any
 
 
 def _times_b_body(shape: Shape, *given: Any) -> None:
+    """Run one CTA of the second kernel: one tile of the result. given: the fields of _OfB, each of `bs` by itself."""
     slot_tile, slots, begins, tile_of_row, inner, *others = given
     num_sources = len(shape.widths)
     bs = tuple(others[:num_sources])

@@ -34,25 +34,20 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 
 @dataclass(frozen=True)
 class Shape:
-    """Static parameters that the kernels are compiled for.
+    """Static parameters that the kernels are compiled for."""
 
-    Attributes:
-      rows, size: rows of the product, and its inputs.
-      rank: columns of a slot. slot_tiles: tiles of slots in the pool.
-      tile, products: sizes of tiles.
-    """
-
-    rows: int
-    size: int
+    rows: int  # rows of the product
+    size: int  # inputs of the product
     widths: tuple[int, ...]  # outputs of each source
     modules: tuple[int, ...]  # module of each source
-    rank: int
-    slot_tiles: int
-    tile: LoraTiles
-    products: HopperProducts
+    rank: int  # columns of a slot
+    slot_tiles: int  # tiles of slots that visits may have
+    tile: LoraTiles  # sizes that visits were cut by
+    products: HopperProducts  # sizes of the kernels
 
     @property
     def num_modules(self) -> int:
+        """Number of modules, each with an A."""
         return max(self.modules) + 1
 
     @property
@@ -67,6 +62,7 @@ class Shape:
 
     @property
     def row_tiles(self) -> int:
+        """Number of tiles of rows."""
         return -(-self.rows // self.tile_rows)
 
     @property
@@ -86,6 +82,7 @@ class Shape:
 
     @property
     def most_visits(self) -> int:
+        """Largest number of visits."""
         return self.row_tiles * self.slot_tiles
 
     @property
@@ -97,20 +94,24 @@ class Shape:
 
     @property
     def splits(self) -> int:
+        """Number of parts of the inputs, each added up by CTAs of its own."""
         return -(-self.size // (self.inputs * self.per_split))
 
     @property
     def stored_rows(self) -> int:
+        """Rows of results that the first kernel stages in shared memory at a time."""
         return min(self.tile_rows, STORED_ROWS)
 
     @property
     def stages_of_a(self) -> int:
+        """Slots of the first kernel's ring, as many as fit shared memory, within products.stages and per_split."""
         stage = 2 * self.inputs * (COLUMNS + self.tile_rows)
         taken = RESERVED_BYTES + 4 * COLUMNS * self.stored_rows
         return min((SHARED_MEMORY_BYTES - taken) // stage, self.products.stages, self.per_split)
 
     @property
     def stages_of_b(self) -> int:
+        """Slots of the second kernel's ring, as many as fit shared memory, at most four."""
         rows = self.parts * WARPGROUP_ROWS * (2 * COLUMNS + 4)
         taken = RESERVED_BYTES + rows + 4 * COLUMNS * WARPGROUP_ROWS
         return min((SHARED_MEMORY_BYTES - taken) // (2 * COLUMNS * COLUMNS), 4)

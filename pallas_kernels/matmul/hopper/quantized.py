@@ -93,6 +93,7 @@ def quantized_matmul(
 
 @functools.cache
 def log_once(reason: str) -> None:
+    """Log, once per process and reason, that a quantised product runs as plain XLA."""
     logger.info("a quantised product runs as plain XLA instead of the Mosaic GPU kernel: %s", reason)
 
 
@@ -103,7 +104,7 @@ class _Refs(NamedTuple):
     codes: Any  # [G * halves * out, in / packed]
     tiles: Any  # i32 [tiles * TILE]
     scales: Any  # f32 [G * n, out], of gates and ups [G * n, 2, out]
-    zeros: Any
+    zeros: Any  # as scales
     row_sums: Any  # f32 [tiles * sums, M]
     row_scales: Any  # f32 [n, M]
     bias: Any  # [2 * G, out]
@@ -111,19 +112,19 @@ class _Refs(NamedTuple):
     x_smem: Any  # [stages, packed * rows, columns]
     codes_smem: Any  # [stages, OUTPUTS, columns]
     scales_smem: Any  # f32 [stages, sums, OUTPUTS], of gates and ups [stages, sums, 2, 64]
-    zeros_smem: Any
+    zeros_smem: Any  # as scales_smem
     row_sums_smem: Any  # f32 [stages, sums, vector_rows]
-    row_scales_smem: Any
+    row_scales_smem: Any  # as row_sums_smem
     y_smem: Any  # [2, rows, 64], of gates and ups [1, rows, 64], on Blackwell [2, rows, 128]
     bias_smem: Any  # [2, 64]
     ups_smem: Any  # f32 [64, rows]
-    bias_full: Any
-    ups_full: Any
-    full: Any
+    bias_full: Any  # barrier: the bias has arrived
+    ups_full: Any  # barrier: the ups have been written
+    full: Any  # this and the next: barriers of the ring
     free: Any
     wide_smem: Any  # [2 * packed, OUTPUTS, columns], codes of two steps; this and what follows on Blackwell only
     sums_tmem: Any  # f32 [OUTPUTS, 2 * sums * rows]
-    done: Any
+    done: Any  # barrier per bank of sums: its products are complete
 
 
 def multiply(
@@ -138,10 +139,12 @@ def multiply(
     bias: jax.Array | None = None,
     interpret: Any,
 ) -> jax.Array:
-    """Run the kernel: [M, out] in shape.out_dtype, with shape.gating [M, F].
+    """Multiply M = shape.rows rows with one matrix, or tiles of them with the matrices of their groups, in the kernel.
 
-    The operands are those that `shape` says, one matrix or G. tiles_of_groups: i32 [shape.tiles * TILE], None for one
-    matrix; -1 as the group of unused tiles. Rows of no tile hold anything. bias: [G, 2 F], of gates and ups.
+    Returns [M, out] in shape.out_dtype, with shape.gating the activated [M, F]; rows of no tile are undefined. x,
+    x_scales, codes, scales, zeros: operands of `quantized_matmul` that `shape` describes, matrices of groups with a
+    first axis of G. tiles_of_groups: i32 [shape.tiles * TILE], None for one matrix; -1 as the group of unused tiles.
+    bias: [G, 2 F], of gates and ups; None for none. interpret: see `mosaic_gpu.launch`.
     """
     rows, padded, count = shape.rows, shape.padded, shape.num_scales
     stages, sums, tile_rows = shape.stages, shape.sums, shape.tile_rows
@@ -218,10 +221,12 @@ def multiply(
 
 
 def _padded(vector: jax.Array | None, size: int) -> jax.Array | None:
+    """Append zeros to the rows of a vector [n, M] until they have `size` columns; None stays None."""
     return None if vector is None else jnp.pad(vector, ((0, 0), (0, size - vector.shape[1])))
 
 
 def _body(shape: Shape, refs: _Refs) -> None:
+    """Run one CTA: choose its work by its number; CTAs of unused tiles do nothing."""
     cta = lax.axis_index("cta")
     if shape.tiles:
         # Neighbours share rows, and those a little further apart a group's matrix, which the card's cache holds.
@@ -241,12 +246,13 @@ class _Work(NamedTuple):
 
     row: Any  # first row of the tile
     steps: Any  # rows of the tile, in units of shape.step
-    out_tile: Any
-    split: Any
-    matrix: Any
+    out_tile: Any  # tile of the outputs
+    split: Any  # part of the inputs
+    matrix: Any  # group of the rows, 0 for one matrix
 
 
 def _tile(shape: Shape, refs: _Refs, item: _Work) -> None:
+    """Load, compute and store the work of a CTA, divided among its warpgroups."""
     first = item.split * shape.per_split
     count = jnp.minimum(shape.input_tiles - first, shape.per_split)
 
@@ -287,7 +293,7 @@ def _of_own_rows(shape: Shape, item: _Work, work: Callable[[int], None]) -> None
 
 
 def _load(shape: Shape, refs: _Refs, item: _Work, rows: int, first, count) -> None:
-    """Load `count` tiles of inputs from `first` on, as far ahead as there is room."""
+    """Load `count` tiles of inputs from `first` on, of `rows` rows, as far ahead as there is room."""
     start = jnp.minimum(item.out_tile * (shape.outputs // 8), (shape.out - shape.outputs) // 8)
     outputs, own_rows = pl.ds(start * 8, shape.outputs), pl.ds(item.row, shape.vector_rows)
     own = (outputs,) if shape.gating is None else (slice(None), outputs)
@@ -342,12 +348,12 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
                 return accumulator[...]
 
             y = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(area, jnp.float32))
-            y = y * _by_output(refs.scales_smem[slot, index, of_own], area)
+            y = y * lax.broadcast_in_dim(refs.scales_smem[slot, index, of_own], area, [0])
             if refs.row_scales_smem is not None:
-                y = y * _by_row(refs.row_scales_smem[slot, index, rows_of_tile], area)
+                y = y * lax.broadcast_in_dim(refs.row_scales_smem[slot, index, rows_of_tile], area, [1])
             if refs.zeros_smem is not None:
-                sums = _by_row(refs.row_sums_smem[slot, index, rows_of_tile], area)
-                y = y - _by_output(refs.zeros_smem[slot, index, of_own], area) * sums
+                sums = lax.broadcast_in_dim(refs.row_sums_smem[slot, index, rows_of_tile], area, [1])
+                y = y - lax.broadcast_in_dim(refs.zeros_smem[slot, index, of_own], area, [0]) * sums
             total = total + y
         plgpu.commit_smem()  # the next tile is copied where this one was read
         plgpu.barrier_arrive(refs.free.at[slot])
@@ -369,16 +375,10 @@ def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
     return ring.sum_of_products(count, shape.stages, refs.full, refs.free, factors, area)
 
 
-def _by_output(vector, area):
-    return lax.broadcast_in_dim(vector, area, [0])
-
-
-def _by_row(vector, area):
-    return lax.broadcast_in_dim(vector, area, [1])
-
-
 def _widened(codes) -> list[Any]:
-    """Widen codes [64, columns] to bfloat16 factors of successive products; the high codes of pairs are times 16."""
+    """Widen codes [outputs, columns] to bfloat16 factors of successive products, two for pairs of codes: the low ones,
+    and the high ones times 16.
+    """
     if codes.dtype == jnp.uint8:
         low = lax.bitcast_convert_type((codes & 15) ^ 8, jnp.int8).astype(jnp.bfloat16) - jnp.bfloat16(8)
         return [low, lax.bitcast_convert_type(codes & 0xF0, jnp.int8).astype(jnp.bfloat16)]

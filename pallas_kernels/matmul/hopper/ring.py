@@ -38,8 +38,10 @@ def share_work(registers: tuple[int, int] | None, load: Callable[[], None], comp
 
 
 def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -> None:
-    """Call load(step, slot) for `count` steps as far ahead as there is room, and wait until all slots have been
-    read."""
+    """Call load(step, slot) for `count` steps as far ahead as there is room, and wait until all slots have been read.
+
+    stages, free: number of the ring's slots, and their `free` barriers.
+    """
 
     def body(step, carry):
         slot = lax.rem(step, jnp.int32(stages))
@@ -63,7 +65,8 @@ def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -
 def sum_of_products(
     count: Any, stages: int, full: Any, free: Any, factors: Callable[[Any], tuple[Any, Any]], area: tuple[int, int]
 ) -> Any:
-    """Sum f32 of shape `area` over `count` steps, at least 1, of the product of factors(slot), two operands of a wgmma.
+    """Return the sum, f32 of shape `area`, over `count` steps, at least 1, of the product of factors(slot), two
+    operands of a wgmma.
 
     One product is in progress while the next tiles arrive. full, free: barriers of the ring's `stages` slots.
     """
@@ -90,9 +93,10 @@ def sum_of_products(
 
 
 def store_transposed(total: Any, staged: Any, send: Callable[[Any, int], None]) -> None:
-    """Transpose the warpgroup's part of a tile, f32 [64, rows], and send it.
+    """Transpose the warpgroup's part of a tile, f32 [64, rows], and send it; returns once it is stored.
 
-    staged: shared memory [stored rows, 64] of the warpgroup alone. send(part of it, first): the rows from `first` on.
+    staged: shared memory [stored rows, 64] of the warpgroup alone, in the result's dtype. send(part of it, first)
+    starts the copy of the rows from `first` on.
     """
     rows, most = total.shape[1], staged.shape[0]
     for first in range(0, rows, most):
@@ -105,8 +109,9 @@ def store_transposed(total: Any, staged: Any, send: Callable[[Any, int], None]) 
 
 
 def write_transposed(piece: Any, part: Any) -> None:
-    """Write the transpose of a piece of the warpgroup's tile, f32 [64, rows], to shared memory [rows, 64], ready to be
-    sent."""
+    """Write the transpose of a piece of the warpgroup's tile, f32 [64, rows], to shared memory `part` [rows, 64] in its
+    dtype, ready to be copied.
+    """
     piece = plgpu.layout_cast(piece.astype(part.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     part.transpose((1, 0))[...] = piece
     plgpu.commit_smem()

@@ -56,6 +56,9 @@ def tile_inputs(size: int) -> int:
 def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memory: bool = False) -> int:
     """Return the most rows of a tile, `usual` or fewer: registers must hold a tile, and tensor memory the sums of two
     steps.
+
+    size, num_scales: inputs of the matrix, and scales along them. codes: dtype of the stored codes. tensor_memory: of
+    the kernel for Blackwell cards.
     """
     sums = max(tile_inputs(size) * num_scales // size, 1)
     if tensor_memory:
@@ -64,8 +67,8 @@ def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memo
 
 
 def step_of(tile_rows: int, *, tensor_memory: bool) -> int:
-    """Return the granularity of the rows of groups' tiles: the fewest of a product for which there are at most eight
-    sizes.
+    """Return the number of rows, 8 or 16, of which tiles of groups have a multiple: the fewest that a product may have,
+    and for which there are at most eight sizes.
     """
     return PRODUCT_COLUMNS[tensor_memory or tile_rows > MOST_SHARED_ROWS]
 
@@ -79,6 +82,7 @@ class Shape:
       num_scales: scales along the inputs.
       codes: dtype of the codes, or of a plain matrix.
       has_scales, has_zeros, has_row_scales: whether the matrix has scales and zeros, and the rows scales.
+      out_dtype: dtype of the result.
       sizes: sizes of tiles.
     """
 
@@ -113,11 +117,12 @@ class Shape:
 
     @property
     def row_tiles(self) -> int:
+        """Number of tiles of rows."""
         return self.tiles or -(-self.rows // self.tile_rows)
 
     @property
     def step(self) -> int:
-        """Granularity of the rows of a tile: those of groups differ in size."""
+        """Number of rows of which tiles have a multiple: those of groups differ in size, others have all tile_rows."""
         return step_of(self.tile_rows, tensor_memory=self.tensor_memory) if self.tiles else self.tile_rows
 
     @property
@@ -142,10 +147,12 @@ class Shape:
 
     @property
     def inputs(self) -> int:
+        """Inputs of a tile."""
         return tile_inputs(self.size) if self.codes != BFLOAT16 else TILES[-1]
 
     @property
     def input_tiles(self) -> int:
+        """Number of tiles along the inputs."""
         return self.size // self.inputs
 
     @property
@@ -160,6 +167,7 @@ class Shape:
 
     @property
     def group(self) -> int:
+        """Inputs that share a scale."""
         return self.size // self.num_scales
 
     @property
@@ -169,6 +177,7 @@ class Shape:
 
     @property
     def row_dtype(self) -> Any:
+        """Dtype of the rows as wgmma reads them."""
         return jnp.dtype(self.codes) if self.native else BFLOAT16
 
     @property
@@ -185,22 +194,24 @@ class Shape:
 
     @property
     def splits(self) -> int:
+        """Number of parts of the inputs, each added up by CTAs of its own."""
         return -(-self.input_tiles // self.per_split)
 
     @property
     def stored_rows(self) -> int:
+        """Rows of results in a warpgroup's shared memory at a time."""
         if self.gating is not None:  # stored in pieces, but each has rows of its own
             return self.tile_rows
         return min(self.tile_rows, STORED_ROWS // 2 if self.tensor_memory else STORED_ROWS)
 
     @property
     def stored_outputs(self) -> int:
+        """Outputs that are stored together: those of a warpgroup, all on Blackwell."""
         return OUTPUTS if self.tensor_memory else WARPGROUP_ROWS
 
     @property
     def staged(self) -> int:
-        """Number of parts of the result in shared memory at a time: of gates and ups one warpgroup stores the
-        result."""
+        """Number of such parts of the result in shared memory at a time: one of gates and ups, else two."""
         return 2 // self.halves
 
     @property
@@ -216,6 +227,7 @@ class Shape:
 
     @property
     def stored_dtype(self) -> Any:
+        """Dtype in which the kernel stores results: float32 if they are parts of sums, else out_dtype."""
         return jnp.dtype(jnp.float32 if self.splits > 1 else self.out_dtype)
 
     @property

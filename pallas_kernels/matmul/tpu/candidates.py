@@ -20,7 +20,9 @@ _COLUMNS = (512, 256, 1024)  # the default first: of candidates with equal tiles
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield a candidate for each width of tiles, with scaled sums and with scaled codes; of equal tiles the first."""
+    """Yield a candidate for each width of tiles, with scaled codes and, if rows are few, with scaled sums; of equal
+    tiles the first.
+    """
     default, found = TpuProducts(), set()
     dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
     for by_sums in (True, False) if problem.rows <= problem.group // 2 else (False,):
@@ -38,6 +40,10 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def _candidate(
     problem: Problem, chosen: dict[str, int], sizes: TpuProducts, by_sums: bool, rows: int, columns: int
 ) -> Candidate:
+    """Make the candidate with fields `chosen` of `sizes`, whose tiles have these rows and columns.
+
+    by_sums: the form, see `widened`.
+    """
     # One tile of as many inputs as the kernel handles without a loop: its bundles are those of one pass.
     span = (SPAN if by_sums else chunk_of(problem.group)) // problem.group * problem.group
     inputs = min(problem.size, span)
@@ -64,5 +70,6 @@ def _candidate(
 
 
 def _product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: TpuProducts) -> jax.Array:
+    """Compute the product in bfloat16 with these sizes."""
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
     return quantized_matmul(x, None, codes, scales, zeros, **options)

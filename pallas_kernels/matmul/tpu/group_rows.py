@@ -19,7 +19,7 @@ _ALIGNED_ROWS = 64
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """Return the number of rows that group sizes should be padded to a multiple of."""
+    """Return the number of rows that group sizes should be padded to a multiple of: STEP for large groups, else 1."""
     return STEP if num_rows >= _ALIGNED_ROWS * num_groups else 1
 
 

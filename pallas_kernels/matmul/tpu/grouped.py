@@ -127,7 +127,7 @@ def gated_product_of_groups(
 
 
 def log_not_fused(size: int, width: int, why: str) -> None:
-    """Log why gates and ups are activated from memory."""
+    """Log, once per process, why gates and ups [size, 2 * width] are activated from memory; only on TPUs."""
     if pltpu.is_tpu_device():  # and not while another platform's program is traced
         say_once(size, width, why)
 
@@ -138,18 +138,12 @@ def why_not_fused(width: int) -> str:
 
 
 class Matrix(NamedTuple):
-    """Operands of groups' matrices, or references to a part of them.
+    """Operands of groups' matrices, or references to a part of them; None for absent ones."""
 
-    Attributes:
-      codes: [G, in, out], or bfloat16 weights.
-      scales, zeros: f32 [G, n, out]; None for none.
-      bias: [G, out]; None for none.
-    """
-
-    codes: Any
-    scales: Any = None
-    zeros: Any = None
-    bias: Any = None
+    codes: Any  # [G, in, out] or pairs [G, in / 2, out], or bfloat16 weights, which have no scales
+    scales: Any = None  # f32 [G, n, out]
+    zeros: Any = None  # [G, n, out]
+    bias: Any = None  # [G, out]
 
     @property
     def count(self) -> int:
@@ -168,10 +162,11 @@ def product_of_groups(
     sizes: TpuProducts | None,
     interpret: Any,
 ) -> jax.Array:
-    """Compute the product [M, out], or activated [M, out / 2], in out_dtype; the operations have checked the arguments.
+    """Multiply rows x [M, in] by the matrix of their group by the kernel: [M, out] in out_dtype, with an activation of
+    gates and ups [M, out / 2].
 
-    matrix: with codes [G, in, out]. activation: None for the plain product. sizes, interpret: as
-    `quantized_grouped_matmul`'s.
+    The operations have checked the arguments. activation: None for the plain product. dtype: what rows and codes are
+    widened to. sizes, interpret: as `quantized_grouped_matmul`'s.
     """
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
     rows = rows_for(x, x_scales, matrix.codes.dtype, matrix.count, len(group_sizes), dtype, sizes)
@@ -203,7 +198,10 @@ class Shape(NamedTuple):
 
 
 def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
-    """Whether sums are scaled, once per chunk of inputs or group of them, instead of the matrix."""
+    """Whether sums are scaled, once per chunk of inputs or group of them, instead of the matrix.
+
+    average: rows of a tile of an average group (`tile_rows_of`). group: inputs that share a scale.
+    """
     return group >= CHUNK or sums_are_smaller(average, group, sizes)
 
 
@@ -277,6 +275,7 @@ def _call(
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
+    """Run the kernel: arguments and result as of `product_of_groups`, with rows prepared."""
     (num_rows, size), (num_groups, _, out), count = rows.values.shape, matrix.codes.shape, matrix.count
     dtypes, halves = (rows.values.dtype, matrix.codes.dtype), 1 if activation is None else 2
     out //= halves
@@ -349,6 +348,7 @@ def _body(
     by_sums: bool,
     activation: Gating | None,
 ):
+    """Run one visit for a strip of columns, after clearing the tile of rows in its first one: the kernel's body."""
     visit = pl.program_id(1)
     before = tile[visit] * shape.rows
     first = jnp.maximum(starts[group[visit]] - before, 0)
@@ -405,7 +405,7 @@ def _body(
 
 
 def _row_of(biases: jax.Array, group: Any) -> jax.Array:
-    """Return f32 [1, columns], the row of the group's bias among _BIASES rows; the others may be anything."""
+    """Return f32 [1, columns], the row of the group's bias among the _BIASES rows of its block."""
     row = lax.broadcasted_iota(jnp.int32, (_BIASES, 1), 0)
     own = jnp.where(row == lax.rem(group, _BIASES), biases.astype(jnp.float32), 0)
     return jnp.sum(own, axis=0, keepdims=True)

@@ -73,8 +73,8 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 def _of_slots(
     rank: int, columns: int, each: int, row_and_column: Callable, *, visits_first: bool
 ) -> list[pl.BlockSpec]:
-    """Return BlockSpecs [rank, columns] for the `each` slots of a visit's tile, in an array of `rank` contiguous rows a
-    slot.
+    """Return BlockSpecs [rank, columns], one for each of the `each` slots of a visit's tile, of an array with `rank`
+    contiguous rows a slot.
 
     row_and_column: (slot, the grid's other index) to the block's index. visits_first: whether visits are the grid's
     first dimension.
@@ -93,8 +93,8 @@ def _of_slots(
 def _times_a(
     x: jax.Array, a: jax.Array, visits: LoraVisits, num_modules: int, rank: int, sizes: LoraTiles, interpret
 ) -> jax.Array:
-    """Multiply rows x [T, in] by A of their visits: bfloat16 [T, modules * columns of all tiles of slots]; parts
-    without a visit are never read.
+    """Multiply rows x [T, in] by A of their visits: bfloat16 [T, modules * columns of all tiles of slots], zeros in
+    columns of other rows' slots, undefined where no visit is.
 
     a: A of all modules and slots, [modules * slots * rank, in].
     """
@@ -136,6 +136,7 @@ def _times_a_body(
     *a_and_out,  # [rank, in] of each slot; [rows, columns]
     rank: int,
 ):
+    """Multiply a visit's rows by A of its slots, of one module: the first kernel's body."""
     *parts, out = a_and_out
     inner = lora_xla.dot(x[...], _stacked(parts), 1)
     column = lax.broadcasted_iota(jnp.int32, inner.shape, 1)
@@ -193,6 +194,7 @@ def _add_times_b(
 
 
 def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
+    """Add a visit's inner [rows, columns] times B of its slots to its tile of y: the second kernel's body."""
     *parts, out = b_and_out
     visit = pl.program_id(1)
     is_first = (visit == 0) | (row_tile[jnp.maximum(visit - 1, 0)] != row_tile[visit])
@@ -201,5 +203,5 @@ def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
 
 
 def _stacked(parts: Sequence) -> jax.Array:
-    """Stack the rows of several slots."""
+    """Return the rows of several slots' blocks, one after the other."""
     return parts[0][...] if len(parts) == 1 else jnp.concatenate([part[...] for part in parts], axis=0)

@@ -23,8 +23,7 @@ from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 # Rows of a tile, and rows that are rounded at a time, while the scales of the next ones are computed: the latter waits
 # for permutations of lanes, the former has none.
 ROWS, STEP = 256, 64
-# Rows of a full register, of float32 and of bfloat16 as XLA stores it.
-_ALIGNED = 8
+_ALIGNED = 8  # rows of a full register, of float32 and of bfloat16 as XLA stores it
 
 
 def microscaled_rows(
@@ -58,6 +57,9 @@ def microscaled_rows(
 
 
 def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
+    """Round a tile of rows x [rows, columns]: the kernel's body. scale_and_out: the global scale, if any, and the
+    result.
+    """
     *global_scale, out = scale_and_out
     num_rows, registers = x.shape[0], x.shape[1] // LANES
     step = min(STEP, num_rows)
@@ -100,8 +102,8 @@ def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
 
 
 def _combined(parts: list[jax.Array], group: int) -> jax.Array:
-    """Return the largest magnitude of each `group` lanes of up to `group` parts: that of part `n` in lane `n` of the
-    group.
+    """Return the maximum over each group of `group` lanes of up to `group` parts [rows, LANES] at once, as one
+    [rows, LANES]: that of part n is in lane n of its group.
     """
     found, lane = dict(enumerate(parts)), lax.broadcasted_iota(jnp.int32, parts[0].shape, 1)
     step = group // 2

@@ -18,7 +18,8 @@ _WORDS = ROWS // 4
 
 
 def move_rows(x: Any, begin: Any, size: int, to: Any) -> None:
-    """Copy `size` rows of `x`, from `begin` on, to the first of `to`; padding up to a full register may hold anything.
+    """Copy `size` rows of `x`, from `begin` on, to the first of `to`; further ones, up to a full register, are
+    undefined.
 
     x, to: references [M, in] and [at least size, in], numbers of rows multiples of ROWS. begin: a multiple of four.
     """

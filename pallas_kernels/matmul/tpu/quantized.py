@@ -161,6 +161,7 @@ def _call(
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
+    """Run the kernel: operands as of `quantized_matmul`, with rows prepared; [M, out] in out_dtype."""
     (num_rows, size), (count, out) = rows.values.shape, scales.shape
     tile_rows, columns = tiles(num_rows, size, out, count, rows.values.dtype, codes.dtype, sizes)
     limit = vmem_limit((tile_rows, columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
@@ -195,6 +196,7 @@ def _call(
 
 
 def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums: bool):
+    """Compute a tile of the result: the kernel's body. Absent operands are None; total: f32 scratch of its shape."""
     clear(total, sums, zeros)
     add_product(total, x, x_scales, codes, scales, by_sums=by_sums)
     y = total[...] if after is None else total[...] * after[...]
@@ -248,7 +250,7 @@ def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: An
 
 
 def column_bytes(size: int, num_scales: int, codes: Any) -> int:
-    """Return the bytes of a matrix's column: its codes, scales and zeros."""
+    """Return the bytes of a matrix's column: `size` codes of dtype `codes`, scales and zeros in float32."""
     return size * jnp.dtype(codes).itemsize // per_byte(codes) + 8 * num_scales
 
 

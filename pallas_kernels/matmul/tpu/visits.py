@@ -27,7 +27,7 @@ class Visits(NamedTuple):
 
 
 def visits_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Visits:
-    """Compute the visits of consecutive groups of i32[G] rows, for tiles of `tile_rows` rows."""
+    """Compute the visits of consecutive groups of i32[G] rows, of num_rows in all, for tiles of `tile_rows` rows."""
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
     first = starts // tile_rows

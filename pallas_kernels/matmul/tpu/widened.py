@@ -35,8 +35,8 @@ SUBLANES = 16
 
 
 def why_not(size: int, num_scales: int, dtype: Any) -> str:
-    """Return the reason why this form does not support a matrix of `size` inputs in `num_scales`
-    groups; "" if it does.
+    """Return the reason why the kernel does not support a matrix of `size` inputs in `num_scales` groups, widened to
+    `dtype`; "" if it does.
     """
     if num_scales == 1:
         return "with one scale a channel XLA's product is as good"
@@ -44,8 +44,8 @@ def why_not(size: int, num_scales: int, dtype: Any) -> str:
 
 
 def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
-    """Return the reason why a matrix is not supported, as `why_not`, for kernels that also take one scale per channel;
-    "" if it is.
+    """Return the reason why a matrix is not supported, as `why_not`, by kernels that also support one scale per
+    channel; "" if it is.
     """
     if dtype != jnp.bfloat16:
         return "kernels widen to bfloat16"
@@ -94,10 +94,12 @@ def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, b
 
 
 def _add(total, x, w, first, length):
+    """Add the product over inputs [first, first + length) with bfloat16 weights w [in, N] to `total`."""
     total[...] += _dot(x[:, pl.ds(first, length)], w[pl.ds(first, length), :])
 
 
 def _add_sums(total, x, x_scales, codes, scales, group, first, length):
+    """Add the product over inputs [first, first + length) to `total`, each sum of `group` inputs scaled."""
     wide, rows = _widened(codes, first, length, x.dtype), x[:, pl.ds(first, length)]
     step, y = min(group, length), None
     for at in range(0, length, step):
@@ -110,6 +112,10 @@ def _add_sums(total, x, x_scales, codes, scales, group, first, length):
 
 
 def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length):
+    """Add the product over inputs [first, first + length) to `total`, with the codes of each `group` inputs scaled.
+
+    chunk: inputs that share a scale of the rows.
+    """
     rows, wide = x[:, pl.ds(first, length)], _widened(codes, first, length, x.dtype)
     step, pieces = min(group, length), []
     piece = step * max(PIECE // step, 1)
@@ -138,12 +144,13 @@ def _column(array: Any, index: Any) -> jax.Array:
 
 
 def _dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Multiply x [M, n] by matrix [n, N]: i32 of int8 operands, else f32."""
     kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     return lax.dot_general(x, matrix, (((1,), (0,)), ((), ())), preferred_element_type=kind)
 
 
 def _widened(codes: Any, first: Any, length: int, dtype: Any) -> jax.Array:
-    """Convert the codes of `length` inputs to `dtype`, which holds them exactly."""
+    """Return the codes of inputs [first, first + length), [length, N] in `dtype`, which holds them exactly."""
     packed = per_byte(codes.dtype)
     row = first // packed if isinstance(first, int) else pl.multiple_of(lax.div(first, packed), ALIGNED // packed)
     part = codes[pl.ds(row, length // packed), :]

@@ -88,5 +88,5 @@ def tile_rows_of(num_rows: int, num_groups: int) -> int:
 
 
 def most_tiles_of(num_rows: int, num_groups: int) -> int:
-    """Return an upper bound of the number of tiles, however rows are spread over the groups."""
+    """Return an upper bound of the number of tiles of `tile_rows_of` rows, however rows are spread over the groups."""
     return min(num_rows, num_rows // tile_rows_of(num_rows, num_groups) + num_groups)

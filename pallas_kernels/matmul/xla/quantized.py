@@ -20,7 +20,7 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 # Up to this many rows, sums per group [n, M, out] cost less than widening the matrix.
 MOST_GROUP_ROWS = 64
-BLOCK_COLUMNS = 512
+BLOCK_COLUMNS = 512  # columns of a matrix that are widened at a time
 
 
 def quantized_matmul(
@@ -52,18 +52,14 @@ def quantized_matmul(
 
 
 class FineRows(NamedTuple):
-    """Rows [M, in] to multiply with widened matrices, in their dtype.
+    """Rows [M, in] to multiply with widened matrices, in their dtype."""
 
-    units: f32 [M, 1], units of the values; None for rows that are not rounded, and matrices without units.
-    precision: precision of the product.
-    """
-
-    values: jax.Array
-    units: jax.Array | None
-    precision: Any
+    values: jax.Array  # [M, in], rounded in their units
+    units: jax.Array | None  # f32 [M, 1] of the values; None for rows that are not rounded
+    precision: Any  # of the product
 
     def at(self, index: jax.Array) -> FineRows:
-        """Select rows by number; numbers past the end are clipped."""
+        """Return the rows with these numbers, i32 of any shape; numbers past the end are clipped."""
         values, units = (part if part is None else part.at[index].get(mode="clip") for part in self[:2])
         return self._replace(values=values, units=units)
 
@@ -81,7 +77,8 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
-    """Multiply rows, or their codes, by codes: f32, in eight bits if both have them, else in `dtype`.
+    """Multiply rows, or their codes, by codes: f32, of eight-bit operands if both have the same eight-bit dtype, else
+    of operands in `dtype`.
 
     dims: as `lax.dot_general`'s.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -70,6 +71,35 @@ def test_strangers_make_room(monkeypatch):
     for stranger in strangers:
         stranger.close()
     channel.close_connection(listener)
+
+
+def test_workers_may_leave_while_an_engine_ends_before_its_start():
+    cluster = object.__new__(Cluster)
+    ended: list[str] = []
+
+    class Leaving:
+        """Connection of a worker that is gone once it gets a message."""
+
+        def __init__(self, rank: int):
+            self.rank = rank
+
+        def send(self, op: str, **fields: str) -> None:
+            ended.append(fields["reason"])
+            cluster._lose(cluster._workers[self.rank], "it has ended")
+
+        def close(self) -> None: ...
+
+    cluster.__dict__.update(
+        _changed=threading.Condition(),
+        _workers={rank: host0._Worker(rank, "here", Leaving(rank)) for rank in (1, 2)},  # pyright: ignore[reportArgumentType]
+        _failure=None,
+        _started=False,
+        _closing=False,
+        _listener=socket.create_server(("127.0.0.1", 0)),
+        _pid=os.getpid(),
+    )
+    cluster.shutdown("node rank 3 did not join")
+    assert ended == ["node rank 3 did not join"] * 2 and not cluster._workers
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -113,7 +113,7 @@ def test_pauses_of_several_end_one_by_one():
             weights.resume() if key is None else weights.release(key)
             assert weights.is_paused == (None in order[order.index(key) + 1 :])
         assert not scheduler.paused and not weights.is_held
-        with pytest.raises(RequestError, match="ended before it was there"):
+        with pytest.raises(RequestError, match="ended before it was complete"):
             weights.settle()
 
 

@@ -123,7 +123,7 @@ def test_folders_of_other_engines_and_versions(tmp_path):
     about = json.loads((tmp_path / "a" / ENGINE_FILE).read_text())
     for text, match in (
         (json.dumps({**about, "format": 99}), "format 99; this version of jaxengine reads 1"),
-        (json.dumps({key: about[key] for key in ("format", "weights")}), "says nothing of versions, platform"),
+        (json.dumps({key: about[key] for key in ("format", "weights")}), "lacks versions, platform"),
         ("[1", "cannot be read"),
         ("[]", "cannot be read"),
     ):

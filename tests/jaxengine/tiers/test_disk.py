@@ -144,3 +144,15 @@ def test_rests_of_killed_writers_are_removed(make, monkeypatch):
     assert len(make()) == 1 and rest.exists()  # another engine may be writing it
     monkeypatch.setattr(disk, "_REST_SECONDS", -1.0)
     assert len(make()) == 1 and not rest.exists()
+
+
+def test_a_key_that_is_dropped_while_its_file_is_written_has_none(make, monkeypatch):
+    tier, replace = make(), os.replace
+
+    def late(*paths):
+        tier.drop(key(1))
+        replace(*paths)
+
+    monkeypatch.setattr(disk.os, "replace", late)
+    write(tier, [1])
+    assert key(1) not in tier and tier.num_bytes == 0 and tier.read(key(1)) is None

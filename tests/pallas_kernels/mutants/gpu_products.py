@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant(
         "sums not scaled",
         _KERNEL,
-        "            y = y * _by_output(refs.scales_smem[slot, index, of_own], area)\n",
+        "            y = y * lax.broadcast_in_dim(refs.scales_smem[slot, index, of_own], area, [0])\n",
         "",
         _BYTES,
     ),
@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(
         "scales of rows dropped",
         _KERNEL,
-        "                y = y * _by_row(refs.row_scales_smem[slot, index, rows_of_tile], area)\n",
+        "                y = y * lax.broadcast_in_dim(refs.row_scales_smem[slot, index, rows_of_tile], area, [1])\n",
         "                y = y * 1\n",
         _NATIVE,
     ),

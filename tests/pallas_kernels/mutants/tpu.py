@@ -73,7 +73,13 @@ MUTANTS = [
     ),
     Mutant("causal sees one too many", _TPU, "segment.position + row + 1 if", "segment.position + row + 2 if", _ANY),
     Mutant("causal drops the last key", _TPU, "segment.position + row + 1 if", "segment.position + row if", _ANY),
-    Mutant("values of a latent eight columns late", _TPU, "behind = 0 if", "behind = 8 if", _on("latent mixed")),
+    Mutant(
+        "values of a latent eight columns late",
+        _TPU,
+        "first = 0 if spec.values_in_keys",
+        "first = 8 if spec.values_in_keys",
+        _on("latent mixed"),
+    ),
     Mutant(
         "latents as far apart as keys and values are",
         _TPU,

@@ -82,7 +82,7 @@ class AdaptersExtension(DeviceExtension):
 
 
 class StagePools(StageExtension):
-    """Adapter pools of one stage, which are leaves of its model."""
+    """Stage extension that writes adapters into the pools of one stage, which are leaves of its model."""
 
     name = NAME
 
@@ -91,25 +91,26 @@ class StagePools(StageExtension):
 
     @property
     def pools(self) -> list[DeclaredPool]:
+        """Return the arrays of the stage's model that hold adapters."""
         return self._extension.pools
 
     def put(self, matrices: Matrices) -> list[jax.Array]:
-        """Copy an adapter's part of each pool of this stage to the devices, for `write`; any thread may call it."""
+        """Copy an adapter's part of each pool of this stage to the devices, and return it for `write`. Thread-safe."""
         pools, spec = self._extension.pools, self._stage.programs.model.build.lora
-        places = [self._stage.params[pool.index].sharding for pool in pools]
-        return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], places)
+        shardings = [self._stage.params[pool.index].sharding for pool in pools]
+        return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], shardings)
 
     def write(self, slot: int, values: list[jax.Array]) -> None:
         """Dispatch the program that writes the arrays of `put` into a pool slot."""
-        params, indexes = self._stage.params, [pool.index for pool in self._extension.pools]
+        params, indices = self._stage.params, [pool.index for pool in self._extension.pools]
         write = self._stage.program(NAME, self._extension.write_name)
-        written = write([params[index] for index in indexes], np.int32(slot), values)
-        for index, array in zip(indexes, written, strict=True):
+        written = write([params[index] for index in indices], np.int32(slot), values)
+        for index, array in zip(indices, written, strict=True):
             params[index] = array
 
 
 class AdapterPools(HostExtension):
-    """Adapter pools of all stages, and the pool slot of each request's adapter."""
+    """Host extension that writes adapters into the pools of all stages, and sets which of them each slot uses."""
 
     def __init__(self, runner: Any):
         super().__init__(runner)
@@ -122,12 +123,12 @@ class AdapterPools(HostExtension):
 
     @property
     def forms(self) -> list[dict[str, str]]:
-        """Return, for people to read, how each kind of product with adapters is computed on this platform."""
+        """Return how each kind of product with adapters is computed on this platform: rows of a table for people."""
         models = [stage.programs.model for stage in self.runner.stages]
         return product_forms(models, platform_of(self.runner.device))
 
     def put(self, matrices: Matrices) -> list[list[jax.Array]]:
-        """Copy an adapter's matrices to the devices, for `write`, and wait for that; any thread may call it."""
+        """Copy an adapter's matrices to the devices, wait for that, and return them for `write`. Thread-safe."""
         return jax.block_until_ready([stage.extensions[NAME].put(matrices) for stage in self.runner.stages])
 
     def write(self, slot: int, values: list[list[jax.Array]]) -> None:

@@ -26,9 +26,8 @@ from jaxengine.scheduler.errors import RequestError, UnknownAdapterError, show_v
 from jaxengine.scheduler.extensions.adapters import AdapterSlots
 from jaxengine.scheduler.request import Adapter, Request
 
-# Adapters that may be loaded, and names they may have.
-MAX_ADAPTERS, MAX_NAME = 65536, 256
-_MAX_LOADS = 64
+MAX_ADAPTERS, MAX_NAME = 65536, 256  # loaded adapters, and characters of a name
+_MAX_LOADS = 64  # adapters that are being read
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,43 +52,41 @@ class AdapterRecord:
 
 
 class GivenAdapter(NamedTuple):
-    """Adapter of arrays in memory. number: its lora_int_id; None for the number of its name, or a free one."""
+    """Adapter of arrays in memory, checked."""
 
-    name: str
-    number: int | None
-    weights: AdapterWeights
+    name: str  # by which requests name it
+    number: int | None  # its lora_int_id; None for that of its name, or a free one
+    weights: AdapterWeights  # its matrices in host memory
 
 
 class Replaced(NamedTuple):
-    """Result of replacing an adapter: the adapter that the name had (None for a new name), and the one
-    that it has now.
-    """
+    """Result of replacing an adapter."""
 
-    old: Adapter | None
-    new: Adapter
+    old: Adapter | None  # that had the name; None for a new name
+    new: Adapter  # that has the name now
 
 
 @dataclass(frozen=True, eq=False)
 class _Upload:
-    """Adapter on its way to a pool slot. job: future of its matrices in host memory and on the devices."""
+    """Adapter on its way to a pool slot."""
 
-    slot: int
-    adapter: Adapter
-    job: Future[tuple[AdapterWeights, Any]]
+    slot: int  # of the pool
+    adapter: Adapter  # that gets the slot
+    job: Future[tuple[AdapterWeights, Any]]  # its matrices in host memory, and on the devices
 
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """Adapter that is being read. number: its lora_int_id; None for any free one, for which the name must be new."""
+    """Adapter that is being read."""
 
-    name: str
-    path: str
-    number: int | None
-    job: Future[AdapterWeights]
+    name: str  # by which requests will name it
+    path: str  # folder or URL
+    number: int | None  # its lora_int_id; None for any free one, for which the name must be new
+    job: Future[AdapterWeights]  # gets its matrices in host memory, or the error
 
 
 class AdapterStore:
-    """Store of adapters. Used by the engine's thread alone, but for `read`, which any thread may call."""
+    """Store of adapters. Not thread-safe, but for `read` and `read_given`: the engine's thread alone uses it."""
 
     def __init__(self, runner: Any):
         """Start without adapters, with a thread of its own that `shutdown` ends.
@@ -128,7 +125,7 @@ class AdapterStore:
         """Read an adapter's folder, here or at a URL, and check it against this model. Raises ModelFileError."""
         try:
             folder = Path(local_adapter(path)).expanduser()
-        except RuntimeError as error:  # a user who is not there
+        except RuntimeError as error:  # "~NAME" of an unknown user
             raise ModelFileError(path, f"cannot be resolved: {error}") from None
         return read_adapter(folder, self._targets, self._max_rank, self._dtype)
 
@@ -177,7 +174,7 @@ class AdapterStore:
     def read_given(
         self, name: str, source: WeightSource, config: Mapping[str, Any] | None, number: int | None
     ) -> GivenAdapter:
-        """Check an adapter's tensors, under PEFT's names, for `replace`; any thread may call this. Changes nothing.
+        """Check an adapter's tensors, under PEFT's names, for `replace`. Thread-safe. Changes nothing.
 
         config: content of adapter_config.json; None for that of the adapter which has the name. number: its
         lora_int_id, not checked here; None for that of its name, or for a free one. Raises ModelFileError, whose
@@ -253,7 +250,7 @@ class AdapterStore:
         if self._is_there(name, path, number):
             return 0
         if len(self._loads) >= _MAX_LOADS:
-            # Whoever asked for those that are done may be gone.
+            # Callers of those that are done may never ask for them.
             self._loads = {ticket: load for ticket, load in self._loads.items() if not load.job.done()}
         if len(self._loads) >= _MAX_LOADS:
             raise RequestError(f"{_MAX_LOADS} adapters are being loaded; try again later", param="lora_path")
@@ -281,6 +278,7 @@ class AdapterStore:
         return True
 
     def _is_there(self, name: str, path: str, number: int | None) -> bool:
+        """Whether the adapter of a load is loaded already. Raises as `begin_load` does."""
         if number is not None:
             return self.known(name, path, number)
         if name in self._named:
@@ -331,7 +329,7 @@ class AdapterStore:
             return []
         try:
             weights, values = upload.job.result()
-        except Exception as error:  # it ends its own requests and no others
+        except Exception as error:  # any error of reading ends this adapter's requests and no others
             text = f"the adapter {upload.adapter.name!r} cannot be used: {error}"
             return [(each, RequestError(text, param="lora_name")) for each in slots.drop(upload.adapter)]
         self._keep(upload.adapter, weights)
@@ -358,6 +356,10 @@ class AdapterStore:
                 self._host.pop(adapter, None)
 
     def _put(self, adapter: Adapter) -> tuple[AdapterWeights, Any]:
+        """Return an adapter's matrices in host memory and on the devices; reads its files again if it is not kept.
+
+        Runs on the store's thread. Raises ModelFileError for files that cannot be read, or have changed.
+        """
         record, weights = self._records[adapter], self._host.get(adapter)
         weights = record.given if weights is None else weights
         if weights is None:
@@ -368,6 +370,7 @@ class AdapterStore:
         return weights, self._pools.put(weights.matrices)
 
     def _keep(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        """Keep an adapter in host memory as the latest used, and drop those least recently used beyond the limit."""
         self._host[adapter] = weights
         self._host.move_to_end(adapter)
         while len(self._host) > self._most_kept:
@@ -375,6 +378,7 @@ class AdapterStore:
 
 
 def _check_name(name: str) -> None:
+    """Raise RequestError for a name that an adapter may not have."""
     right = isinstance(name, str) and 1 <= len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     if not right or not seen_as(name):
         allowed = f"a text of 1 to {MAX_NAME} printable characters, without white space at its ends"

@@ -75,7 +75,7 @@ class Drafter(StageExtension):
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
         """Estimate the bytes that all programs will hold, and the largest workspace, from the largest program of each
-        kind. That one is compiled with a small pool unless its needs are remembered.
+        kind. That one is compiled with a small pool unless its needs are stored.
 
         params: the leaves of the target model.
         """
@@ -141,5 +141,6 @@ class Drafter(StageExtension):
             self._kept = self._compiled["after", bucket](weights, self._kept, state, *step)
 
     def _get(self, program: Program) -> Executable:
+        """Compile or load a program."""
         how = {"donate": program.donate, "description": self.programs.description}
         return self.executables.get(program.name, program.function, program.arguments, program.results, **how)

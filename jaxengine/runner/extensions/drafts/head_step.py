@@ -31,10 +31,10 @@ from jaxengine.sampling.state import write_slots
 
 
 class HeadWeights(NamedTuple):
-    """Leaves of the draft head, and of the target model, whose embeddings and LM head it uses."""
+    """Weights that a draft head's programs take."""
 
-    own: list[jax.Array]
-    model: list[jax.Array]
+    own: list[jax.Array]  # leaves of the draft head
+    model: list[jax.Array]  # leaves of the target model, whose embeddings and LM head it uses
 
 
 class HeadState(NamedTuple):
@@ -70,7 +70,8 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
     """Make the program that runs the head over a step whose tokens have been sampled.
 
     The program is (HeadWeights, HeadState, DeviceState after the sampler, SampledRows, hidden states [T, F], message)
-    -> HeadState.
+    -> HeadState, with the head's keys and values of the step's tokens, and its hidden state at each row's last position
+    that counts as computed.
     """
 
     def follow(
@@ -98,7 +99,7 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
             own = batch._replace(token_ids=history[owner, column])
         head, model = spec.both(weights)
         out, kv = head(own, kept.kv, head.read(hidden), head.embeddings(own.token_ids, model))
-        # Of a step with drafts the places behind the last right one are as if they had not been.
+        # In a step with drafts, positions after the last accepted one do not count.
         num_kept = state.slots.num_computed[jnp.minimum(slot, num_slots - 1)] - start
         last = jnp.clip(ragged.cu_q_lens[:-1] + num_kept - 1, 0, layout.num_tokens - 1)
         where = jnp.where(count > 0, slot, num_slots)
@@ -129,7 +130,7 @@ def make_head_draft(spec: DraftHeadSpec) -> Callable:
         def one_pass(step: jax.Array, carried: tuple[KVPages, jax.Array, jax.Array, jax.Array]):
             kv, hidden, token, drafts = carried
             head, model = spec.both(weights)
-            # At the place before the token's, as all keys of the head.
+            # One position before the token's, as all keys of the head.
             batch = one_token_each(spec, rows, step, token, back=1)
             hidden, kv = head(batch, kv, hidden, head.embeddings(token, model))
             return kv, hidden, *choose(step, hidden, drafts)

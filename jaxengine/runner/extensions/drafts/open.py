@@ -29,11 +29,11 @@ from jaxengine.sharding.stages import Stage
 
 
 class OpenedDraft(NamedTuple):
-    """Opened draft model or head. model: abstract; source: of its weights; programs: class of its programs."""
+    """Opened draft model or head."""
 
-    model: Any
-    source: ModelSource
-    programs: type[DraftPrograms]
+    model: Any  # abstract
+    source: ModelSource  # of its weights, open
+    programs: type[DraftPrograms]  # class of its programs
 
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -130,7 +130,7 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
     weights = source.weights
     if chosen.method == EAGLE3:
         if not issubclass(model_for_hf(model.architecture), Decoder):
-            problem = f"{NAME}.method is {chosen.method!r}, and {model.architecture} tells no layer's hidden states"
+            problem = f"{NAME}.method is {chosen.method!r}, and {model.architecture} gives no layer's hidden states"
             raise ConfigError.because(NAME, problem, "leave it out, or give another method")
         draft = _as_read(open_draft(config, model), None if isinstance(weights, Path) else weights)
         shape: Any = draft.config
@@ -163,11 +163,14 @@ def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
 
 
 def _split(method: str, build: Callable[[], Any]) -> Any:
+    """Return build(), an abstract draft model or head. Raises ConfigError, naming the method, if it cannot be built or
+    split.
+    """
     try:
         return build()
     except ModelConfigError as error:
-        problem = f"what {NAME} says, {method}, cannot be used ({error})"
+        problem = f"{NAME}.method is {method!r}, which cannot be used ({error})"
         raise ConfigError.because(NAME, problem, "leave it out") from None
     except ValueError as error:
-        problem = f"what {NAME} says, {method}, cannot be split as the model is ({error})"
+        problem = f"{NAME}.method is {method!r}, which cannot be split as the model is ({error})"
         raise ConfigError.because(NAME, problem, "leave it out, or give another tensor_parallel_size") from None

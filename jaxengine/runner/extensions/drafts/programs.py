@@ -43,6 +43,7 @@ class DraftPrograms:
     """
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
+        """Split the draft model into its graph and weights. config: of the engine."""
         self.model = model
         self.target = target
         # Its keys and values are never coded: they are few, and need no scales.
@@ -64,7 +65,7 @@ class DraftPrograms:
         return 0
 
     def weight_bytes(self, own: Sequence[Any]) -> int:
-        """Bytes of one device of its own leaves, arrays or shapes, and of what it keeps for slots."""
+        """Return the bytes of one device of its own leaves, arrays or shapes, and of what it keeps for slots."""
         return sum(map(part_bytes, own)) + self.slot_bytes
 
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
@@ -102,12 +103,15 @@ class DraftPrograms:
         return None
 
     def _spec(self, bucket: Bucket) -> Any:
+        """Return the DraftSpec of a bucket's programs."""
         return DraftSpec(self._graph, self._params_tree, *self._where(bucket))
 
     def _where(self, bucket: Bucket) -> tuple[Bucket, StepLayout, int, int]:
+        """Return the fields of DraftSpec that describe a bucket's steps."""
         return bucket, self.target.packer.layouts[bucket], self.target.packer.page_size, self._group
 
     def _drafting(self, bucket: Bucket, function: Callable, weights: Any, kept: Any) -> Program:
+        """Return the program that makes the drafts of a wide bucket."""
         results = kept, drafts_of(self.target.shape, bucket)
         return self._program(f"drafts of {bucket}", function, bucket, weights, kept, results=results)
 
@@ -121,6 +125,10 @@ class DraftPrograms:
         step: tuple[Any, ...] = (),
         results: Any = None,
     ) -> Program:
+        """Return the program `function` of (weights, kept, DeviceState, *step, message), with `kept` donated.
+
+        step: further arguments, shapes. results: shapes; None for those of `kept`.
+        """
         leaves, tree = jax.tree.flatten(weights)
         weights = jax.tree.unflatten(tree, abstract_params(leaves))
         arguments = weights, kept, self.target.state_shapes, *step, self.target.message_shape(bucket)
@@ -131,6 +139,7 @@ class HeadPrograms(DraftPrograms):
     """Programs of a draft head that reads the target model's hidden states, for the steps of one target on one mesh."""
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
+        """Make the programs of a head, whose target gives it hidden states. config: of the engine."""
         super().__init__(model, target, config)
         self._hidden = target.shape.rows(config.max_num_seqs, config.dtype, model.config.hidden_size)
         graph, params = nnx.split(target.model)

@@ -42,11 +42,11 @@ NAME, HISTORY_ROWS = "drafts", "history rows"
 
 
 class DraftRows(NamedTuple):
-    """The drafts' section of SampledRows.
+    """Section of SampledRows for drafts.
 
     Attributes:
       token_ids: i32[S, W - 1], the drafts, after each of which another token is to be sampled.
-      counts: i32[S], number of drafts of a row, which come first in it.
+      counts: i32[S], number of drafts of a row, the first of its token_ids.
       is_forced: bool[S], rows whose drafts are grammar drafts: each is the only token allowed at its position.
       is_guided: bool[S], rows with a grammar mask for each position.
     """
@@ -58,22 +58,16 @@ class DraftRows(NamedTuple):
 
 
 class VerifyOutput(NamedTuple):
-    """Output of a step whose rows had drafts, for the host; the first six fields are SampleOutput's, for all S * W
-    positions.
+    """Output of a step whose rows had drafts, for the host: of SampleOutput's fields those for all S * W positions."""
 
-    Attributes:
-      counts: i32[replicas, S], number of tokens that each row got, from its first position on.
-      num_drafts: i32[replicas, S], drafts that each row had.
-    """
-
-    token_ids: jax.Array
-    logprob: jax.Array
+    token_ids: jax.Array  # i32[replicas, S * W]
+    logprob: jax.Array  # this and the next four: [replicas, S * W, ...], see SampleOutput
     rank: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
     given_logprobs: jax.Array
-    counts: jax.Array
-    num_drafts: jax.Array
+    counts: jax.Array  # i32[replicas, S], number of tokens that each row got, from its first position on
+    num_drafts: jax.Array  # i32[replicas, S], number of drafts that each row had
 
 
 class DraftsExtension(DeviceExtension):
@@ -117,7 +111,7 @@ class DraftsExtension(DeviceExtension):
         return {verifier(width): _verify_epilogue(width) for width in widths}
 
     def label(self, bucket: Bucket) -> str:
-        label = f", read behind {self._streams}" * bool(self._streams)
+        label = f", read after {self._streams}" * bool(self._streams)
         if bucket.width > 1:
             label = ", of drafts" * self._has_model + label
             label = label if self.proposer is None else f", {self.proposer}{label}"
@@ -281,15 +275,15 @@ def make_verify(spec: EpilogueSpec) -> Callable:
             kept = own.token_ids, found.is_kept.reshape(-1), flags
             tokens = remember(spec, tokens, target, found.last, slot, position, *kept)
         with jax.named_scope("results"):
-            told = own.token_ids, found.counts, num_drafts
-            (token_ids, *told), scores = stack_results(told, own, flags)
-            output = VerifyOutput(token_ids, *scores, *told)
+            (token_ids, *counts), scores = stack_results((own.token_ids, found.counts, num_drafts), own, flags)
+            output = VerifyOutput(token_ids, *scores, *counts)
         return slots._replace(num_computed=num_computed), tokens, output
 
     return verify_rows
 
 
 def _verify_epilogue(width: int) -> Epilogue:
+    """Return the epilogue of steps whose rows have `width` tokens."""
     return Epilogue(
         make_verify,
         arguments=("slots", "tokens", "sampling", "rows", "logits"),
@@ -303,7 +297,7 @@ def _verify_epilogue(width: int) -> Epilogue:
 
 def _draft_rows(step: ForwardPass) -> DraftRows:
     """Return the drafts of each row of a wide step: its scheduled tokens after the first. Unless they are grammar
-    drafts, they come with their proposer's distribution.
+    drafts, a row has at most as many as were proposed for it.
     """
     rows, batch, drafts = step.rows, step.batch, step.batch.sections.get(NAME)
     counts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == FORCED
@@ -314,6 +308,7 @@ def _draft_rows(step: ForwardPass) -> DraftRows:
 
 
 def _set_history(state: DeviceState, slots: jax.Array, rows: jax.Array) -> DeviceState:
+    """Return the state with histories i32[n, max_model_len] written for slots i32[n], numbered over all replicas."""
     assert state.tokens is not None
     history = set_rows(state.tokens.sections[NAME], own_slot(state, slots), rows)
     return state._replace(tokens=state.tokens._replace(sections={**state.tokens.sections, NAME: history}))

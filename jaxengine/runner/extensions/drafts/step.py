@@ -70,7 +70,7 @@ class Rows(NamedTuple):
       slot: the row's slot; count: its tokens in this step, the last known one and drafts.
       start: position of the last known token.
       last_token: that token.
-      page_table: i32[S, W].
+      page_table: i32[S, P], of the target's cache group that keeps all keys.
       num_rows: i32[], number of rows without padding.
       forced: i32[S, W - 1], drafts that the message has, -1 for those that are to be made.
       flags: sampler features that some row of the step needs.
@@ -170,10 +170,10 @@ def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> R
     slots, step_rows = unpack_rows(state.slots, buffer, layout)
     slot, index, count, start, *_ = step_rows
     table = slots.page_table[index + spec.group * slots.num_computed.shape[0]]
-    places = (jnp.cumsum(count) - count)[:, None] + jnp.arange(1, spec.width, dtype=jnp.int32)
-    given = layout.view(buffer, "token_ids")[jnp.minimum(places, layout.num_tokens - 1)]
+    tokens_of_rows = (jnp.cumsum(count) - count)[:, None] + jnp.arange(1, spec.width, dtype=jnp.int32)
+    given = layout.view(buffer, "token_ids")[jnp.minimum(tokens_of_rows, layout.num_tokens - 1)]
     forced = jnp.where(jnp.arange(1, spec.width) < count[:, None], given, -1)
-    # What a step tells of logprobs it tells of the tokens that the model itself draws; masks are not known yet.
+    # Logprobs are those of the tokens that the model itself draws; masks are not known yet.
     nothing = jnp.zeros((), jnp.bool_)
     flags = flags_of(header["features"])._replace(any_logprobs=nothing, any_mask=nothing)
     return Rows(slot, count, start, tokens.last_token[index], table, header["num_seqs"], forced, flags)
@@ -183,7 +183,7 @@ def one_token_each(spec: DraftSpec, rows: Rows, step: jax.Array, token: jax.Arra
     """Return the batch of pass `step` (from 0): one token i32[S] of each row, at position rows.start + step - back.
 
     back: 1 for a draft head, whose keys lie one position before their tokens. A row with at most `step` tokens in the
-    step writes no keys and values.
+    step writes no keys and values in this pass.
     """
     num_seqs = spec.layout.num_seqs
     live = step < rows.count

@@ -25,7 +25,7 @@ from jaxengine.sharding.collectives import gather_parts
 # The column that says whose a patch is (jaxengine.models.config.tower): numbered within an item, and then within a
 # call.
 SEGMENT = "segment"
-# In the place of a size: the call that puts embeddings into the pool as they came.
+# In the place of a size: the call that writes embeddings of requests into the pool.
 PLACE = 0
 # Each size is so many times the next smaller one, down to a call that costs little more than reading the weights.
 _STEP, _LEAST = 4, 1024
@@ -46,12 +46,10 @@ class EncoderInput(NamedTuple):
 
 
 class PlaceInput(NamedTuple):
-    """Message of embeddings that a request brought, for R replicas: values f32[R, N, E], pool rows i32[R, N]
-    (`targets`).
-    """
+    """Message of embeddings that are in requests, for R replicas."""
 
-    values: np.ndarray
-    targets: np.ndarray
+    values: np.ndarray  # f32[R, N, E]
+    targets: np.ndarray  # i32[R, N] rows of the replica's pool, the number of its rows for none
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class EncoderLayout:
       max_patches: of all images that a replica encodes in one call.
       num_ranks: replicas.
       parts: devices of a replica that encode different images; 1 if they split the tower.
-      num_placed: N, rows of a call that writes embeddings brought by requests; 0 if requests bring none.
+      num_placed: N, rows of a call that writes embeddings of requests; 0 if requests have none.
       part: the model's attribute that the tower is, of jaxengine.models.config.tower.TOWERS.
     """
 
@@ -78,7 +76,7 @@ class EncoderLayout:
 
     @property
     def programs(self) -> tuple[int, ...]:
-        """Return the keys of all programs: the sizes, and PLACE if requests may bring embeddings."""
+        """Return the keys of all programs: the sizes, and PLACE if requests may have embeddings."""
         return (*((PLACE,) if self.num_placed else ()), *self.sizes)
 
     @cached_property
@@ -97,8 +95,8 @@ class EncoderLayout:
     def pack(self, encodes: Sequence[Sequence[Encode]]) -> EncoderInput:
         """Return the message of one call that encodes each replica's images, in the smallest size that holds them.
 
-        encodes: of each replica, none of them of kind EMBEDS, and at most max_patches patches; raises StopIteration if
-        those of a device do not fit into the largest size.
+        encodes: of each replica, none of them of modality EMBEDS, and at most max_patches patches; raises StopIteration
+        if those of a device do not fit into the largest size.
         """
         shares = [share for own in encodes for share in self._shares(own)]
         most = max(sum(each.item.num_patches for each in share) for share in shares)
@@ -123,8 +121,8 @@ class EncoderLayout:
         return EncoderInput(patches, columns, targets.reshape(self.num_ranks, -1))
 
     def place(self, placed: Sequence[Sequence[Encode]]) -> Iterator[PlaceInput]:
-        """Yield messages that write embeddings brought by requests, `num_placed` rows of a replica at a time; none if
-        there are none. placed: of each replica, items of kind EMBEDS only.
+        """Yield messages that write embeddings of requests, `num_placed` rows of a replica at a time; none if there are
+        none. placed: of each replica, items of modality EMBEDS only.
         """
         rows = [[row for each in own for row in each.rows.tolist()] for own in placed]
         values = [[row for each in own for row in each.item.patches[each.item.rows]] for own in placed]
@@ -156,7 +154,7 @@ def make_encode(graph: nnx.GraphDef, params_tree: Any, layout: EncoderLayout) ->
     pool with the new embeddings. The last three are one device's parts of an EncoderInput.
 
     graph, params_tree: static parts of the model. layout: of the calls; with several parts, devices gather each other's
-    embeddings. Parts of rows that the tower does not make are zeros.
+    embeddings. If rows of the pool are wider than the tower's embeddings, the rest is zeros.
     """
 
     def encode(params: Any, pool: jax.Array, patches: jax.Array, columns: jax.Array, targets: jax.Array) -> jax.Array:

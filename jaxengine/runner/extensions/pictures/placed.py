@@ -1,4 +1,4 @@
-"""Pool of embeddings that requests bring, for a model without a vision tower: nothing is encoded."""
+"""Pool of embeddings that are in requests, for a model without a vision tower: nothing is encoded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from jaxengine.sharding.rules import logical_to_spec
 
 @dataclass(frozen=True)
 class PlacedLayout(EncoderLayout):
-    """Layout of calls that write embeddings; there are no others."""
+    """Layout of calls that write embeddings, for programs without others."""
 
     @property
     def sizes(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return (): there are no calls that encode."""
         return ()
 
 
@@ -29,7 +30,7 @@ def placed_layout(num_rows: int, num_ranks: int, most: int) -> PlacedLayout:
 
 
 class PlacePrograms(EncoderPrograms):
-    """The program that writes embeddings, and the pool, whose rows have `size` elements."""
+    """Program that writes embeddings, and the pool, whose rows have `size` elements of `dtype`."""
 
     def __init__(self, layout: PlacedLayout, size: int, dtype: Any, mesh: Mesh):
         self.layout, self._mesh = layout, mesh

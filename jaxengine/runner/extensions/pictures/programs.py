@@ -29,6 +29,7 @@ class EncoderPrograms:
     """
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
+        """Make the programs of a model's towers. dtype: of embeddings; mesh: of the first stage."""
         self.layout = layout
         self._mesh = mesh
         graph, params = nnx.split(model)
@@ -54,18 +55,18 @@ class EncoderPrograms:
         model's leaves, arrays or shapes.
         """
         layout, tower, mesh = self.layout, self.layout.tower, self._mesh
-        count, places = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
+        count, split = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
         message = (
-            shape_on(mesh, (count, size, tower.num_features), np.float32, places),
-            shape_on(mesh, (count, len(tower.columns), size), np.int32, places),
+            shape_on(mesh, (count, size, tower.num_features), np.float32, split),
+            shape_on(mesh, (count, len(tower.columns), size), np.int32, split),
             shape_on(mesh, (layout.num_ranks, layout.parts * size // tower.merge), np.int32, _RANKS),
         )
         arguments = (abstract_params(params), self.rows, *message)
         return program_on(mesh, self.name(size), self._encode, arguments, self.rows, (1,))
 
     def place(self) -> Program:
-        """Return the program that writes embeddings brought by requests: (rows, the fields of a PlaceInput) -> rows,
-        the pool of embeddings with the new ones.
+        """Return the program that writes embeddings of requests: (rows, the fields of a PlaceInput) -> rows, the pool
+        of embeddings with the new ones.
         """
         layout, mesh = self.layout, self._mesh
         shape = layout.num_ranks, layout.num_placed

@@ -23,8 +23,7 @@ from jaxengine.scheduler.extensions.pictures import Encode
 from jaxengine.scheduler.media import EMBEDS
 
 NAME, DELTAS = "pictures", "rope deltas"
-# Rows of the call that takes embeddings as they came; more take several.
-_MAX_PLACED = 512
+_MAX_PLACED = 512  # most embeddings of requests that one call writes
 
 
 class PicturesExtension(DeviceExtension):
@@ -94,7 +93,11 @@ class PicturesExtension(DeviceExtension):
 
 
 class EncoderPool(StageExtension):
-    """Stage extension with the pool of what a tower returns, in the first stage."""
+    """Stage extension with the pool of embeddings, in the first stage.
+
+    Attributes:
+      rows: the pool; None while it is not allocated.
+    """
 
     name = NAME
 
@@ -109,14 +112,15 @@ class EncoderPool(StageExtension):
         self.rows = None
 
     def encode(self, pictures: EncoderInput, programs: EncoderPrograms | None = None) -> None:
-        """Dispatch the encoding of items; the next forward pass finds what became of them in the pool. programs: of the
-        tower that encodes them; None for those of the first.
+        """Dispatch the encoding of items into the pool, which the next forward pass reads.
+
+        programs: of the tower that encodes them; None for those of the first.
         """
         encode = self._stage.program(self.name, (programs or self._programs).name(pictures.patches.shape[1]))
         self.rows = encode(self._stage.params, self.rows, *pictures)
 
     def place(self, embeddings: PlaceInput) -> None:
-        """Dispatch the writing, into the pool, of embeddings that requests brought."""
+        """Dispatch the writing of embeddings of requests into the pool."""
         self.rows = self._stage.program(self.name, self._programs.name(PLACE))(self.rows, *embeddings)
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
@@ -139,11 +143,11 @@ class PictureEncoder(HostExtension):
         self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
 
     def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
-        """Dispatch the encoding of each replica's images, and the writing of embeddings that requests brought, before
-        the first forward pass that needs them. Only for a model with towers, or whose requests bring embeddings.
+        """Dispatch the encoding of each replica's images, and the writing of embeddings of requests, before the first
+        forward pass that needs them. Only for a model with towers, or whose requests may have embeddings.
         """
         pool = self.runner.stages[0].extensions[NAME]
-        # Engines of several processes see nothing (jaxengine.config.encoder).
+        # Engines of several processes have no images (jaxengine.config.encoder).
         for encoder in self.encoders:
             taken = [[each for each in own if encoder.layout.encodes(each.item)] for own in encodes]
             if any(taken):

@@ -17,8 +17,7 @@ import numpy as np
 from jaxengine.sampling.top_tokens import VOCAB, first_id, row_extreme
 from jaxengine.sharding.collectives import gather_parts
 
-# Tokens at most that no transcript begins with.
-MAX_BEGIN = 8
+MAX_BEGIN = 8  # most tokens that no transcript begins with
 _NONE = -1
 
 

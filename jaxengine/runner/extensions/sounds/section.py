@@ -34,8 +34,7 @@ from jaxengine.scheduler.extensions.pictures import Encode
 from jaxengine.sharding.rules import logical_to_spec
 
 NAME, ROWS, RULES = "sounds", "sound rows", "transcript rules"
-# Slots whose rules one message brings.
-NUM_RULE_ROWS = 64
+NUM_RULE_ROWS = 64  # slots whose rules one state change writes
 
 
 class SoundPrograms(EncoderPrograms):
@@ -48,7 +47,7 @@ class SoundPrograms(EncoderPrograms):
 
 class SoundsExtension(DeviceExtension):
     """Device extension of sounds. Its section of SlotState is i32[R], the row of the pool that each slot attends to;
-    that of TokenState is i32[R, WIDTH], the rules of each slot's transcript and what they need of its tokens.
+    that of TokenState is i32[R, WIDTH], the rules of each slot's transcript, with facts of its tokens (RuleRow).
     """
 
     name = NAME
@@ -125,7 +124,7 @@ class SoundEncoder(HostExtension):
         self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
 
     def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
-        """Dispatch the encoding of each replica's sounds."""
+        """Dispatch the encoding of each replica's sounds into the pool."""
         self.runner.stages[0].extensions[NAME].encode(self._layout.pack(encodes))
 
     def set_rows(self, slots: list[int], rows: list[int]) -> None:
@@ -138,6 +137,7 @@ class SoundEncoder(HostExtension):
 
 
 def _write_rules(state: DeviceState, slots: jax.Array, words: jax.Array) -> DeviceState:
+    """Return the state with rules `words` i32[n, WIDTH] written for slots i32[n], numbered over all replicas."""
     assert state.tokens is not None
     section = state.tokens.sections[NAME].at[own_slot(state, slots)].set(words, mode="drop")
     sections = {**state.tokens.sections, NAME: section}
