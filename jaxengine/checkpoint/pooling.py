@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxengine.checkpoint.sentence_transformers import read_sentence_model
+from jaxengine.checkpoint.sentence_transformers import read_sentence_model, with_cross_encoder
 from jaxengine.checkpoint.token_tasks import EMBEDDINGS, colbert_projection, with_token_labels, with_tokens
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.pooler_config import POOLING_FIELDS, PoolerConfig
@@ -63,13 +63,14 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
     Raises ConfigError, ModelConfigError or ModelFileError.
     """
-    fields = ConfigFields(raw)
+    crosses = with_cross_encoder(folder, raw)
+    fields = ConfigFields(crosses or raw)
     architecture = hf_architecture(fields)
     own_task = family_of(architecture)[1]
     if family_of(architecture)[0] in ENCODERS and fields.has("classifier_from_token"):
         raise fields.fail("classifier_from_token", f"absent for {architecture}, an encoder without logits of tokens")
-    sentence = read_sentence_model(folder)
-    if not _pools(config, architecture, own_task, sentence is not None):
+    sentence = None if crosses else read_sentence_model(folder)
+    if not _pools(config, architecture, own_task, crosses is not None or sentence is not None):
         return None
     if sentence is not None and sentence.by_tokens and own_task != CLASSIFY:
         own_task = TOKEN_EMBED

@@ -64,6 +64,52 @@ def test_the_longest_input_and_the_default_prompt(edited):
     edited("last", PROMPTS, default_prompt_name="query")
     source = open_model(EngineConfig(model=folder, load_format="dummy"))
     assert source.config.max_position_embeddings == 40 and source.pooling.sentence.default_prompt == "query"
+    # Without one of its own it is the tokenizer's, as sentence-transformers 6 writes it, where that has one.
+    edited("last", SENTENCE, {"transformer_task": "feature-extraction"})
+    for limit, longest in ((30, 30), (10**30, 128)):  # transformers writes the second for none
+        edited("last", "tokenizer_config.json", model_max_length=limit)
+        assert open_model(EngineConfig(model=folder, load_format="dummy")).config.max_position_embeddings == longest
+
+
+def test_the_files_of_a_cross_encoder(edited):
+    """As sentence-transformers writes them since version 5.4: of a classifier, and of a decoder's yes and no."""
+    kind, about = "sentence_transformers.base.modules.transformer.Transformer", {"model_type": "CrossEncoder"}
+    modules = [{"idx": 0, "name": "0", "path": "", "type": kind}]
+    named = {"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {}, "default_prompt_name": None}
+    edited("one_label", MODULES, modules)
+    pooling = pooling_of(edited("one_label", PROMPTS, about | named))
+    assert (pooling.task, pooling.activation, pooling.pooler.classifier) == ("classify", "identity", Classifier(1))
+    assert pooling_of(edited("one_label", PROMPTS, about)).activation == "sigmoid"
+    for file, content, problem in (
+        (PROMPTS, about | {"activation_fn": "os.system"}, "activation_fn must be torch.nn.modules"),
+        (PROMPTS, about | {"default_prompt_name": "query"}, "default_prompt_name must be null for a CrossEncoder"),
+        (PROMPTS, {"model_type": "SentenceTransformer"}, "has no module Pooling"),
+    ):
+        with pytest.raises(ModelFileError, match=problem):
+            pooling_of(edited("one_label", file, content))
+    edited("one_label", PROMPTS, about)
+    with pytest.raises(ModelFileError, match="must be Transformer, or Transformer and LogitScore, got Transformer, Po"):
+        pooling_of(edited("one_label", MODULES, [*modules, {"path": "1", "type": "a.Pooling"}]))
+
+    score = "1_LogitScore/config.json"
+    folder = edited("reranker", MODULES, [*modules, {"path": "1_LogitScore", "type": "a.LogitScore"}])
+    edited("reranker", PROMPTS, about)
+    (Path(folder) / "1_LogitScore").mkdir()
+    for tokens, classifier in (
+        ({"true_token_id": 7, "false_token_id": 5}, Classifier(1, (5, 7), difference=True)),
+        ({"true_token_id": 7, "false_token_id": None}, Classifier(1, (7,))),
+    ):
+        pooling = pooling_of(edited("reranker", score, tokens | {"module_input_name": "causal_logits"}))
+        assert (pooling.task, pooling.activation, pooling.pooler.classifier) == ("classify", "sigmoid", classifier)
+    asked = {"classifier_from_token": [9, 8], "method": "no_post_processing"}
+    assert pooling_of(folder, hf_overrides=asked).pooler.classifier == Classifier(2, (9, 8))
+    for changes, problem in (
+        ({"true_token_id": -1}, "true_token_id must be an integer >= 0"),
+        ({"true_token_id": 1 << 30}, "token ids must lie in"),
+        ({"true_token_id": 7, "module_input_name": "logits"}, "module_input_name must be"),
+    ):
+        with pytest.raises(ModelFileError, match=problem):
+            pooling_of(edited("reranker", score, changes))
 
 
 @each_row(
