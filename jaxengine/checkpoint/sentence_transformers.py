@@ -67,6 +67,10 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
         raise ModelFileError(
             folder / MODULES, "include_prompt is false, which is not supported for a model with prompts"
         )
+    if reads_messages(folder):
+        file, _ = _read_transformer(folder)
+        text = "modality_config has message, which is not supported: texts that a chat template makes prompts of"
+        raise ModelFileError(folder / file, text)
     longest, lower = _read_input(folder)
     return SentenceModel(
         pooling_type, bool(normalize), prompts, default, longest, tuple(dense), lower, by_tokens, splade
@@ -209,6 +213,30 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     return prompts, default
 
 
+def reads_messages(folder: Path) -> bool:
+    """Whether texts are messages, of which the checkpoint's chat template makes a prompt: in sentence-transformers 6
+    that is so if the model's base has a template. Raises ModelFileError for arguments of the template, and for contents
+    of messages that are no texts.
+    """
+    file, raw = _read_transformer(folder)
+    fields = ConfigFields(raw)
+    try:
+        kinds, more = (fields.mapping(name) or {} for name in ("modality_config", "processing_kwargs"))
+        if "message" not in kinds:
+            return False
+        ConfigFields(more).require(chat_template={})
+        ConfigFields(ConfigFields(kinds).mapping("message") or {}).require(format="flat")
+    except ModelConfigError as error:
+        raise ModelFileError(folder / file, str(error)) from error
+    return True
+
+
+def _read_transformer(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Read the file about the input: its name and its content, empty without one. Raises ModelFileError."""
+    file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
+    return file, read_object(folder, file) or {}
+
+
 def _read_input(folder: Path) -> tuple[int | None, bool]:
     """Read the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises
     ModelFileError.
@@ -216,8 +244,7 @@ def _read_input(folder: Path) -> tuple[int | None, bool]:
     Since version 5.4 the limit is the tokenizer's, which sentence-transformers has always taken where its own file has
     none.
     """
-    file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
-    raw: dict[str, Any] = read_object(folder, file) or {}
+    file, raw = _read_transformer(folder)
     longest, lower = raw.get("max_seq_length"), raw.get("do_lower_case")
     if lower is not None and type(lower) is not bool:
         raise ModelFileError(folder / file, f"do_lower_case must be true, false or null, got {str(lower)[:100]}")

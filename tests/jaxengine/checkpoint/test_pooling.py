@@ -71,10 +71,13 @@ def test_the_longest_input_and_the_default_prompt(edited):
         assert open_model(EngineConfig(model=folder, load_format="dummy")).config.max_position_embeddings == longest
 
 
+# As sentence-transformers writes them since version 5.4.
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
+CROSS_ENCODER = {"model_type": "CrossEncoder"}
+
+
 def test_the_files_of_a_cross_encoder(edited):
-    """As sentence-transformers writes them since version 5.4: of a classifier, and of a decoder's yes and no."""
-    kind, about = "sentence_transformers.base.modules.transformer.Transformer", {"model_type": "CrossEncoder"}
-    modules = [{"idx": 0, "name": "0", "path": "", "type": kind}]
+    modules, about = [TRANSFORMER], CROSS_ENCODER
     named = {"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {}, "default_prompt_name": None}
     edited("one_label", MODULES, modules)
     pooling = pooling_of(edited("one_label", PROMPTS, about | named))
@@ -91,9 +94,11 @@ def test_the_files_of_a_cross_encoder(edited):
     with pytest.raises(ModelFileError, match="must be Transformer, or Transformer and LogitScore, got Transformer, Po"):
         pooling_of(edited("one_label", MODULES, [*modules, {"path": "1", "type": "a.Pooling"}]))
 
+
+def test_the_files_of_a_decoder_that_answers_yes_or_no(edited):
     score = "1_LogitScore/config.json"
-    folder = edited("reranker", MODULES, [*modules, {"path": "1_LogitScore", "type": "a.LogitScore"}])
-    edited("reranker", PROMPTS, about)
+    folder = edited("reranker", MODULES, [TRANSFORMER, {"path": "1_LogitScore", "type": "a.LogitScore"}])
+    edited("reranker", PROMPTS, CROSS_ENCODER)
     (Path(folder) / "1_LogitScore").mkdir()
     for tokens, classifier in (
         ({"true_token_id": 7, "false_token_id": 5}, Classifier(1, (5, 7), difference=True)),
@@ -110,6 +115,37 @@ def test_the_files_of_a_cross_encoder(edited):
     ):
         with pytest.raises(ModelFileError, match=problem):
             pooling_of(edited("reranker", score, changes))
+
+
+def test_texts_that_are_messages(edited):
+    """The checkpoint's chat template makes prompts of pairs, if a file says that texts are messages."""
+    asked = {"hf_overrides": {"classifier_from_token": [7], "method": "no_post_processing"}}
+    edited("reranker", MODULES, [TRANSFORMER])
+    folder = edited("reranker", PROMPTS, CROSS_ENCODER)
+    with pytest.raises(ModelFileError, match="a CrossEncoder of Qwen3ForCausalLM must have a module LogitScore"):
+        pooling_of(folder)
+    edited(
+        "reranker", "tokenizer_config.json", chat_template="{% for each in messages %}{{ each.content }} {% endfor %}"
+    )
+    tokenizer = Tokenizer.from_hf_folder(Path(folder))
+    for said, prompt in (({}, "w5w6 w7"), ({"message": {"format": "flat"}}, [5, 6, 7])):
+        file = edited("reranker", SENTENCE, {"modality_config": {"text": {}, **said}})
+        model = pooling_of(file, **asked)
+        config = SimpleNamespace(chat_template=None)
+        inputs = SimpleNamespace(
+            config=config, require_pooling=lambda model=model: model, require_tokenizer=lambda: tokenizer
+        )
+        assert pair_prompt(inputs, "w5", "w6 w7") == prompt
+    message = {"modality_config": {"message": {"format": "flat"}}}
+    with pytest.raises(ModelFileError, match="modality_config has message, which is not supported"):
+        pooling_of(edited("last", SENTENCE, message))
+    for more, problem in (
+        ({"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}, "chat_template must be {}"),
+        ({"modality_config": {"message": {"format": "structured"}}}, 'format must be "flat"'),
+        ({"modality_config": 5}, "modality_config"),
+    ):
+        with pytest.raises(ModelFileError, match=problem):
+            pooling_of(edited("reranker", SENTENCE, message | more), **asked)
 
 
 @each_row(
