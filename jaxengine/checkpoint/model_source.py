@@ -19,6 +19,7 @@ from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.remote import RemoteFolder, is_url
+from jaxengine.checkpoint.sentence_transformers import TOKENIZER
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.lengths import given_length
@@ -159,6 +160,14 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     return replace(model, tower=next(iter(used), None), sound_tower=used[1] if len(used) > 1 else None)
 
 
+def _tells_types(folder: Path) -> bool:
+    """Whether a tokenizer's types of tokens are for the model: unless its `model_input_names` lack them. Raises
+    ModelFileError.
+    """
+    names = (read_object(folder, TOKENIZER) or {}).get("model_input_names")
+    return not isinstance(names, list) or "token_type_ids" in names
+
+
 def _find_tokenizer(config: EngineConfig) -> Path | None:
     """Return the folder of the tokenizer named by the options, downloaded if needed; None for the model's own.
 
@@ -286,7 +295,8 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
             check_width(pooling, model.hidden_size)
         if pooling is not None and not model.is_causal:
             types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
-            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=types > 1)
+            told = types > 1 and _tells_types((None if config.skip_tokenizer_init else _find_tokenizer(config)) or path)
+            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=told)
         return model, pooling
 
     try:

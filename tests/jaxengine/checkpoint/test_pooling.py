@@ -278,6 +278,16 @@ def test_types_count_where_the_model_has_some(encoder_folder, name, step):
     assert pair_prompt(inputs, "w5", "w6 w7") == [1, 5, 2, *(step + token for token in (6, 7, 2))]
 
 
+def test_types_do_not_count_where_the_tokenizer_says_so(encoder_folder, tmp_path):
+    """By the inputs of models that its configuration names, as transformers has it."""
+    shutil.copytree(encoder_folder("bert_score"), folder := tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    about = json.loads(file.read_text())
+    for names, told in ((["input_ids", "token_type_ids", "attention_mask"], True), (["input_ids"], False)):
+        file.write_text(json.dumps(about | {"model_input_names": names}))
+        assert pooling_of(str(folder)).has_token_types == told
+
+
 @each_row("name", ["bert", "bert_score", "xlm_roberta", "distilbert_labels", "modernbert"])
 def test_tokens_that_stand_for_labels_are_refused_for_encoders(encoder_folder, name):
     with pytest.raises(ModelFileError, match="classifier_from_token must be absent for .*, an encoder"):
