@@ -261,7 +261,9 @@ _POOLING = {
 
 
 # What transformers takes for fields that a file lacks, where it is not what it takes for the family's.
-_LEFT_OUT = dict.fromkeys(("EuroBertModel", "EuroBertForMaskedLM"), {"rms_norm_eps": 1e-5})
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    name: {"rms_norm_eps": 1e-5} for name in ("EuroBertModel", "EuroBertForMaskedLM")
+}
 # Those with a decoder's layers whose tokens see their whole prompt, whatever their files say.
 _BIDIRECTIONAL = tuple(name for name, (family, _) in _POOLING.items() if family == "LlamaForCausalLM")
 # Values of their field `pooling`.
