@@ -45,6 +45,7 @@ from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
 
+_GENERAL_CLASS = "TokenizersBackend"  # of tokenizers; transformers 4 has another
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Fields of generation_config.json that vLLM applies to requests.
@@ -161,11 +162,12 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 
 def _tells_types(folder: Path) -> bool:
-    """Whether a tokenizer's types of tokens are for the model: unless its `model_input_names` lack them. Raises
-    ModelFileError.
+    """Whether a tokenizer's types of tokens are for the model: unless its `model_input_names` lack them, as those of
+    transformers 5's general class do by default. Raises ModelFileError.
     """
-    names = (read_object(folder, TOKENIZER) or {}).get("model_input_names")
-    return not isinstance(names, list) or "token_type_ids" in names
+    about = read_object(folder, TOKENIZER) or {}
+    names = about.get("model_input_names")
+    return "token_type_ids" in names if isinstance(names, list) else about.get("tokenizer_class") != _GENERAL_CLASS
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:

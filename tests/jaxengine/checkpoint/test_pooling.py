@@ -279,12 +279,18 @@ def test_types_count_where_the_model_has_some(encoder_folder, name, step):
 
 
 def test_types_do_not_count_where_the_tokenizer_says_so(encoder_folder, tmp_path):
-    """By the inputs of models that its configuration names, as transformers has it."""
+    """By the inputs of models that its configuration names, or that its class has."""
     shutil.copytree(encoder_folder("bert_score"), folder := tmp_path / "model")
     file = folder / "tokenizer_config.json"
     about = json.loads(file.read_text())
-    for names, told in ((["input_ids", "token_type_ids", "attention_mask"], True), (["input_ids"], False)):
-        file.write_text(json.dumps(about | {"model_input_names": names}))
+    kind, names = {"tokenizer_class": "TokenizersBackend"}, ["input_ids", "token_type_ids", "attention_mask"]
+    for changes, told in (
+        ({"model_input_names": names}, True),
+        ({"model_input_names": names[:1]}, False),
+        (kind, False),
+        ({**kind, "model_input_names": names}, True),
+    ):
+        file.write_text(json.dumps(about | changes))
         assert pooling_of(str(folder)).has_token_types == told
 
 
