@@ -260,6 +260,10 @@ _POOLING = {
 }
 
 
+# What transformers takes for fields that a file lacks, where it is not what it takes for the family's.
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    name: {"rms_norm_eps": 1e-5} for name in ("EuroBertModel", "EuroBertForMaskedLM")
+}
 # Those with a decoder's layers whose tokens see their whole prompt, whatever their files say.
 _BIDIRECTIONAL = tuple(name for name, (family, _) in _POOLING.items() if family == "LlamaForCausalLM")
 # Values of their field `pooling`.
@@ -357,7 +361,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     quantization = read_quantization(stored, prefixes, names.suffixes, names.stacked_experts is not None)
     if quantization is not None and names.plain:
         quantization = replace(quantization, listed=(*quantization.listed, *names.plain))
-    shape = model.read_hf(fields)
+    shape = model.read_hf(fields.with_defaults(**_LEFT_OUT.get(hf_architecture(fields), {})))
     if pooler is not None and sees_all(fields):
         shape["attention"] = _seeing_all(fields, shape["attention"])
     config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)

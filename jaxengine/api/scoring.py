@@ -63,8 +63,8 @@ def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template
     """Return a cross-encoder's prompt for a pair of texts: formatted by a template; without one, token ids joined by
     the tokenizer of an encoder, or the texts of a decoder one after the other.
 
-    chat_template: None for the engine's option. Raises RequestError for a model that does not score pairs, and if the
-    template fails.
+    chat_template: None for the engine's option, or the checkpoint's own if its files say that it reads messages. Raises
+    RequestError for a model that does not score pairs, and if the template fails.
     """
     model = inputs.require_pooling()
     classifier = model.pooler.classifier
@@ -76,12 +76,14 @@ def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template
     template = chat_template or inputs.config.chat_template
     if template is None and model.token_rows is not None:
         return inputs.require_tokenizer().encode_pair(query, document, model.token_rows if model.has_token_types else 0)
-    if template is None:
+    if template is None and not model.reads_messages:
         return query + document
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-    return inputs.require_tokenizer().apply_chat_template(
+    tokenizer = inputs.require_tokenizer()
+    text = tokenizer.apply_chat_template(
         messages, add_generation_prompt=False, continue_final_message=False, chat_template=template
     )
+    return text if template is not None else tokenizer.encode(text, add_special_tokens=False)
 
 
 def reads_apart(model: PoolingModel) -> bool:

@@ -19,6 +19,7 @@ from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.remote import RemoteFolder, is_url
+from jaxengine.checkpoint.sentence_transformers import TOKENIZER
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.lengths import given_length
@@ -44,6 +45,7 @@ from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
 
+_GENERAL_CLASS = "TokenizersBackend"  # of tokenizers; transformers 4 has another
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Fields of generation_config.json that vLLM applies to requests.
@@ -157,6 +159,15 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     sees, hears = (any(map(config.mm_limit, kinds)) and model.pooler is None for kinds in (MODALITIES, (AUDIO,)))
     used = [tower for tower in model.towers if (hears if tower.hears else sees)]
     return replace(model, tower=next(iter(used), None), sound_tower=used[1] if len(used) > 1 else None)
+
+
+def _tells_types(folder: Path) -> bool:
+    """Whether a tokenizer's types of tokens are for the model: unless its `model_input_names` lack them, as those of
+    transformers 5's general class do by default. Raises ModelFileError.
+    """
+    about = read_object(folder, TOKENIZER) or {}
+    names = about.get("model_input_names")
+    return "token_type_ids" in names if isinstance(names, list) else about.get("tokenizer_class") != _GENERAL_CLASS
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:
@@ -286,7 +297,8 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
             check_width(pooling, model.hidden_size)
         if pooling is not None and not model.is_causal:
             types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
-            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=types > 1)
+            told = types > 1 and _tells_types((None if config.skip_tokenizer_init else _find_tokenizer(config)) or path)
+            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=told)
         return model, pooling
 
     try:

@@ -10,7 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxengine.checkpoint.sentence_transformers import read_sentence_model
+from jaxengine.checkpoint.sentence_transformers import (
+    MODULES,
+    read_sentence_model,
+    reads_messages,
+    with_cross_encoder,
+)
 from jaxengine.checkpoint.token_tasks import EMBEDDINGS, colbert_projection, with_token_labels, with_tokens
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.pooler_config import POOLING_FIELDS, PoolerConfig
@@ -39,10 +44,11 @@ from jaxengine.models.config.pooler import (
     Pooler,
     Splade,
 )
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import ENCODERS, family_of, usual_pooling
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
-_MODULES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
+_CLASSES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
 # general.pooling_type of llama.cpp's GGUF files.
 _GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
 _GGUF_RANK = 4
@@ -63,23 +69,28 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
     Raises ConfigError, ModelConfigError or ModelFileError.
     """
-    fields = ConfigFields(raw)
+    crosses = with_cross_encoder(folder, raw)
+    fields = ConfigFields(crosses or raw)
     architecture = hf_architecture(fields)
     own_task = family_of(architecture)[1]
     if family_of(architecture)[0] in ENCODERS and fields.has("classifier_from_token"):
         raise fields.fail("classifier_from_token", f"absent for {architecture}, an encoder without logits of tokens")
-    sentence = read_sentence_model(folder)
-    if not _pools(config, architecture, own_task, sentence is not None):
+    sentence = None if crosses else read_sentence_model(folder)
+    if not _pools(config, architecture, own_task, crosses is not None or sentence is not None):
         return None
     if sentence is not None and sentence.by_tokens and own_task != CLASSIFY:
         own_task = TOKEN_EMBED
     task = _task(config, architecture, own_task, fields.has("classifier_from_token"))
+    if crosses is not None and task != CLASSIFY and config.convert == "auto":
+        raise ModelFileError(folder / MODULES, f"a CrossEncoder of {architecture} must have a module LogitScore")
     chosen, usual = config.pooler_config or PoolerConfig(), usual_pooling(architecture, fields)
     if task == CLASSIFY:
         pooler = Pooler(chosen.pooling_type or usual, _read_classifier(fields, token_id))
         assert pooler.classifier is not None
         activation = _read_activation(fields, pooler.classifier.num_labels)
         model = PoolingModel(pooler, task, activation, labels=_labels(fields), own_task=task)
+        if crosses is not None and reads_messages(folder):
+            model = replace(model, reads_messages=True)
     elif task == TOKEN_CLASSIFY:
         num_labels = _read_classifier(fields, token_id).num_labels
         pooler = with_token_labels(Pooler(CLS), num_labels)
@@ -244,9 +255,9 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
     nested = ConfigFields(fields.mapping("sentence_transformers") or {})
     for place, name in ((nested, "activation_fn"), (fields, "sbert_ce_default_activation_function")):
         if (module := place.text(name, None)) is not None:
-            kind = _MODULES.get(module.rpartition(".")[2])
+            kind = _CLASSES.get(module.rpartition(".")[2])
             if kind is None or not module.startswith("torch.nn.modules."):
-                raise place.fail(name, f"torch.nn.modules.activation's {', '.join(_MODULES)}")
+                raise place.fail(name, f"torch.nn.modules.activation's {', '.join(_CLASSES)}")
             return kind
     own = None if problem is None else _ACTIVATIONS[problem]
     return own or (SIGMOID if num_labels < 2 else SOFTMAX)

@@ -1,11 +1,12 @@
 """Reads the files that sentence-transformers adds to a checkpoint: pooling, Dense modules, normalisation, prompts,
-maximum input length.
+maximum input length, and how a cross-encoder scores.
 
 These are modules.json and the folders it names. Files are only read as data; modules of unknown classes are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_obj
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 # What a Transformer module says of its input: the first of these files that is there counts.
+TOKENIZER = "tokenizer_config.json"
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 TRANSFORMER = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
+# Fields of config.json that hf_overrides adds, which then count.
+_BY_USERS = ("classifier_from_token", "method")
 _MAX_PROMPTS, _MAX_PROMPT_CHARS = 1000, 10_000
 _MODES = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
+_CROSS_ENCODER = "CrossEncoder"  # model_type in PROMPTS
 # Boolean fields that sentence-transformers before version 5 wrote instead.
 _EARLIER_MODES = {
     "pooling_mode_lasttoken": "lasttoken",
@@ -62,10 +67,56 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
         raise ModelFileError(
             folder / MODULES, "include_prompt is false, which is not supported for a model with prompts"
         )
+    if reads_messages(folder):
+        file, _ = _read_transformer(folder)
+        text = "modality_config has message, which is not supported: texts that a chat template makes prompts of"
+        raise ModelFileError(folder / file, text)
     longest, lower = _read_input(folder)
     return SentenceModel(
         pooling_type, bool(normalize), prompts, default, longest, tuple(dense), lower, by_tokens, splade
     )
+
+
+def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Add what the files of a CrossEncoder say to its config.json, `raw`, in that file's words: the activation of the
+    scores and, of a decoder, the tokens whose logits are the score. None for another folder.
+
+    They are files of sentence-transformers since version 5.4; older ones have all in config.json. Raises
+    ModelFileError.
+    """
+    about = read_object(folder, PROMPTS) or {}
+    modules = _read_modules(folder)
+    if modules is None or about.get("model_type") != _CROSS_ENCODER:
+        return None
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer"], ["Transformer", "LogitScore"]):
+        text = f"the modules of a {_CROSS_ENCODER} must be Transformer, or Transformer and LogitScore, got"
+        raise ModelFileError(folder / MODULES, f"{text} {', '.join(kinds)[:200]}")
+    if (default := about.get("default_prompt_name")) is not None:
+        text = f"default_prompt_name must be null for a {_CROSS_ENCODER}, got {str(default)[:100]}"
+        raise ModelFileError(folder / PROMPTS, text)
+    found: dict[str, Any] = {}
+    if about.get("activation_fn") is not None:
+        found["sentence_transformers"] = {"activation_fn": about["activation_fn"]}
+    if len(kinds) > 1:
+        found |= _read_logit_score(folder, modules[1][1])
+    return {**raw, **{name: value for name, value in found.items() if name not in _BY_USERS or name not in raw}}
+
+
+def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
+    """Read a LogitScore module as fields of config.json: the score is the logit of a token, less that of another if
+    there is one. Raises ModelFileError.
+    """
+    fields = ConfigFields(read_object(folder, name := f"{path}/config.json") or {})
+    try:
+        fields.require(module_input_name="causal_logits")
+        yes = fields.integer("true_token_id", minimum=0)
+        no = fields.integer("false_token_id", None, minimum=0)
+    except ModelConfigError as error:
+        raise ModelFileError(folder / name, str(error)) from error
+    if no is None:
+        return {"classifier_from_token": [yes], "method": "no_post_processing"}
+    return {"classifier_from_token": [no, yes], "method": "from_2_way_softmax"}
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
@@ -162,14 +213,44 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     return prompts, default
 
 
+def reads_messages(folder: Path) -> bool:
+    """Whether texts are messages, of which the checkpoint's chat template makes a prompt: in sentence-transformers 6
+    that is so if the model's base has a template. Raises ModelFileError for arguments of the template, and for contents
+    of messages that are no texts.
+    """
+    file, raw = _read_transformer(folder)
+    fields = ConfigFields(raw)
+    try:
+        kinds, more = (fields.mapping(name) or {} for name in ("modality_config", "processing_kwargs"))
+        if "message" not in kinds:
+            return False
+        ConfigFields(more).require(chat_template={})
+        ConfigFields(ConfigFields(kinds).mapping("message") or {}).require(format="flat")
+    except ModelConfigError as error:
+        raise ModelFileError(folder / file, str(error)) from error
+    return True
+
+
+def _read_transformer(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Read the file about the input: its name and its content, empty without one. Raises ModelFileError."""
+    file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
+    return file, read_object(folder, file) or {}
+
+
 def _read_input(folder: Path) -> tuple[int | None, bool]:
     """Read the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises
-    ModelFileError."""
-    file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
-    raw: dict[str, Any] = read_object(folder, file) or {}
+    ModelFileError.
+
+    Since version 5.4 the limit is the tokenizer's, which sentence-transformers has always taken where its own file has
+    none.
+    """
+    file, raw = _read_transformer(folder)
     longest, lower = raw.get("max_seq_length"), raw.get("do_lower_case")
     if lower is not None and type(lower) is not bool:
         raise ModelFileError(folder / file, f"do_lower_case must be true, false or null, got {str(lower)[:100]}")
     if longest is not None and (type(longest) is not int or longest < 1):
         raise ModelFileError(folder / file, "max_seq_length must be an integer >= 1 or null")
+    if longest is None:
+        limit = (read_object(folder, TOKENIZER) or {}).get("model_max_length")
+        longest = limit if type(limit) is int and limit >= 1 else None
     return longest, lower is True

@@ -73,6 +73,8 @@ class PoolingModel:
       token_rows: rows of the token table of a model whose tokens see later ones; None for others. Its tokenizer joins
         two texts with special tokens and tells them apart by types: a token of type n has n * token_rows more than its
         id.
+      reads_messages: whether the checkpoint's chat template makes the prompt of a pair of texts, unless another one is
+        given.
       has_token_types: whether the model tells them apart; otherwise types leave ids as they are.
     """
 
@@ -86,6 +88,7 @@ class PoolingModel:
     sentence: SentenceModel | None = None
     token_rows: int | None = None
     has_token_types: bool = False
+    reads_messages: bool = False
     tokens: Mapping[str, TokenTask] = field(default_factory=dict)
     own_task: str | None = None
 

@@ -112,8 +112,8 @@ class WhisperForConditionalGeneration(Decoder):
             ("model.decoder.layers.", "model.layers."),
             ("model.decoder.embed_tokens.", "model.embed_tokens."),
             ("model.decoder.layer_norm.", "model.norm."),
+            ("proj_out.", "lm_head."),  # the token table, unless the checkpoint has a head of its own
         ),
-        unused=("proj_out.",),  # the token table
         tower=(f"{ENCODER}.",),
         flattened=(".conv1.weight", ".conv2.weight"),
     )
@@ -131,7 +131,6 @@ class WhisperForConditionalGeneration(Decoder):
             "intermediate_size": fields.integer("decoder_ffn_dim"),
             "max_position_embeddings": fields.integer("max_target_positions", 448),
             "layer_norm_eps": _EPS,
-            "tie_word_embeddings": True,
         }
         shared = hf_fields(
             ConfigFields({**fields.raw, **own}),

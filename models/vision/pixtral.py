@@ -89,7 +89,8 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
     if vision.integer("head_dim", size // heads) != size // heads:
         raise vision.fail("head_dim", f"hidden_size / num_attention_heads = {size // heads}")
-    patch = vision.integer("patch_size", 14 if joins else 16)
+    # Mistral 3's tower is another one by default than what a tower's own class has.
+    patch = vision.integer("patch_size", 14 if joins and fields.mapping("vision_config") is None else 16)
     merge = fields.integer("spatial_merge_size", 2) if joins else 1
     rope = ConfigFields(vision.mapping("rope_parameters") or {})
     theta = rope.number("rope_theta", None) or vision.number("rope_theta", 10000.0)

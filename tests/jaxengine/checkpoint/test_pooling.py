@@ -64,6 +64,88 @@ def test_the_longest_input_and_the_default_prompt(edited):
     edited("last", PROMPTS, default_prompt_name="query")
     source = open_model(EngineConfig(model=folder, load_format="dummy"))
     assert source.config.max_position_embeddings == 40 and source.pooling.sentence.default_prompt == "query"
+    # Without one of its own it is the tokenizer's, as sentence-transformers 6 writes it, where that has one.
+    edited("last", SENTENCE, {"transformer_task": "feature-extraction"})
+    for limit, longest in ((30, 30), (10**30, 128)):  # transformers writes the second for none
+        edited("last", "tokenizer_config.json", model_max_length=limit)
+        assert open_model(EngineConfig(model=folder, load_format="dummy")).config.max_position_embeddings == longest
+
+
+# As sentence-transformers writes them since version 5.4.
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
+CROSS_ENCODER = {"model_type": "CrossEncoder"}
+
+
+def test_the_files_of_a_cross_encoder(edited):
+    modules, about = [TRANSFORMER], CROSS_ENCODER
+    named = {"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {}, "default_prompt_name": None}
+    edited("one_label", MODULES, modules)
+    pooling = pooling_of(edited("one_label", PROMPTS, about | named))
+    assert (pooling.task, pooling.activation, pooling.pooler.classifier) == ("classify", "identity", Classifier(1))
+    assert pooling_of(edited("one_label", PROMPTS, about)).activation == "sigmoid"
+    for file, content, problem in (
+        (PROMPTS, about | {"activation_fn": "os.system"}, "activation_fn must be torch.nn.modules"),
+        (PROMPTS, about | {"default_prompt_name": "query"}, "default_prompt_name must be null for a CrossEncoder"),
+        (PROMPTS, {"model_type": "SentenceTransformer"}, "has no module Pooling"),
+    ):
+        with pytest.raises(ModelFileError, match=problem):
+            pooling_of(edited("one_label", file, content))
+    edited("one_label", PROMPTS, about)
+    with pytest.raises(ModelFileError, match="must be Transformer, or Transformer and LogitScore, got Transformer, Po"):
+        pooling_of(edited("one_label", MODULES, [*modules, {"path": "1", "type": "a.Pooling"}]))
+
+
+def test_the_files_of_a_decoder_that_answers_yes_or_no(edited):
+    score = "1_LogitScore/config.json"
+    folder = edited("reranker", MODULES, [TRANSFORMER, {"path": "1_LogitScore", "type": "a.LogitScore"}])
+    edited("reranker", PROMPTS, CROSS_ENCODER)
+    (Path(folder) / "1_LogitScore").mkdir()
+    for tokens, classifier in (
+        ({"true_token_id": 7, "false_token_id": 5}, Classifier(1, (5, 7), difference=True)),
+        ({"true_token_id": 7, "false_token_id": None}, Classifier(1, (7,))),
+    ):
+        pooling = pooling_of(edited("reranker", score, tokens | {"module_input_name": "causal_logits"}))
+        assert (pooling.task, pooling.activation, pooling.pooler.classifier) == ("classify", "sigmoid", classifier)
+    asked = {"classifier_from_token": [9, 8], "method": "no_post_processing"}
+    assert pooling_of(folder, hf_overrides=asked).pooler.classifier == Classifier(2, (9, 8))
+    for changes, problem in (
+        ({"true_token_id": -1}, "true_token_id must be an integer >= 0"),
+        ({"true_token_id": 1 << 30}, "token ids must lie in"),
+        ({"true_token_id": 7, "module_input_name": "logits"}, "module_input_name must be"),
+    ):
+        with pytest.raises(ModelFileError, match=problem):
+            pooling_of(edited("reranker", score, changes))
+
+
+def test_texts_that_are_messages(edited):
+    """The checkpoint's chat template makes prompts of pairs, if a file says that texts are messages."""
+    asked = {"hf_overrides": {"classifier_from_token": [7], "method": "no_post_processing"}}
+    edited("reranker", MODULES, [TRANSFORMER])
+    folder = edited("reranker", PROMPTS, CROSS_ENCODER)
+    with pytest.raises(ModelFileError, match="a CrossEncoder of Qwen3ForCausalLM must have a module LogitScore"):
+        pooling_of(folder)
+    edited(
+        "reranker", "tokenizer_config.json", chat_template="{% for each in messages %}{{ each.content }} {% endfor %}"
+    )
+    tokenizer = Tokenizer.from_hf_folder(Path(folder))
+    for said, prompt in (({}, "w5w6 w7"), ({"message": {"format": "flat"}}, [5, 6, 7])):
+        file = edited("reranker", SENTENCE, {"modality_config": {"text": {}, **said}})
+        model = pooling_of(file, **asked)
+        config = SimpleNamespace(chat_template=None)
+        inputs = SimpleNamespace(
+            config=config, require_pooling=lambda model=model: model, require_tokenizer=lambda: tokenizer
+        )
+        assert pair_prompt(inputs, "w5", "w6 w7") == prompt
+    message = {"modality_config": {"message": {"format": "flat"}}}
+    with pytest.raises(ModelFileError, match="modality_config has message, which is not supported"):
+        pooling_of(edited("last", SENTENCE, message))
+    for more, problem in (
+        ({"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}, "chat_template must be {}"),
+        ({"modality_config": {"message": {"format": "structured"}}}, 'format must be "flat"'),
+        ({"modality_config": 5}, "modality_config"),
+    ):
+        with pytest.raises(ModelFileError, match=problem):
+            pooling_of(edited("reranker", SENTENCE, message | more), **asked)
 
 
 @each_row(
@@ -194,6 +276,22 @@ def test_types_count_where_the_model_has_some(encoder_folder, name, step):
         require_tokenizer=lambda: tokenizer,
     )
     assert pair_prompt(inputs, "w5", "w6 w7") == [1, 5, 2, *(step + token for token in (6, 7, 2))]
+
+
+def test_types_do_not_count_where_the_tokenizer_says_so(encoder_folder, tmp_path):
+    """By the inputs of models that its configuration names, or that its class has."""
+    shutil.copytree(encoder_folder("bert_score"), folder := tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    about = json.loads(file.read_text())
+    kind, names = {"tokenizer_class": "TokenizersBackend"}, ["input_ids", "token_type_ids", "attention_mask"]
+    for changes, told in (
+        ({"model_input_names": names}, True),
+        ({"model_input_names": names[:1]}, False),
+        (kind, False),
+        ({**kind, "model_input_names": names}, True),
+    ):
+        file.write_text(json.dumps(about | changes))
+        assert pooling_of(str(folder)).has_token_types == told
 
 
 @each_row("name", ["bert", "bert_score", "xlm_roberta", "distilbert_labels", "modernbert"])

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_stored_head
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.build import Build
 from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.params.source import WHOLE
-from jaxengine.models.registry import MODELS, read_hf
+from jaxengine.models.registry import MODELS, build_model, read_hf
+from jaxengine.models.weights.load import load_params
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.tables import each_row
 
@@ -105,12 +108,23 @@ def test_a_written_config_says_what_was_loaded():
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_fine_tune_with_a_head_of_its_own(tmp_path: Path, differs: bool, caplog):
-    shutil.copytree(checkpoint("llama"), folder := tmp_path / "model")
+@pytest.mark.parametrize(
+    ("name", "table", "head"),
+    [
+        ("llama", "model.embed_tokens.weight", HEAD),
+        ("whisper_sound", "model.decoder.embed_tokens.weight", "proj_out.weight"),
+    ],
+)
+def test_fine_tune_with_a_head_of_its_own(tmp_path: Path, name: str, table: str, head: str, differs: bool, caplog):
+    shutil.copytree(checkpoint(name), folder := tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"]
-    save_file({**tensors, HEAD: embedding + differs}, folder / "model.safetensors")
+    stored = tensors[table] + np.float32(differs)
+    save_file({**tensors, head: stored}, folder / "model.safetensors")
     source = open_model(EngineConfig(model=str(folder), skip_tokenizer_init=True))
-    source.close()
     assert source.config.tie_word_embeddings != differs
+    model = build_model(source.config, Build("float32"))
+    nnx.update(model, load_params(model, source.weights))
+    source.close()
+    if differs:
+        np.testing.assert_array_equal(model.lm_head.weight.values[...].T, stored)
     assert ("so they are not tied" in caplog.text) == differs

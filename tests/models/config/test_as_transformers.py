@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.config.rope import RopeScaling
 from jaxengine.models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER
@@ -89,6 +90,19 @@ def test_a_null_head_dim_is_a_part_of_the_hidden_size(name):
     raw = recorded(name, head_dim=None)
     assert read_hf(raw).attention[0].head_dim == raw["hidden_size"] // raw["num_attention_heads"]
     assert read_hf(recorded(name, head_dim=ABSENT)).attention[0].head_dim == 128
+
+
+def test_mistral_3_has_another_tower_by_default_than_its_towers_class():
+    raw = recorded("mistral3_vision")
+    vision = {key: value for key, value in raw["vision_config"].items() if key != "patch_size"}
+    assert read_hf(raw | {"vision_config": vision}) == read_hf(raw | {"vision_config": vision | {"patch_size": 16}})
+    sides = [read_hf(raw | {"vision_config": whole}).tower.patch_size for whole in (None, {})]
+    assert sides == [14, 16]
+
+
+def test_eurobert_norms_by_its_own_epsilon():
+    llama = recorded("llama", architectures=["EuroBertModel"], rms_norm_eps=ABSENT)
+    assert read_hf(llama, Pooler()).rms_norm_eps == 1e-5
 
 
 def test_gemma_3_with_a_tower_caps_no_logits():
