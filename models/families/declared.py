@@ -32,6 +32,7 @@ from jaxengine.models.config.declared import (
     RMS,
     ROWS,
     UNBIASED,
+    WITHIN,
     DeclaredForm,
 )
 from jaxengine.models.config.experts import ExpertsConfig
@@ -63,7 +64,6 @@ from jaxengine.models.layers.norm import (
     OffsetRMSNorm,
     RMSNorm,
     UnbiasedLayerNorm,
-    rms_normalized,
 )
 from jaxengine.models.layers.rows import Rows
 from jaxengine.models.layers.scale import scaled
@@ -267,6 +267,7 @@ class DeclaredLayer(nnx.Module):
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         late, norms_output = self.placement in (AFTER, OUTPUT), self.placement in (OUTPUT, AROUND)
         normed = x if late else self.input_norm(x)
+        x = normed if self.placement == WITHIN else x
         with jax.named_scope("attention"):
             attended, kv = self.attention(normed, kv, pages, step)
             attended = scaled(self.attended_norm(attended) if norms_output else attended, self.multiplier)
@@ -277,7 +278,9 @@ class DeclaredLayer(nnx.Module):
                 normed = normed if self.mlp_norm is None else self.mlp_norm(x)
                 return x + attended + scaled(self.mlp(normed, step.rows), self.multiplier), kv
             x = self.input_norm(x + attended) if self.placement == AFTER else x + attended
-            added = self.mlp(x if late else self.mlp_norm(x), step.rows)
+            normed = x if late else self.mlp_norm(x)
+            x = normed if self.placement == WITHIN else x
+            added = self.mlp(normed, step.rows)
             x = x + scaled(self.output_norm(added) if norms_output else added, self.multiplier)
             return self.mlp_norm(x) if self.placement == AFTER else x, kv
 
@@ -369,6 +372,9 @@ class DeclaredForCausalLM(Decoder):
         super().__init__(config, build)
         stage, size, inner = self.stage, config.hidden_size, form.embedding_size
         scores = stage.is_last and config.pooler is None
+        if stage.is_first and form.embedding_norm is not None:
+            norm = NORMS[form.norm]
+            self.embedding_norm = norm(size, config.rms_norm_eps, source=form.embedding_norm, build=self.build)
         if stage.is_first and form.positions is not None:
             rows = config.max_position_embeddings + form.first_position
             decl = ParamDecl((None, None), (Source(form.positions, rows).tensor("weight"),), init_std=0.02)
@@ -442,9 +448,7 @@ class DeclaredForCausalLM(Decoder):
         x = x if self.form.embedding_size is None else self.project_in(x)
         if self.form.root_scaled:
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
-        if not self.form.embedding_norm:
-            return x
-        return rms_normalized(x, self.config.rms_norm_eps).astype(x.dtype)
+        return x if self.form.embedding_norm is None else self.embedding_norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         logits = super().token_logits(hidden if self.form.embedding_size is None else self.project_out(hidden))

@@ -134,7 +134,7 @@ DENSE_ROWS: dict[str, Row] = {
             up=("mlp.fc1",),
             down="mlp.fc2",
             activation="relu2",
-            embedding_norm=True,
+            embedding_norm="model.embed_norm",
         ),
         grouped=True,
         eps="rms_norm_eps",

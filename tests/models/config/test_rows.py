@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER
@@ -46,6 +48,16 @@ def test_mimo_as_published():
     assert own.attention[1] == own.attention[2] == replace(own.attention[1], window=5, num_kv_heads=4, sinks=True)
 
 
+def test_slopes_of_alibi():
+    """Those of the paper for 8 heads, of its code for 12; Falcon's are of products that are not scaled."""
+    assert alibi_slopes(8) == tuple(2.0**-power for power in range(1, 9))
+    np.testing.assert_allclose(
+        alibi_slopes(12), [2.0**-n for n in range(1, 9)] + [2.0 ** (0.5 - n) for n in range(1, 5)]
+    )
+    assert read_hf(recorded("bloom")).attention[0].slopes == alibi_slopes(4)
+    assert read_hf(recorded("falcon_sloped")).attention[0].slopes == tuple(each / 4 for each in alibi_slopes(4))
+
+
 @each_row(
     ("name", "changes", "message"),
     [
@@ -72,6 +84,12 @@ def test_mimo_as_published():
         ("bailing_moe", {"use_bias": True}, "use_bias must be false or absent"),
         ("axk1", {"moe_layer_freq": 2}, "moe_layer_freq must be 1 or absent"),
         ("exaone4_5", {"text_config": {"model_type": "exaone5"}}, "model_type must be exaone4 in text_config"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi must be true or absent"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln must be false or absent"),
+        ("mpt", {"attn_config": 3}, "attn_config must be"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type must be layernorm or low_precision_layernorm, got 'rmsnorm'"),
+        ("mpt", {"no_bias": False}, "no_bias must be true or absent"),
+        ("bloom", {"n_head": 1 << 40}, "num_attention_heads must be|num_heads must be"),
         ("nanochat", {"hidden_act": "mish"}, "hidden_act must be one of gelu"),
     ],
 )
