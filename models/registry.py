@@ -272,6 +272,7 @@ _POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
 # Further names of classes: of a family's first code, and of whole models, of which a part is read.
 _OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
+    "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",

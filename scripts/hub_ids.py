@@ -108,6 +108,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "FalconForCausalLM": ("tiiuae/falcon-7b-instruct", "tiiuae/falcon-40b-instruct", "tiiuae/falcon-rw-1b"),
     "BloomForCausalLM": ("bigscience/bloom-560m", "bigscience/bloomz-7b1"),
     "MptForCausalLM": ("mosaicml/mpt-7b", "mosaicml/mpt-30b"),
+    "BaichuanForCausalLM": ("baichuan-inc/Baichuan-7B", "baichuan-inc/Baichuan-13B-Chat"),
     "StableLmForCausalLM": ("stabilityai/stablelm-2-1_6b", "stabilityai/stablelm-zephyr-3b"),
     "OlmoForCausalLM": ("allenai/OLMo-1B-hf", "allenai/OLMo-7B-hf"),
     "ExaoneForCausalLM": ("LGAI-EXAONE/EXAONE-3.5-2.4B-Instruct", "LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct"),

@@ -279,14 +279,16 @@ class StagePrograms:
                 yield kernel("sparse attention", function, (*queries, kv, batch), (), work)
                 continue
 
-            def attend(q, q_rest, kv, batch, schedule, sinks, spec=spec):
-                return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, sinks=sinks)
+            def attend(q, q_rest, kv, batch, schedule, rest, spec=spec):
+                return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, **rest)
 
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
             schedule = self._on_one_device(jax.eval_shape(plan, batch))
             q, q_rest = (heads(spec.num_q_heads, dim) if dim else None for dim in spec.query_dims)
-            sinks = jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) if attention.sinks else None
-            arguments = q, q_rest, kv, batch, schedule, self._on_one_device(sinks)
+            of_heads = jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32)
+            given = {"sinks": attention.sinks, "slopes": spec.has_slopes}
+            rest = self._on_one_device({name: of_heads if has else None for name, has in given.items()})
+            arguments = q, q_rest, kv, batch, schedule, rest
             work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
             program = kernel(f"attention{_limit(spec)}", attend, arguments, (), work)
             yield replace(program, num_attentions=1, latent_bytes=part_bytes(q) if spec.values_in_keys else 0)
@@ -323,8 +325,8 @@ class StagePrograms:
             *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
             *((bucket, "edge") for bucket in widest),
         ]
-        plain = [each for each in self.model.config.attending if each.index is None]  # others have no kernels
-        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):
+        plain = [each for each in self.model.config.attending if each.index is None and each.slopes is None]
+        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):  # others have no kernels
             for bucket, part in parts:
                 name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
                 for trips in TRIPS:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention, alibi_slopes
-from jaxengine.models.config.declared import BEFORE, GROUPS, UNBIASED, WITHIN, DeclaredForm
+from jaxengine.models.config.declared import BEFORE, GROUPS, RMS, UNBIASED, WITHIN, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.declared import EPS, Row, no_rope
-from jaxengine.models.families.declared_rows import EPSILON, transformer_names
+from jaxengine.models.families.declared_rows import EPSILON, rope_unless_alibi, transformer_names
 
 _SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"}
 _MPT_SIZES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
@@ -55,6 +55,18 @@ def _mpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 def _mpt_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     scale = _mpt_attention(fields).number("softmax_scale", None)
     return replace(_sloped(fields, layer, attention), scale=scale)
+
+
+def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    if fields.has("z_loss_weight") or fields.integer("vocab_size") == 125696:
+        raise fields.fail("vocab_size", "that of Baichuan 1: Baichuan 2's normalised LM head is not supported")
+    alibi = not fields.has("max_position_embeddings")  # that of 13 billion parameters has no table of rope
+    longest = fields.integer("model_max_length" if alibi else "max_position_embeddings", 4096)
+    return {"alibi": alibi, "max_position_embeddings": longest}
+
+
+def _baichuan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    return _sloped(fields, layer, attention) if fields.boolean("alibi") else attention
 
 
 # Keys are the class names that config.json lists under "architectures".
@@ -108,5 +120,18 @@ ALIBI_ROWS: dict[str, Row] = {
         adapt=_four_times,
         choose=_mpt_form,
         each_layer=_mpt_layer,
+    ),
+    "BaichuanForCausalLM": Row(
+        "Baichuan (Baichuan Inc. 2023): Llama with a joined projection, that of 13 billion parameters with ALiBi.",
+        DeclaredForm(norm=RMS, qkv=("self_attn.W_pack",)),
+        eps="rms_norm_eps",
+        defaults={"rms_norm_eps": 1e-6},
+        rope=rope_unless_alibi,
+        bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        adapt=_baichuan_fields,
+        each_layer=_baichuan_layer,
+        unused_ends=(".rotary_emb.inv_freq",),
     ),
 }

@@ -58,6 +58,18 @@ def test_slopes_of_alibi():
     assert read_hf(recorded("falcon_sloped")).attention[0].slopes == tuple(each / 4 for each in alibi_slopes(4))
 
 
+def test_baichuan_of_7_and_of_13_billion():
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 3}
+    small = sizes | {"architectures": ["BaiChuanForCausalLM"], "vocab_size": 96, "max_position_embeddings": 64}
+    large = sizes | {"architectures": ["BaichuanForCausalLM"], "vocab_size": 96, "model_max_length": 80}
+    one, other = read_hf(small), read_hf(large)
+    assert one.attention[0].slopes is None and one.attention[0].rope is not None
+    assert other.attention[0].slopes == alibi_slopes(3) and other.attention[0].rope is None
+    assert (one.max_position_embeddings, other.max_position_embeddings) == (64, 80)
+    with pytest.raises(ModelConfigError, match="Baichuan 2's normalised LM head is not supported"):
+        read_hf(large | {"z_loss_weight": 0})
+
+
 @each_row(
     ("name", "changes", "message"),
     [
