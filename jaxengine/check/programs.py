@@ -285,9 +285,7 @@ class StagePrograms:
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
             schedule = self._on_one_device(jax.eval_shape(plan, batch))
             q, q_rest = (heads(spec.num_q_heads, dim) if dim else None for dim in spec.query_dims)
-            of_heads = jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32)
-            given = {"sinks": attention.sinks, "slopes": spec.has_slopes}
-            rest = self._on_one_device({name: of_heads if has else None for name, has in given.items()})
+            rest = self._on_one_device(_of_heads(spec, has_sinks=attention.sinks))
             arguments = q, q_rest, kv, batch, schedule, rest
             work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
             program = kernel(f"attention{_limit(spec)}", attend, arguments, (), work)
@@ -408,6 +406,14 @@ class StagePrograms:
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
 
         return jax.tree.map(part, tree)
+
+
+def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """Return the operands of attention with a number for each head, by name; None for those that it does not take."""
+    given = {"sinks": has_sinks, "slopes": spec.has_slopes}
+    return {
+        name: jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) if has else None for name, has in given.items()
+    }
 
 
 def _limit(spec: AttentionSpec) -> str:
