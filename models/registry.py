@@ -27,6 +27,7 @@ from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
 from jaxengine.models.families.deberta_v2 import DebertaV2Model
 from jaxengine.models.families.declared import declared_class
+from jaxengine.models.families.declared_alibi import ALIBI_ROWS
 from jaxengine.models.families.declared_dense import DENSE_ROWS
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME
@@ -67,6 +68,7 @@ from jaxengine.models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from jaxengine.models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
 from jaxengine.models.families.internlm3 import InternLM3ForCausalLM
 from jaxengine.models.families.internvl import InternVLForConditionalGeneration
+from jaxengine.models.families.jina_bert import JinaBertModel
 from jaxengine.models.families.jina_embeddings_v3 import JinaEmbeddingsV3Model
 from jaxengine.models.families.kimi_k25 import KimiK25ForConditionalGeneration
 from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
@@ -216,7 +218,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
     **{
         name: declared_class(name, row)
-        for name, row in {**ROWS_BY_NAME, **DENSE_ROWS, **EXPERT_ROWS, **STATE_ROWS}.items()
+        for name, row in {**ROWS_BY_NAME, **DENSE_ROWS, **EXPERT_ROWS, **STATE_ROWS, **ALIBI_ROWS}.items()
     },
 }
 # The same of models that only pool.
@@ -229,6 +231,7 @@ ENCODERS: dict[str, type[Encoder]] = {
     "NomicBertModel": NomicBertModel,
     "GteModel": GteModel,
     "NewModel": GteModel,
+    "JinaBertModel": JinaBertModel,
     "JinaEmbeddingsV3Model": JinaEmbeddingsV3Model,
     "MPNetModel": MPNetModel,
     "ElectraModel": ElectraModel,
@@ -270,8 +273,10 @@ _BIDIRECTIONAL = tuple(name for name, (family, _) in _POOLING.items() if family 
 _POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
 
 
-# Further names of classes: of whole models, of which a part is read.
-_PARTS = {
+# Further names of classes: of a family's first code, and of whole models, of which a part is read.
+_OTHER_NAMES = {
+    "MPTForCausalLM": "MptForCausalLM",
+    "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",
@@ -286,8 +291,8 @@ def family_of(architecture: str) -> tuple[str, str | None]:
     """
     if architecture in _POOLING:
         return _POOLING[architecture]
-    if architecture in _PARTS:
-        return _PARTS[architecture], None
+    if architecture in _OTHER_NAMES:
+        return _OTHER_NAMES[architecture], None
     for suffix, task in POOLING_SUFFIXES.items():
         stem = architecture.removesuffix(suffix)
         if architecture.endswith(suffix) and architecture not in MODELS:
@@ -379,6 +384,8 @@ def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tu
     """Return the layers' attention with all tokens visible. Raises ModelConfigError for layers that cannot have it."""
     if any(each.window is not None or each.chunk is not None or each.state is not None for each in attention):
         raise fields.fail("is_causal", "true or absent for a model with windows, chunks or recurrent states")
+    if any(each.slopes is not None for each in attention):
+        raise fields.fail("is_causal", "true or absent for a decoder with ALiBi")
     return tuple(replace(each, causal=False) for each in attention)
 
 

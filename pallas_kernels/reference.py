@@ -26,6 +26,7 @@ def ragged_paged_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,  # [N]
+    slopes: np.ndarray | None = None,  # [N]
     tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
     kv_limits: np.ndarray | None = None,  # [T]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -55,6 +56,8 @@ def ragged_paged_attention(
                 logits = k @ q[token, head].astype(np.float64) * sm_scale
                 if soft_cap is not None:
                     logits = soft_cap * np.tanh(logits / soft_cap)
+                if slopes is not None:
+                    logits = logits - float(slopes[head]) * np.abs(keys - (num_computed + token - first))
                 sink = -np.inf if sinks is None else float(sinks[head])
                 out[token, head], lse[token, head] = softmax_average(logits, v, sink)
     return out, lse

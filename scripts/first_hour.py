@@ -84,7 +84,7 @@ LLM("model", max_num_seq=8)
 LLM("no-such-model")
 LLM("model/model.safetensors")
 LLM("folder")
-LLM("bloom")
+LLM("xverse")
 LLM("without-tokenizer")
 params.max_tokens = 5; params.max_tokens
 params.temperature = 3
@@ -137,12 +137,12 @@ def placed(text: str, rows: str) -> str:
 
 def _write_files(folder: Path) -> None:
     words = WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
-    for name in ("model", "without-tokenizer", "bloom"):
+    for name in ("model", "without-tokenizer", "xverse"):
         shutil.copytree(CHECKPOINT, folder / name)
         if name != "without-tokenizer":
             tokenizers.Tokenizer(words).save(str(folder / name / "tokenizer.json"))
     config = json.loads((CHECKPOINT / "config.json").read_text())
-    (folder / "bloom" / "config.json").write_text(json.dumps({**config, "architectures": ["BloomForCausalLM"]}))
+    (folder / "xverse" / "config.json").write_text(json.dumps({**config, "architectures": ["XverseForCausalLM"]}))
     (folder / "folder").mkdir()
     (folder / "options.yaml").write_text("model: model\ntensor-parallel-size: 2\nmax-num-seqs: 8\n")
 

@@ -204,6 +204,13 @@ Qwen3-Omni take them in their prompts.
 keys that its indexer selects, and runs as plain XLA on all platforms: there are no TPU or GPU kernels for it yet.
 GGUF files of these models are refused.
 
+**ALiBi** (BLOOM, MPT, Baichuan-13B, Falcon's `rw` models; Press et al. 2021, arXiv:2108.12409) takes the distance of a
+key, times a slope of the head, off each logit. Attention then runs as plain XLA on all platforms. Slopes are float32:
+transformers rounds Falcon's to bfloat16, and its "eager" attention, with which it is not compared, adds them twice.
+MPT with `multiquery_attention`, `qk_ln` or learned positions is refused, and so are Baichuan 2 and GGUF files.
+Baichuan, which transformers lacks, is compared with its Llama, to which ALiBi is given as a mask
+(`tests/fixtures/recorders/baichuan.py`).
+
 **DeepSeek-V4** stores a key for each block of tokens in pages, and a state of each sequence for its latest tokens ([How
 it works](architecture.md#the-kv-pool-and-attention)). In V4-Flash the state takes 12 MB for each of `max_num_seqs`
 and `num_state_snapshots`. Pages are smallest with `block_size=128`. The model runs as plain XLA on CPUs and GPUs. TPUs,

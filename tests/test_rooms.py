@@ -108,11 +108,12 @@ ROOMS = {
     ),
     "jaxengine.pallas_kernels.state": "jaxengine.pallas_kernels:base",
     "jaxengine.pallas_kernels.attention": "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv",
-    "jaxengine.pallas_kernels.attention.tpu": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention"
-    ),
     "jaxengine.pallas_kernels.attention.xla": (
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention"
+    ),
+    "jaxengine.pallas_kernels.attention.tpu": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
+        "jaxengine.pallas_kernels.attention.xla"
     ),
     "jaxengine.pallas_kernels.attention.hopper": (
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "

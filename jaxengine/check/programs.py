@@ -279,14 +279,14 @@ class StagePrograms:
                 yield kernel("sparse attention", function, (*queries, kv, batch), (), work)
                 continue
 
-            def attend(q, q_rest, kv, batch, schedule, sinks, spec=spec):
-                return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, sinks=sinks)
+            def attend(q, q_rest, kv, batch, schedule, rest, spec=spec):
+                return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, **rest)
 
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
             schedule = self._on_one_device(jax.eval_shape(plan, batch))
             q, q_rest = (heads(spec.num_q_heads, dim) if dim else None for dim in spec.query_dims)
-            sinks = jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) if attention.sinks else None
-            arguments = q, q_rest, kv, batch, schedule, self._on_one_device(sinks)
+            rest = self._on_one_device(_of_heads(spec, has_sinks=attention.sinks))
+            arguments = q, q_rest, kv, batch, schedule, rest
             work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
             program = kernel(f"attention{_limit(spec)}", attend, arguments, (), work)
             yield replace(program, num_attentions=1, latent_bytes=part_bytes(q) if spec.values_in_keys else 0)
@@ -323,8 +323,8 @@ class StagePrograms:
             *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
             *((bucket, "edge") for bucket in widest),
         ]
-        plain = [each for each in self.model.config.attending if each.index is None]  # others have no kernels
-        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):
+        plain = [each for each in self.model.config.attending if each.index is None and each.slopes is None]
+        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):  # others have no kernels
             for bucket, part in parts:
                 name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
                 for trips in TRIPS:
@@ -406,6 +406,14 @@ class StagePrograms:
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
 
         return jax.tree.map(part, tree)
+
+
+def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """Return the operands of attention with a number for each head, by name; None for those that it does not take."""
+    given = {"sinks": has_sinks, "slopes": spec.has_slopes}
+    return {
+        name: jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) if has else None for name, has in given.items()
+    }
 
 
 def _limit(spec: AttentionSpec) -> str:

@@ -7,6 +7,7 @@ file.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from jaxengine.models.config.compressed import CompressedKeys
@@ -96,6 +97,17 @@ class KeyIndex:
         check_size("index_topk", self.top_k, MAX_INTEGER)
 
 
+@lru_cache(maxsize=8)
+def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
+    """Return the slope of each head (Press et al. 2021, arXiv:2108.12409): powers of two with exponents in equal steps
+    down to -largest; where the number of heads is no power of two, every second of those of the next one, and then of
+    the others.
+    """
+    count = 1 << (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-largest * (index + 1) / count) for index in range(count)]
+    return tuple(slopes if count == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
+
+
 @dataclass(frozen=True)
 class LayerAttention:
     """Attention of one layer; layers with equal ones share rope tables, schedules and a trace.
@@ -125,6 +137,8 @@ class LayerAttention:
         None for its own. It projects queries only and has no pages.
       keys_as_values: the projection to keys gives the values as well, before norm and rope; there is no other.
       value_size: size of a value where it is not head_dim; None where it is, or where there is a latent.
+      slopes: what each head's logits lose with each position between query and key, after scale and cap (ALiBi, see
+        `alibi_slopes`); None for none.
     """
 
     num_heads: int
@@ -149,6 +163,7 @@ class LayerAttention:
     kv_source: int | None = None
     keys_as_values: bool = False
     value_size: int | None = None
+    slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)
@@ -171,6 +186,11 @@ class LayerAttention:
             )
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
             raise ModelConfigError(f"rotary_dim must be at most head_dim = {self.head_dim}, got {self.rope.rotary_dim}")
+        if self.slopes is not None:
+            if len(self.slopes) != self.num_heads or not all(0 <= each < float("inf") for each in self.slopes):
+                raise ModelConfigError(f"slopes must be a finite number >= 0 for each of {self.num_heads} heads")
+            if self.latent is not None or self.state is not None:
+                raise ModelConfigError("attention with slopes takes no latent and no state")
         if self.value_size is not None:
             check_size("v_head_dim", self.value_size, MAX_HEAD_DIM)
             if self.latent is not None or self.keys_as_values:

@@ -14,8 +14,9 @@ RMS, OFFSET, FIXED_RMS = "rms", "offset rms", "fixed rms"
 LAYER, UNBIASED, FIXED = "layer", "unbiased", "fixed"
 ALL_HEADS, EACH_HEAD = "all heads", "each head"
 # Places of norms: x + part(norm(x)), one part after the other; both parts beside each other; norm(x + part(x));
-# x + norm(part(x)); x + norm(part(norm(x))).
+# x + norm(part(x)); x + norm(part(norm(x))); norm(x) + part(norm(x)).
 BEFORE, PARALLEL, AFTER, OUTPUT, AROUND = "before", "parallel", "after", "output", "around"
+WITHIN = "within"
 # Rows of a joined projection: all of q, all of k, all of v; queries, a key and a value of each group of heads; queries,
 # values and keys of each quarter of the heads.
 ROWS, GROUPS, QUARTERS = "rows", "groups", "quarters"
@@ -45,7 +46,7 @@ class DeclaredForm:
       positions: table of positions, whose rows are added to embeddings; None for none.
       first_position: row of the first position.
       root_scaled: whether embeddings are multiplied by the root of their size, rounded to their dtype.
-      embedding_norm: whether a norm without weights follows the embedding.
+      embedding_norm: the norm after the embedding, of kind `norm`; None for none.
       final_norm: whether a norm follows the last layer.
       head_bias: whether logits have a bias.
       mixer: module of a layer that keeps a state instead of attention.
@@ -76,7 +77,7 @@ class DeclaredForm:
     positions: str | None = None
     first_position: int = 0
     root_scaled: bool = False
-    embedding_norm: bool = False
+    embedding_norm: str | None = None
     final_norm: bool = True
     head_bias: bool = False
     embedding_size: int | None = None

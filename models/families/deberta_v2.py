@@ -62,7 +62,7 @@ class DebertaV2Model(PostNormEncoder):
         )
         shared = encoder_fields(fields, encoder, activation=HIDDEN_ACT, eps="layer_norm_eps")
         layers = (replace(each, scale=(_PARTS * each.head_dim) ** -0.5) for each in shared["attention"])
-        return shared | {"attention": tuple(layers), "max_position_embeddings": longest}
+        return shared | {"attention": tuple(layers)}
 
     def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
         config = self.config

@@ -1,15 +1,14 @@
-"""Families that only combine existing parts: the row that describes one, and the layers and the decoder built from it.
+"""Layers and decoder of families that only combine existing parts, built from the row that describes one.
 
-The rows are in jaxengine.models.families.declared_rows. A family with a part of its own is a file of its own.
+A row is a jaxengine.models.families.declared_row.Row; declared_rows and its neighbours have them. A family with a part
+of its own is a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +31,14 @@ from jaxengine.models.config.declared import (
     RMS,
     ROWS,
     UNBIASED,
+    WITHIN,
     DeclaredForm,
 )
-from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import SILU, Activation, hf_fields, read_head_dim, read_rope
-from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.gguf import GGUFConfig
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.rope import Rope
 from jaxengine.models.config.state import SelectiveScan, StateSpace
+from jaxengine.models.families.declared_row import ACTIVATIONS, Row
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs, head_copies
@@ -51,8 +48,8 @@ from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.mamba import Mamba
 from jaxengine.models.layers.mamba2 import Mamba2
 from jaxengine.models.layers.mla import LatentAttention
-from jaxengine.models.layers.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared
-from jaxengine.models.layers.moe import MLP_NAMES, ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.mlp import MLP, GatedMLP
+from jaxengine.models.layers.moe import MixtureOfExperts
 from jaxengine.models.layers.norm import (
     FixedLayerNorm,
     FixedRMSNorm,
@@ -63,12 +60,11 @@ from jaxengine.models.layers.norm import (
     OffsetRMSNorm,
     RMSNorm,
     UnbiasedLayerNorm,
-    rms_normalized,
 )
 from jaxengine.models.layers.rows import Rows
 from jaxengine.models.layers.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 NORMS: dict[str, NormClass] = {
@@ -80,166 +76,6 @@ NORMS: dict[str, NormClass] = {
     FIXED: FixedLayerNorm,
 }
 GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": gelu,
-    "gelu_fast": gelu_tanh,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": jax.nn.relu,
-    "relu2": relu_squared,
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-}
-_NONE: Mapping[str, Any] = MappingProxyType({})
-EPS = "layer_norm_eps"
-
-
-def whole_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope of all of a head."""
-    return read_rope(fields, head_dim)
-
-
-def parts_of_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope of a part of each head."""
-    return read_rope(fields, head_dim, partial_rotary=True)
-
-
-def neighbours(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope that pairs neighbouring elements, of all of a head or of its first `rotary_dim` elements."""
-    return replace(read_rope(fields, head_dim, interleaved=True), rotary_dim=fields.integer("rotary_dim", head_dim))
-
-
-def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Return None: no layer has rope."""
-    return None
-
-
-class GGUFRow(NamedTuple):
-    """Facts about a family's GGUF files that its row leaves open.
-
-    Attributes:
-      architecture: llama.cpp's name.
-      eps: field with the epsilon of norms.
-      bias: whether projections have biases, which files do not say. rotates: whether layers have rope.
-      choose: as of Row, from the metadata.
-    """
-
-    architecture: str
-    eps: str = "attention.layer_norm_rms_epsilon"
-    bias: bool = False
-    rotates: bool = True
-    choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
-
-
-class Row(NamedTuple):
-    """Description of one family: its layers, its weights' names, and how its config.json is read.
-
-    Attributes:
-      about: first sentence of its documentation.
-      form: its layers and ends, where the configuration says nothing else.
-      names: beginnings of the names of weights outside of layers, and the model's. suffixes: the same for ends.
-      spelled: names of fields that it spells otherwise, and what others call them.
-      defaults: values of fields that a configuration may leave out.
-      only: values of fields that nothing else is read for.
-      eps: field with the epsilon of norms.
-      rope: function from the fields and the head dimension to the rope of all layers.
-      bias, output_bias, mlp_bias: whether projections before attention, after it, and those of the MLP have biases; or
-        the field that says so.
-      grouped: whether several heads of queries may share one of keys and values, as `num_key_value_heads` says.
-      tied: default of tie_word_embeddings.
-      adapt: function from the fields to those that are added to them, or replace them, first of all; None for none.
-      choose: function from the fields and the form to the form of a checkpoint; None where all have the same.
-      each_layer: function from the fields, a layer's number and its attention to its own, or to its state; None where
-        all are alike.
-      more: function that reads further arguments of ModelConfig; None for none.
-      experts: function that reads the experts; None for none. experts_in: module of a layer that they, their router and
-        their shared MLP are in. expert_names: names there. stacked_experts: as of CheckpointNames.
-      latent: whether attention is multi-head latent attention.
-      gguf: reading of GGUF files; None where there is none.
-      squeezed: ends of the names of tensors whose second axis, of one entry, is left out.
-      transposed: ends of the names of matrices that are stored as [in, out].
-      unused_ends: ends of the names of tensors that are not read. unused: the same for beginnings.
-    """
-
-    about: str
-    form: DeclaredForm
-    names: Sequence[tuple[str, str]] = ()
-    spelled: Mapping[str, str] = _NONE
-    defaults: Mapping[str, Any] = _NONE
-    only: Mapping[str, Any] = _NONE
-    eps: str = EPS
-    rope: Callable[[ConfigFields, int], Rope | None] = whole_heads
-    bias: bool | str = True
-    output_bias: bool | str = True
-    mlp_bias: bool | str = True
-    grouped: bool = False
-    tied: bool = False
-    adapt: Callable[[ConfigFields], Mapping[str, Any]] | None = None
-    choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
-    each_layer: Callable[[ConfigFields, int, LayerAttention], LayerAttention] | None = None
-    more: Callable[[ConfigFields], Mapping[str, Any]] | None = None
-    experts: Callable[[ConfigFields], ExpertsConfig | None] | None = None
-    experts_in: str = "mlp"
-    expert_names: ExpertNames = MLP_NAMES
-    latent: bool = False
-    gguf: GGUFRow | None = None
-    squeezed: tuple[str, ...] = ()
-    transposed: tuple[str, ...] = ()
-    unused_ends: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    suffixes: tuple[tuple[str, str], ...] = ()
-    stacked_experts: StackedExperts | None = None
-
-    def read(self, fields: ConfigFields) -> dict[str, Any]:
-        """Read a config.json: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
-        fields = self._canonical(fields)
-        fields.require(**self.only)
-        activation = fields.text("hidden_act", self.form.activation)
-        if activation not in ACTIVATIONS:
-            raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-        form = replace(self.form, activation=activation)
-        form = form if self.choose is None else self.choose(fields, form)
-        bias, output_bias, mlp_bias = (
-            fields.boolean(each) if isinstance(each, str) else each
-            for each in (self.bias, self.output_bias, self.mlp_bias)
-        )
-        shared = self._shared(fields, activation, bias=bias, output_bias=output_bias)
-        if self.each_layer is not None:
-            numbered = enumerate(shared["attention"])
-            shared["attention"] = tuple(self.each_layer(fields, number, layer) for number, layer in numbered)
-        experts = None if self.experts is None else self.experts(fields)
-        if experts is not None and activation not in SILU.values:
-            raise fields.fail("hidden_act", f"{SILU.values[0]!r} for a model with experts")
-        more = {} if self.more is None else self.more(fields)
-        return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
-
-    def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read GGUF metadata: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
-        assert self.gguf is not None
-        own, form = self.gguf, self.form
-        form = form if own.choose is None else own.choose(gguf.fields, form)
-        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, bias=own.bias, output_bias=own.bias)
-        if not own.rotates:
-            shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
-        return shared | {"mlp_bias": own.bias, "declared": form}
-
-    def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
-        """Read the fields that families share, as arguments of ModelConfig. attention: of each layer's attention."""
-        named = Activation("hidden_act", (activation,))
-        options: dict[str, Any] = {"activation": named, "tied": self.tied, "eps": self.eps, **attention}
-        if self.latent:
-            return hf_latent_fields(fields, interleaved=fields.boolean("rope_interleave", True), **options)
-        ropes = [self.rope(fields, read_head_dim(fields))] * fields.integer("num_hidden_layers")
-        return hf_fields(fields, ropes=ropes, **options)
-
-    def _canonical(self, fields: ConfigFields) -> ConfigFields:
-        """Return the fields under the names that most families use, with defaults."""
-        raw = dict(fields.raw)
-        raw |= {usual: raw[own] for own, usual in self.spelled.items() if own in raw}
-        if not self.grouped:
-            raw["num_key_value_heads"] = None
-        fields = ConfigFields({**raw, **{key: value for key, value in self.defaults.items() if raw.get(key) is None}})
-        return fields if self.adapt is None else ConfigFields({**fields.raw, **self.adapt(fields)})
 
 
 class DeclaredLayer(nnx.Module):
@@ -268,6 +104,7 @@ class DeclaredLayer(nnx.Module):
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         late, norms_output = self.placement in (AFTER, OUTPUT), self.placement in (OUTPUT, AROUND)
         normed = x if late else self.input_norm(x)
+        x = normed if self.placement == WITHIN else x
         with jax.named_scope("attention"):
             attended, kv = self.attention(normed, kv, pages, step)
             attended = scaled(self.attended_norm(attended) if norms_output else attended, self.multiplier)
@@ -278,7 +115,9 @@ class DeclaredLayer(nnx.Module):
                 normed = normed if self.mlp_norm is None else self.mlp_norm(x)
                 return x + attended + scaled(self.mlp(normed, step.rows), self.multiplier), kv
             x = self.input_norm(x + attended) if self.placement == AFTER else x + attended
-            added = self.mlp(x if late else self.mlp_norm(x), step.rows)
+            normed = x if late else self.mlp_norm(x)
+            x = normed if self.placement == WITHIN else x
+            added = self.mlp(normed, step.rows)
             x = x + scaled(self.output_norm(added) if norms_output else added, self.multiplier)
             return self.mlp_norm(x) if self.placement == AFTER else x, kv
 
@@ -373,6 +212,9 @@ class DeclaredForCausalLM(Decoder):
         super().__init__(config, build)
         stage, size, inner = self.stage, config.hidden_size, form.embedding_size
         scores = stage.is_last and config.pooler is None
+        if stage.is_first and form.embedding_norm is not None:
+            norm = NORMS[form.norm]
+            self.embedding_norm = norm(size, config.rms_norm_eps, source=form.embedding_norm, build=self.build)
         if stage.is_first and form.positions is not None:
             rows = config.max_position_embeddings + form.first_position
             decl = ParamDecl((None, None), (Source(form.positions, rows).tensor("weight"),), init_std=0.02)
@@ -446,9 +288,7 @@ class DeclaredForCausalLM(Decoder):
         x = x if self.form.embedding_size is None else self.project_in(x)
         if self.form.root_scaled:
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
-        if not self.form.embedding_norm:
-            return x
-        return rms_normalized(x, self.config.rms_norm_eps).astype(x.dtype)
+        return x if self.form.embedding_norm is None else self.embedding_norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         logits = super().token_logits(hidden if self.form.embedding_size is None else self.project_out(hidden))

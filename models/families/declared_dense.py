@@ -10,7 +10,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import AROUND, FIXED_RMS, OFFSET, RMS, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import layer_kinds, read_head_dim, read_rope
-from jaxengine.models.families.declared import EPS, GGUFRow, Row, no_rope
+from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope
 from jaxengine.models.families.declared_rows import full_first_of_four, windowed
 from jaxengine.models.families.gemma2 import read_cap
 from jaxengine.models.families.granite import granite_multipliers
@@ -138,7 +138,7 @@ DENSE_ROWS: dict[str, Row] = {
             up=("mlp.fc1",),
             down="mlp.fc2",
             activation="relu2",
-            embedding_norm=True,
+            embedding_norm="model.embed_norm",
         ),
         grouped=True,
         eps="rms_norm_eps",

@@ -20,7 +20,7 @@ from jaxengine.models.config.hf import (
     ropes_by_kind,
     windows_by_kind,
 )
-from jaxengine.models.families.declared import EPS, Row, neighbours, no_rope, parts_of_heads
+from jaxengine.models.families.declared_row import EPS, Row, neighbours, no_rope, parts_of_heads
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.layers.moe import ExpertNames
 from jaxengine.models.params.source import StackedExperts

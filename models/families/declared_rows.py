@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.attention import LayerAttention, alibi_slopes
 from jaxengine.models.config.declared import (
     AFTER,
     BEFORE,
@@ -25,13 +25,15 @@ from jaxengine.models.config.declared import (
 )
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, require_rope, windows_by_kind
-from jaxengine.models.families.declared import (
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.families.declared_row import (
     EPS,
     GGUFRow,
     Row,
     neighbours,
     no_rope,
     parts_of_heads,
+    whole_heads,
 )
 
 # Spellings of GPT-2's time.
@@ -41,7 +43,7 @@ EPSILON = {"layer_norm_epsilon": EPS}
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
-def _transformer(**ends: str) -> tuple[tuple[str, str], ...]:
+def transformer_names(**ends: str) -> tuple[tuple[str, str], ...]:
     """Return Row.names of weights outside of layers, and of the layers' list, in GPT-2's spelling (`h`, `ln_f` and
     `ends`, spelling=ours), with and without the "transformer." that some checkpoints leave out.
     """
@@ -125,6 +127,19 @@ def _falcon_heads(fields: ConfigFields) -> Mapping[str, Any]:
     return {"num_key_value_heads": kv_heads, **four_times(fields)}
 
 
+def rope_unless_alibi(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Read rope of all of a head, none where `alibi` says that slopes by distance take its place."""
+    return None if fields.boolean("alibi") else whole_heads(fields, head_dim)
+
+
+def _falcon_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    if not fields.boolean("alibi"):
+        return attention
+    # Its slopes are of products before they are scaled.
+    slopes = (each * attention.sm_scale for each in alibi_slopes(attention.num_heads))
+    return replace(attention, slopes=tuple(slopes))
+
+
 def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     """Choose the order of the joined projection's rows, and attention and MLP one after the other or in parallel after
     one norm or two. Raises ModelConfigError for combinations that no Falcon has.
@@ -186,7 +201,7 @@ ROWS_BY_NAME: dict[str, Row] = {
     "GPT2LMHeadModel": Row(
         "GPT-2 (Radford et al. 2019): layer norms, learned positions, biases, an MLP without a gate.",
         _GPT2_FORM,
-        names=_transformer(wte="embed_tokens", wpe="embed_positions"),
+        names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
         spelled={**_N, **EPSILON},
         defaults={EPS: 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         only={"add_cross_attention": False},
@@ -210,7 +225,7 @@ ROWS_BY_NAME: dict[str, Row] = {
     "GPTBigCodeForCausalLM": Row(
         "StarCoder and SantaCoder (Li et al. 2023, arXiv:2305.06161): GPT-2 with one head of keys and values.",
         _GPT2_FORM,
-        names=_transformer(wte="embed_tokens", wpe="embed_positions"),
+        names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
         spelled={**_N, **EPSILON},
         defaults={EPS: 1e-5, "scale_attn_weights": True, "multi_query": True, "hidden_act": "gelu_pytorch_tanh"},
         only={"add_cross_attention": False},
@@ -232,7 +247,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             qkv=tuple(f"attn.attention.{part}_proj" for part in "qkv"),
             out="attn.attention.out_proj",
         ),
-        names=_transformer(wte="embed_tokens", wpe="embed_positions"),
+        names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
         spelled={**_N, **EPSILON, "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"},
         defaults={EPS: 1e-5, "window_size": 256, "attention_types": [[["global", "local"], 12]]},
         rope=no_rope,
@@ -245,7 +260,7 @@ ROWS_BY_NAME: dict[str, Row] = {
     "GPTJForCausalLM": Row(
         "GPT-J (EleutherAI 2021): attention and MLP in parallel after one norm, rope over neighbouring elements.",
         _GPTJ_FORM,
-        names=_transformer(wte="embed_tokens"),
+        names=transformer_names(wte="embed_tokens"),
         spelled={**_N, **EPSILON},
         defaults={EPS: 1e-5, "rotary_dim": 64},
         rope=neighbours,
@@ -257,7 +272,7 @@ ROWS_BY_NAME: dict[str, Row] = {
     "CodeGenForCausalLM": Row(
         "CodeGen (Nijkamp et al. 2022, arXiv:2203.13474): GPT-J with a joined projection of queries, values and keys.",
         replace(_GPTJ_FORM, qkv=("attn.qkv_proj",), joined=QUARTERS),
-        names=_transformer(wte="embed_tokens"),
+        names=transformer_names(wte="embed_tokens"),
         spelled={**_N, **EPSILON},
         defaults={EPS: 1e-5, "rotary_dim": 64},
         rope=neighbours,
@@ -335,7 +350,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             qkv=("self_attention.query_key_value",),
             out="self_attention.dense",
         ),
-        names=_transformer(word_embeddings="embed_tokens"),
+        names=transformer_names(word_embeddings="embed_tokens"),
         spelled={
             **_N,
             **EPSILON,
@@ -350,14 +365,16 @@ ROWS_BY_NAME: dict[str, Row] = {
             "multi_query": True,
             "parallel_attn": True,
             "bias": False,
+            "alibi": False,
         },
-        only={"alibi": False},
+        rope=rope_unless_alibi,
         bias="bias",
         output_bias="bias",
         mlp_bias="bias",
         tied=True,
         adapt=_falcon_heads,
         choose=_falcon_form,
+        each_layer=_falcon_layer,
     ),
     "OPTForCausalLM": Row(
         "OPT (Zhang et al. 2022, arXiv:2205.01068) and Galactica: layer norms, learned positions, biases, a ReLU.",

@@ -12,7 +12,7 @@ from jaxengine.models.config.declared import RMS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_HEADS, ConfigFields
 from jaxengine.models.config.state import SelectiveScan, StateSpace, read_dt_limits, read_state_space
-from jaxengine.models.families.declared import EPS, Row, no_rope, parts_of_heads
+from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads
 from jaxengine.models.layers.moe import ExpertNames
 
 # A model without attention has no longest context. Page tables are sized by this where the configuration says nothing.

@@ -17,7 +17,8 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.declared import DeclaredForCausalLM, Row
+from jaxengine.models.families.declared import DeclaredForCausalLM
+from jaxengine.models.families.declared_row import Row
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts, PickedExperts
 from jaxengine.models.params.source import CheckpointNames

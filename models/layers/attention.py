@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
@@ -36,6 +37,7 @@ from jaxengine.pallas_kernels.attention.whole_prompts import (
 )
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
+from jaxengine.sharding.collectives import shard_index
 from jaxengine.sharding.layout import ONE_DEVICE, MeshLayout
 
 QK_NORMS = ("q_norm", "k_norm")
@@ -122,6 +124,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         soft_cap=attention.soft_cap,
         causal=attention.causal,
         values_in_keys=attention.values_in_keys,
+        has_slopes=attention.slopes is not None,
     )
 
 
@@ -182,6 +185,11 @@ def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
         return (q.astype(jnp.float32) * step.temperature[:, None, None]).astype(q.dtype)
 
 
+def own_slopes(slopes: Sequence[float], count: int) -> jax.Array:
+    """Return the slopes f32[count] of this device's heads, of those of all."""
+    return lax.dynamic_slice_in_dim(jnp.asarray(slopes, jnp.float32), shard_index("heads") * count, count)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with or without rope, configured by a LayerAttention.
 
@@ -208,6 +216,7 @@ class Attention(nnx.Module):
         qk_norms: Sequence[nnx.Module | None] | None = None,
     ):
         self.spec = attention_spec(attention, build.mesh)
+        self.slopes = attention.slopes
         self.interleaved = attention.rope is not None and attention.rope.interleaved
         head_dim = attention.head_dim
         q_size, kv_size = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
@@ -293,13 +302,14 @@ class Attention(nnx.Module):
         if own is not None and has_whole_prompts(spec, kv.layout):
             with jax.named_scope("whole_prompt_attention"):
                 return whole_prompt_attention(q, *own, step.schedule, spec=spec, platform=kv.layout), kv
+        slopes = None if self.slopes is None else own_slopes(self.slopes, spec.num_q_heads)
         ragged = pages.in_pool(kv.page_size)
         if own is not None:
             with jax.named_scope("kv_cache_update"):
                 kv = kv_cache_update(kv, *own, ragged.slot_mapping, schedule=pages.update_schedule)
         with jax.named_scope("ragged_paged_attention"):
-            o = ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule, sinks=sinks)
-            return cast(jax.Array, o), kv
+            options: dict[str, Any] = {"schedule": step.schedule, "sinks": sinks, "slopes": slopes}
+            return cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, **options)), kv
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         """Return projected q [T, N, H] and k [T, K, H] after norms, rope and temperature, in this order, if any.

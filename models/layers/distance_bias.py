@@ -1,4 +1,5 @@
-"""Attention of encoders whose logits depend on the distance of key and query, as by a learned bias (T5, MPNet)."""
+"""Attention of encoders whose logits depend on the distance of key and query, as by a learned bias (T5, MPNet) or by a
+slope (ALiBi)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs, own_slopes
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.attention.whole_prompts import (
     has_whole_prompts,
@@ -67,6 +68,16 @@ class DistanceAttention(Attention):
             options: dict[str, Any] = {"spec": self.spec, "platform": _KERNEL, **self.added(len(q))}
         with jax.named_scope("whole_prompt_attention"):
             return whole_prompt_attention(q, *own, schedule, **options), kv
+
+
+class SlopedAttention(DistanceAttention):
+    """Attention of whole prompts whose logits lose, with each position between key and query, the slope of their
+    head."""
+
+    def added(self, num_tokens: int) -> dict[str, Any]:
+        assert self.slopes is not None
+        distance = jnp.abs(jnp.arange(-num_tokens + 1, num_tokens, dtype=jnp.float32))
+        return {"biases": -own_slopes(self.slopes, self.spec.num_q_heads)[:, None] * distance}
 
 
 class BiasedAttention(DistanceAttention):

@@ -74,13 +74,12 @@ def encoder_fields(
     architecture.
 
     encoder: read already. vocab_size counts each token once for each of its token types, and max_position_embeddings
-    leaves out the positions before its first. rope: of all layers, in an encoder without a table of positions. bias:
-    whether attention's projections have biases. names: further arguments of hf_fields, `activation` and `eps`. Raises
-    ModelConfigError.
+    leaves out the positions before the first of a table. rope: of all layers; None for none. bias: whether attention's
+    projections have biases. names: further arguments of hf_fields, `activation` and `eps`. Raises ModelConfigError.
     """
     ropes = [rope] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=bias, output_bias=bias, **names)
-    if rope is None:
+    if encoder.num_positions:
         shared["max_position_embeddings"] = encoder.num_positions - encoder.first_position
     most = MAX_VOCAB // shared["vocab_size"]
     if encoder.num_token_types > most:

@@ -142,6 +142,22 @@ class HeadsRMSNorm(nnx.Module):
         return (y * lax.rsqrt(mean_square + self.eps) * weight).astype(x.dtype)
 
 
+class HeadsLayerNorm(HeadsRMSNorm):
+    """Layer norm (x - mean(x)) / std(x) * weight + bias over all heads at once: JinaBERT's norms of q and k; arguments
+    are those of HeadsRMSNorm."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build):
+        super().__init__(num_heads, head_dim, eps, source=source, build=build)
+        rows = Source(source, num_heads * head_dim, group=head_dim).tensor("bias")
+        self.bias = declare((rows.num_contributed,), build.dtype, ParamDecl(("heads",), (rows,), init_std=0.02))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        width = y.shape[1] * y.shape[2] * num_shards("heads")
+        y = y - sum_parts(jnp.sum(y, axis=(1, 2), keepdims=True), "heads") / width
+        return (super().__call__(y) + self.bias[...].astype(jnp.float32).reshape(y.shape[1:])).astype(x.dtype)
+
+
 class HeadLayerNorms(nnx.Module):
     """Layer norms without biases, one for each head, the n-th of which is a module `{source}.norms.{n}`: StableLM's.
 

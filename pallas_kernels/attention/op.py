@@ -36,7 +36,7 @@ def attention_schedule(
     tuning: sizes to work with, None for the table's sizes of the chip; attention uses the same ones.
     kv_limits: i32 [T], per token the exclusive end of the keys that it sees, for tokens that see some later ones; 0 for
         other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
-        position. Needs causal=True and chunk=None. None for none.
+        position. Needs causal=True, chunk=None and no slopes. None for none.
     Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not have.
     """
     check_batch(batch, num_tokens)
@@ -47,8 +47,10 @@ def attention_schedule(
         return build(batch, spec, **sizes)
     if kv_limits.shape != (num_tokens,) or kv_limits.dtype != jnp.int32:
         raise ValueError(f"kv_limits must be int32[{num_tokens}], got {kv_limits.dtype}{list(kv_limits.shape)}")
-    if not spec.causal or spec.chunk is not None:
-        raise ValueError("kv_limits needs causal=True and chunk=None: it says which later keys a token sees")
+    if not spec.causal or spec.chunk is not None or spec.has_slopes:
+        raise ValueError(
+            "kv_limits needs causal=True, chunk=None and has_slopes=False: it says which later keys a token sees"
+        )
     return build(batch, spec, **sizes, kv_limits=kv_limits)
 
 
@@ -61,6 +63,7 @@ def ragged_paged_attention(
     q_rest: jax.Array | None = None,
     schedule: Any = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
     return_lse: bool = False,
     platform: str | None = None,
@@ -80,6 +83,8 @@ def ragged_paged_attention(
     schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`. Only then may
         `tuning` be given; None is the table's sizes of the chip.
     sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
+    slopes: f32 [N] if `spec.has_slopes`, else None: after scale and cap, a logit loses its head's slope times the
+        distance of the key's position (ALiBi). Needs causal=True; TPU and GPU kernels leave such calls to plain XLA.
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
     return_lse: return (o, log-sum-exp f32 [T, N]).
@@ -94,6 +99,12 @@ def ragged_paged_attention(
     check_batch(batch, num_tokens)
     if sinks is not None and (sinks.shape != (spec.num_q_heads,) or sinks.dtype != jnp.float32):
         raise ValueError(f"sinks must be float32[{spec.num_q_heads}], got {sinks.dtype}{list(sinks.shape)}")
+    wanted = (spec.num_q_heads,) if spec.has_slopes else None
+    if wanted != (None if slopes is None else slopes.shape) or (slopes is not None and slopes.dtype != jnp.float32):
+        got = None if slopes is None else f"{slopes.dtype}{list(slopes.shape)}"
+        raise ValueError(f"slopes must be {f'float32{list(wanted)}' if wanted else None}, got {got}")
+    if slopes is not None and not (spec.causal and tree_mask is None):
+        raise ValueError("slopes need causal=True and tree_mask=None: a distance is one of earlier positions")
     if tree_mask is not None:
         _check_tree_mask(tree_mask, num_tokens, spec)
     attend = kernel("ragged_paged_attention", platform)
@@ -104,7 +115,8 @@ def ragged_paged_attention(
         )
     elif tuning is not None:
         raise ValueError("ragged_paged_attention: give tuning to attention_schedule: a schedule brings its own")
-    o, lse = attend(q, kv, batch, schedule, spec=spec, q_rest=q_rest, sinks=sinks, tree_mask=tree_mask)
+    rest: dict[str, Any] = {} if slopes is None else {"slopes": slopes}
+    o, lse = attend(q, kv, batch, schedule, spec=spec, q_rest=q_rest, sinks=sinks, tree_mask=tree_mask, **rest)
     return (o, lse) if return_lse else o
 
 

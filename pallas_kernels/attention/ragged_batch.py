@@ -50,6 +50,7 @@ class AttentionSpec:
     causal: bool = True  # a token sees no key after its own
     chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
     values_in_keys: bool = False  # a key begins with its value, which is read there
+    has_slopes: bool = False  # logits fall with the distance of a key, by the slope of their head
 
     @property
     def stored_width(self) -> int:
@@ -79,6 +80,8 @@ class AttentionSpec:
             raise ValueError(
                 f"AttentionSpec.chunk must be at least 1 or None, with causal=True and window=None, got {self.chunk}"
             )
+        if self.has_slopes and self.values_in_keys:
+            raise ValueError("AttentionSpec.has_slopes must be False where values lie in keys, got True")
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ValueError(f"AttentionSpec.soft_cap must be positive or None, got {self.soft_cap}")
 

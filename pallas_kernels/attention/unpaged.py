@@ -60,6 +60,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend the B * T queries to the tokens of their own runs: o [B * T, N, Hv] in q's dtype and lse f32 [B * T, N].
 
@@ -76,7 +77,8 @@ def ragged_paged_attention(
     v = data[..., : spec.v_head_dim] if spec.values_in_keys else data[..., spec.head_dim :]
     q = q.reshape(num_rows, length, data.shape[2], -1, spec.head_dim)
     sinks = None if sinks is None else sinks.reshape(1, *q.shape[2:4], 1, 1)
-    attend = partial(_attend, k=k, v=v, sinks=sinks, schedule=schedule, spec=spec)
+    slopes = None if slopes is None else slopes.reshape(*q.shape[2:4], 1, 1)
+    attend = partial(_attend, k=k, v=v, sinks=sinks, slopes=slopes, schedule=schedule, spec=spec)
     if length <= BLOCK:
         o, lse = attend(jnp.arange(length), q)
     else:
@@ -104,6 +106,7 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     schedule: Schedule,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
@@ -115,6 +118,9 @@ def _attend(
     logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+    if slopes is not None:
+        distance = schedule.offset[:, indices, None] - schedule.offset[:, None]
+        logits = logits - slopes * distance[:, None, None].astype(jnp.float32)
     visible = _visible(indices, schedule, spec)[:, None, None]
     logits = jnp.where(visible, logits, -jnp.inf)
     largest = jnp.max(logits, axis=-1, keepdims=True)  # finite: a token sees itself

@@ -42,7 +42,8 @@ def attention_case(call: Call) -> Case:
         fields: dict[str, Any] = {name: jnp.asarray(getattr(made, name)) for name in RaggedBatch._fields}
         if given["batch"].num_decode is None:
             fields["num_decode"] = None
-        rest = {name: _further(name, given[name], made, rng) for name in ("q_rest", "sinks", "tree_mask")}
+        names = [name for name in ("q_rest", "sinks", "slopes", "tree_mask") if name in given]
+        rest = {name: _further(name, given[name], made, rng) for name in names}
         query = normal(rng, q.shape, q.dtype)
         return query, _pool(kv, sizes.num_pages, spec, made.unseen, rng), RaggedBatch(**fields), rest
 

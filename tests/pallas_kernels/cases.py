@@ -141,6 +141,13 @@ LOGITS = [
     Case("scale", MIXED_Q, MIXED_KV, sm_scale=0.7),
     *(Case(f"{sinks} sinks", MIXED_Q, MIXED_KV, sinks=sinks) for sinks in ("zero", "large", "absent", "mixed")),
     Case("sinks and window", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), sinks="mixed", window=16),
+    Case("slopes", MIXED_Q, MIXED_KV, slopes=True),
+    Case("slopes of decodes", (1,) * 8, DECODES, num_tokens=8, slopes=True, heads=(6, 2)),
+    Case(
+        "slopes, window, sinks and soft cap",
+        *(SMALL_Q, SMALL_KV),
+        **{"window": 16, "sinks": "mixed", "soft_cap": 30.0, "query_scale": 20.0, "slopes": True, **SMALL},
+    ),
     Case(
         "window, sinks and soft cap",
         (1, 40, 3, 1, 12),

@@ -31,7 +31,7 @@ from tests.pallas_kernels.pools import (
     unsigned,
     with_scale,
 )
-from tests.pallas_kernels.problems import Case, Problem, build, expected, rounded
+from tests.pallas_kernels.problems import Case, Problem, build, expected, rounded, slopes_of
 
 ROW_RMS = {"float32": 2e-5, "bfloat16": 8e-3}
 MAX_OF_V = {"float32": 2e-5, "bfloat16": 2.0**-7}
@@ -46,7 +46,8 @@ def compiled(implementation: Implementation, spec: AttentionSpec):
     def run(q, kv, batch, sinks, tree_mask, kv_limits):
         limits = {} if kv_limits is None else {"kv_limits": kv_limits}
         schedule = implementation.schedule(batch, spec, num_tokens=q.shape[0], page_size=kv.page_size, **limits)
-        return implementation.attend(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)
+        rest = {"slopes": jnp.asarray(slopes_of(spec))} if spec.has_slopes else {}
+        return implementation.attend(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask, **rest)
 
     return run
 

@@ -148,8 +148,8 @@ def _mosaic_gpu_refuses(case: Case, dtype: str) -> str | None:
     return "scales of tokens" if case.kv_dtype in PER_TOKEN else None
 
 
-def _always_itself(case: Case, dtype: str) -> str | None:
-    return None
+def _not_tpu(case: Case, dtype: str) -> str | None:
+    return "slopes by distance" if case.slopes else None
 
 
 def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
@@ -165,6 +165,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
         "group": not case.values_in_keys and case.heads[0] // case.heads[1] > 64,
         "page size": case.page_size % 64 and case.page_size not in (8, 16, 32),
         "tree mask": case.tree is not None,
+        "slopes": case.slopes,
         "limits of keys": case.pictures,
         "a window on both sides": case.window is not None and not case.causal,
         "queries": dtype == "float32",
@@ -178,6 +179,7 @@ def _not_triton(case: Case, dtype: str) -> str | None:
     reasons = {
         "latents": case.values_in_keys,
         "tree mask": case.tree is not None,
+        "slopes": case.slopes,
         "limits of keys": case.pictures,
         "queries": dtype == "float32",
         "pool": pool_dtype in PER_TOKEN or (pool_dtype not in QUANTIZED and pool_dtype != dtype),
@@ -204,7 +206,7 @@ TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER, TPU_PRODUCTION_LAZY, TPU_PRODU
         _tpu_interpreter,
         lambda dma=dma: _tpu_interpreter().interpret_params(dma),
         _tpu_refuses,
-        _always_itself,
+        _not_tpu,
         default_dims=(64, 64),
         tuning=tuning,
     )
@@ -246,7 +248,7 @@ DEVICE = (
             "device",
             ACCELERATOR,
             refuses={"gpu": _mosaic_gpu_refuses, "tpu": _tpu_refuses}.get(ACCELERATOR, lambda case, dtype: None),
-            elsewhere={"gpu": _not_mosaic_gpu, "gpu_triton": _not_triton, "tpu": _always_itself}.get(ACCELERATOR),
+            elsewhere={"gpu": _not_mosaic_gpu, "gpu_triton": _not_triton, "tpu": _not_tpu}.get(ACCELERATOR),
             default_dims=(64, 64),
             latent_dims=(192, 128) if ACCELERATOR == "gpu" else (40, 24),
         )

@@ -41,6 +41,7 @@ class Case:
     values_in_keys: bool = False
     sm_scale: float | None = None
     sinks: str | None = None  # "zero", "large", "absent" or "mixed"
+    slopes: bool = False
     tree: str | None = None  # "chain" or "branches"
     pictures: tuple[tuple[int, int, int], ...] = ()  # sequence, first, end: positions whose tokens see each other
     query_scale: float = 1.0  # multiplies q, for logits far from 1
@@ -55,7 +56,7 @@ class Case:
     @property
     def spec(self) -> AttentionSpec:
         scale = self.dims[0] ** -0.5 if self.sm_scale is None else self.sm_scale
-        rest = self.window, self.soft_cap, self.causal, self.chunk, self.values_in_keys
+        rest = self.window, self.soft_cap, self.causal, self.chunk, self.values_in_keys, self.slopes
         return AttentionSpec(*self.heads, *self.dims, scale, *rest)
 
     def pool_dtype(self, dtype: str) -> str:
@@ -181,9 +182,16 @@ def expected(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         chunk=case.chunk,
         soft_cap=case.soft_cap,
         sinks=problem.sinks,
+        slopes=slopes_of(case.spec),
         tree_mask=problem.tree_mask,
         kv_limits=problem.kv_limits,
     )
+
+
+def slopes_of(spec: AttentionSpec) -> np.ndarray | None:
+    """f32[N]: slopes of the heads, all different."""
+    heads = np.arange(spec.num_q_heads, dtype=np.float32)
+    return 2.0 ** (-1 - 6 * heads / spec.num_q_heads) if spec.has_slopes else None
 
 
 def _page_table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:

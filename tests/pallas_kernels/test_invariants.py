@@ -26,6 +26,7 @@ from tests.tables import each_row
 CASE = Case("mixed", MIXED_Q, MIXED_KV)
 SPEC = CASE.spec
 LATENT = AttentionSpec(4, 2, 16, 12, 1.0, values_in_keys=True)
+SLOPED = replace(SPEC, has_slopes=True)
 
 
 # XLA for GPUs is the CPU's code on another layout.
@@ -142,6 +143,10 @@ def public(q=(96, 4, 16), q_dtype=jnp.float32, kv_dtype="float32", spec=SPEC, fi
         (lambda: public(field="page_table", value=jnp.zeros((8, 0), jnp.int32)), "page_table must be"),
         (lambda: public(spec=replace(SPEC, head_dim=8), q=(96, 4, 8)), "the pool holds head dims 16/16"),
         (lambda: public(sinks=jnp.zeros(3)), r"sinks must be float32\[4\], got float32\[3\]"),
+        (lambda: public(slopes=jnp.zeros(4)), r"slopes must be None, got float32\[4\]"),
+        (lambda: public(spec=SLOPED), r"slopes must be float32\[4\], got None"),
+        (lambda: public(spec=SLOPED, slopes=jnp.zeros(3)), r"slopes must be float32\[4\], got float32\[3\]"),
+        (lambda: public(spec=replace(SLOPED, causal=False), slopes=jnp.zeros(4)), "slopes need causal=True"),
         (lambda: public(tree_mask=jnp.zeros((96, 1), jnp.int32)), r"tree_mask must be uint32\[96, words\]"),
         (lambda: public(tree_mask=jnp.zeros((96, 1), jnp.uint32), spec=replace(SPEC, window=4)), "tree_mask needs"),
         (lambda: public(platform="tpu"), "platform 'tpu' cannot read a pool of layout 'cpu'"),

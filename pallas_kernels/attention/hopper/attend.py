@@ -61,6 +61,8 @@ def why_not(
         return f"page_size {page_size} is neither 8, 16, 32 nor a multiple of {DECODE_KEYS}"
     if tree_mask:
         return "a tree mask"
+    if spec.has_slopes:
+        return "slopes by distance"
     if spec.chunk is not None:
         return "attention in chunks"
     if spec.window is not None and not spec.causal:
@@ -108,6 +110,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
@@ -129,7 +132,7 @@ def ragged_paged_attention(
             schedule = xla_schedule.attention_schedule(
                 batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=schedule.tuning
             )
-        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest}
+        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
         return xla_attend.ragged_paged_attention(q, kv, batch, schedule, **options)
     assert isinstance(schedule, kernel_schedule.Schedule)
     prefill, sizes = schedule.prefill, schedule.tuning.hopper_attention

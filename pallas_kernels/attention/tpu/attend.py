@@ -7,6 +7,7 @@ in tiles.py. Reads pools of layout "tpu".
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -34,33 +35,49 @@ from jaxengine.pallas_kernels.attention.tpu.tiles import (
     key_windows,
     value_windows,
 )
+from jaxengine.pallas_kernels.attention.xla import attend as xla_attend
+from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
 from jaxengine.pallas_kernels.kv.pages import KVPages, check_layout
 from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import TpuAttention
 
-attention_schedule = schedules.attention_schedule
+logger = logging.getLogger(__name__)
+
+
+def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) -> Schedule | xla_schedule.Schedule:
+    """Build the kernel's work list of the step, or that of XLA for slopes by distance, which the kernel does not have.
+
+    options: as of attention.op.attention_schedule, with `tuning`.
+    """
+    return (xla_schedule if spec.has_slopes else schedules).attention_schedule(batch, spec, **options)
 
 
 def ragged_paged_attention(
     q: jax.Array,
     kv: KVPages,
     batch: RaggedBatch,
-    schedule: Schedule,
+    schedule: Schedule | xla_schedule.Schedule,
     *,
     spec: AttentionSpec,
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     interpret: Any = False,
     body: Callable = attention_kernel,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences on a TPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them. interpret: pltpu.InterpretParams
-    to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool
-    layouts that the TPU kernel does not support.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes slopes by distance,
+    which the kernel does not have; a warning says so once. interpret: pltpu.InterpretParams to run on a CPU. body: the
+    kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool layouts that the TPU kernel
+    does not support.
     """
     check_layout(kv.layout, kv.spec)
+    if isinstance(schedule, xla_schedule.Schedule):
+        _log_once("slopes by distance")
+        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
+        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, **options)
     check_dtypes(q.dtype, kv.data.dtype)
     check_page_size(kv.page_size)
     num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]
@@ -83,6 +100,11 @@ def ragged_paged_attention(
     # Updated in place: a select over all tokens would read and write the results of the runs once more.
     o = o.at[:num_seqs].set(jnp.where(is_single[..., None], single_o, run_o))
     return o, lse.at[:num_seqs].set(jnp.where(is_single, single_lse, run_lse))
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.warning("attention runs as plain XLA instead of the TPU kernel: %s", reason)
 
 
 def _attend(

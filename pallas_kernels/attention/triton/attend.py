@@ -54,6 +54,8 @@ def why_not(
         return f"{spec.group_size} query heads per kv head are more than {most_rows(spec)}"
     if tree_mask:
         return "a tree mask"
+    if spec.has_slopes:
+        return "slopes by distance"
     if q_dtype is None or kv is None:
         return None
     if (name := jnp.dtype(q_dtype).name) not in KV_DTYPES[:2]:
@@ -94,6 +96,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences on an Ampere or Ada card: o [T, N, Hv] in q's dtype, lse f32
@@ -116,7 +119,7 @@ def ragged_paged_attention(
         if isinstance(schedule, Schedule):
             sizes = {"num_tokens": q.shape[0], "page_size": kv.page_size, "tuning": schedule.tuning}
             schedule = xla_schedule.attention_schedule(batch, spec, **sizes)
-        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest}
+        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
         return xla_attend.ragged_paged_attention(q, kv, batch, schedule, **options)
     assert isinstance(schedule, Schedule)
     items, ones = schedule.items, jnp.ones((spec.num_kv_heads,), jnp.float32)

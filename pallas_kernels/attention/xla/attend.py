@@ -37,6 +37,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
     q_rest: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences in plain XLA: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
@@ -53,7 +54,8 @@ def ragged_paged_attention(
     if kv.k_scale is not None:
         scale = scale * kv.k_scale
     sink = jnp.full((num_q_heads,), -jnp.inf) if sinks is None else sinks
-    step = _Step(kv, batch, spec, scale, sink.reshape(num_kv_heads, -1), tree_mask, schedule.sizes)
+    by_head = None if slopes is None else slopes.reshape(num_kv_heads, -1)
+    step = _Step(kv, batch, spec, scale, sink.reshape(num_kv_heads, -1), by_head, tree_mask, schedule.sizes)
     o, lse = _attend_single(rows, step, schedule)
     if schedule.runs is not None:
         in_single = (schedule.rank < schedule.single.seqs.size)[:, None, None]
@@ -74,6 +76,7 @@ class _Step(NamedTuple):
     spec: AttentionSpec  # of this device's heads
     scale: jax.Array  # f32 [K] factor of the products of queries and keys
     sink: jax.Array  # f32 [K, G] logit that is in the denominator from the start, -inf: none
+    slopes: jax.Array | None  # f32 [K, G] loss of a logit for each position to the key
     tree_mask: jax.Array | None  # u32 [T, words]
     sizes: XlaAttention  # of the schedule
 
@@ -153,7 +156,8 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         softmax = jax.tree.map(lambda fresh, running: jnp.where(is_first, fresh, running), start, softmax)
         keys = _keys_of(*_gather_block(tiles, tile, block, step), rows.dtype, step)
         visible = _visible(tiles, tile, block, keys.k.shape[2], tree, step.batch)
-        softmax = _fold_block(softmax, rows, keys, visible, step)
+        distance = None if step.slopes is None else _distances(tiles, tile, block, keys.k.shape[2])
+        softmax = _fold_block(softmax, rows, keys, visible, distance, step)
         results = write(results, tile, _normalised(*softmax))
         done = block >= tiles.last_block[tile]  # not ==: a batch that contradicts itself must still end
         next_tile = tile + done
@@ -182,11 +186,12 @@ def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) 
     return _Keys(k, v, k_scale, v_scale)
 
 
-def _fold_block(softmax, q, keys: _Keys, visible, step: _Step):
+def _fold_block(softmax, q, keys: _Keys, visible, distance, step: _Step):
     """Add the keys and values of a block to an online softmax, (largest, total f32 [B, K, M], acc f32 [B, K, M, Hv]);
     returns the new one.
 
     q: [B, K, M, H]. visible: bool [B, Q, kv]; the G rows of a token see the same keys.
+    distance: f32 [B, Q, kv], of the keys that a token sees; None without slopes.
     """
     largest, total, acc = softmax
     logits = _batch_dot(q, keys.k, 3) * step.scale[:, None, None]  # [B, K, M, kv]
@@ -196,6 +201,8 @@ def _fold_block(softmax, q, keys: _Keys, visible, step: _Step):
         logits = cap * jnp.tanh(logits / cap)
     num_seqs, block_q, block_kv = visible.shape
     by_token = logits.reshape(num_seqs, logits.shape[1], block_q, -1, block_kv)
+    if step.slopes is not None:
+        by_token = by_token - step.slopes[:, None, :, None] * distance[:, None, :, None]
     logits = jnp.where(visible[:, None, :, None], by_token, -jnp.inf).reshape(logits.shape)
     new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
     shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)  # a row that has seen nothing: exp(-inf - 0) = 0
@@ -228,6 +235,12 @@ def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch)
     words = jnp.take_along_axis(tree, jnp.broadcast_to(word[:, None], visible.shape), axis=-1)
     seen = (words >> (new % 32).astype(jnp.uint32)[:, None]) & 1
     return visible & ((new < 0)[:, None] | (seen == 1))
+
+
+def _distances(tiles: Tiles, tile, block, block_kv: int) -> jax.Array:
+    """Return f32 [B, Q, block_kv]: positions from each key of a block to each token, which is the last that it sees."""
+    positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+    return (tiles.end[tile][..., None] - 1 - positions).astype(jnp.float32)
 
 
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:

@@ -31,7 +31,7 @@ OPTIONS = {
 }
 # Of each family one that embeds or one that scores; BERT, whose texts of a pair have types of their own, in both.
 ALWAYS = ("bert", "bert_score", "xlm_roberta_score", "distilbert", "modernbert_score", "nomic_score", "gte", "jina_v3")
-ALWAYS += ("mpnet", "qwen2_all", "t5_gated", "deberta_score")
+ALWAYS += ("jina_v2_code", "mpnet", "qwen2_all", "t5_gated", "deberta_score")
 
 
 @pytest.fixture(

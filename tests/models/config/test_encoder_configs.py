@@ -54,6 +54,9 @@ NEW = SIZES | {
     "type_vocab_size": 1,
 }
 
+JINA = SIZES | {"architectures": ["JinaBertForMaskedLM"], "model_type": "bert"}
+JINA |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+
 
 def read(config: dict[str, Any]) -> ModelConfig:
     return read_hf(config, Pooler(MEAN))
@@ -83,6 +86,8 @@ def test_ntk_of_new_stretches_every_frequency():
         (NOMIC, {"num_experts": 8}, "num_experts must be 0 or absent"),
         (NOMIC, {"rotary_scaling_factor": 2}, "rotary_scaling_factor must be absent"),
         (NOMIC, {"activation_function": "gelu"}, "activation_function must be"),
+        (JINA, {"position_embedding_type": "absolute"}, 'position_embedding_type must be "alibi"'),
+        (JINA, {"feed_forward_type": "original"}, "feed_forward_type must be geglu or reglu, got 'original'"),
         (NEW, {"pack_qkv": False}, "pack_qkv must be true or absent"),
         (NEW, {"position_embedding_type": "absolute"}, "position_embedding_type must be"),
         (NEW, {"type_vocab_size": 10**8}, "type_vocab_size must be at most 43690, with a vocab_size of 96"),

@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER
@@ -46,6 +48,28 @@ def test_mimo_as_published():
     assert own.attention[1] == own.attention[2] == replace(own.attention[1], window=5, num_kv_heads=4, sinks=True)
 
 
+def test_slopes_of_alibi():
+    """Those of the paper for 8 heads, of its code for 12; Falcon's are of products that are not scaled."""
+    assert alibi_slopes(8) == tuple(2.0**-power for power in range(1, 9))
+    np.testing.assert_allclose(
+        alibi_slopes(12), [2.0**-n for n in range(1, 9)] + [2.0 ** (0.5 - n) for n in range(1, 5)]
+    )
+    assert read_hf(recorded("bloom")).attention[0].slopes == alibi_slopes(4)
+    assert read_hf(recorded("falcon_sloped")).attention[0].slopes == tuple(each / 4 for each in alibi_slopes(4))
+
+
+def test_baichuan_of_7_and_of_13_billion():
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 3}
+    small = sizes | {"architectures": ["BaiChuanForCausalLM"], "vocab_size": 96, "max_position_embeddings": 64}
+    large = sizes | {"architectures": ["BaichuanForCausalLM"], "vocab_size": 96, "model_max_length": 80}
+    one, other = read_hf(small), read_hf(large)
+    assert one.attention[0].slopes is None and one.attention[0].rope is not None
+    assert other.attention[0].slopes == alibi_slopes(3) and other.attention[0].rope is None
+    assert (one.max_position_embeddings, other.max_position_embeddings) == (64, 80)
+    with pytest.raises(ModelConfigError, match="Baichuan 2's normalised LM head is not supported"):
+        read_hf(large | {"z_loss_weight": 0})
+
+
 @each_row(
     ("name", "changes", "message"),
     [
@@ -72,6 +96,12 @@ def test_mimo_as_published():
         ("bailing_moe", {"use_bias": True}, "use_bias must be false or absent"),
         ("axk1", {"moe_layer_freq": 2}, "moe_layer_freq must be 1 or absent"),
         ("exaone4_5", {"text_config": {"model_type": "exaone5"}}, "model_type must be exaone4 in text_config"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi must be true or absent"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln must be false or absent"),
+        ("mpt", {"attn_config": 3}, "attn_config must be"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type must be layernorm or low_precision_layernorm, got 'rmsnorm'"),
+        ("mpt", {"no_bias": False}, "no_bias must be true or absent"),
+        ("bloom", {"n_head": 1 << 40}, "num_attention_heads must be|num_heads must be"),
         ("nanochat", {"hidden_act": "mish"}, "hidden_act must be one of gelu"),
         ("gpt_neo", {"attention_types": [[["global"], 10**15]]}, "attention_types must be"),
         ("gpt_neo", {"attention_types": [[["global"] * 10**5, 2]]}, "attention_types must be"),

@@ -34,7 +34,7 @@ ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
 FIRSTS = {architecture(name): name for name in reversed(NAMES)}
 # Families that mix what others have: four rows that have every part once that no other family shows are left.
 MIXED = {*DENSE_ROWS, *EXPERT_ROWS, *("MambaForCausalLM", "FalconMambaForCausalLM", "BambaForCausalLM")}
-MIXED |= {"OlmoHybridForCausalLM"}
+MIXED |= {"OlmoHybridForCausalLM", "MptForCausalLM", "BaichuanForCausalLM"}
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))
 # Named otherwise than a family's text models, and computed as they are: that they load shows most of it.

@@ -18,6 +18,7 @@ OTHER_KINDS = (
     "window 17",
     "window on both sides",
     "sinks and window",
+    "slopes, window, sinks and soft cap",
     "pictures in a decode bucket",
     "int8 of each token",
     "tokens' tiny keys, large values",

@@ -15,7 +15,7 @@ def _on(*cases: str):
 
 
 _ANY = _on("mixed", "q tile straddles a kv block")
-_WINDOW = _on("window 16")
+_WINDOW, _SLOPES = _on("window 16"), _on("slopes")
 _WRITE = (("update", "cpu", "float32", "scattered 40"),)
 _CODES = _on("fp8 e4m3 keys and values")
 _OF_TOKENS = _on("int8 of each token")
@@ -131,6 +131,8 @@ MUTANTS = [
     Mutant("latent scaled as values are", _ATTENTION, "kv.value_scale", "kv.v_scale", _on("latent codes")),
     Mutant("soft cap not scaled back", _ATTENTION, "cap * jnp.tanh", "jnp.tanh", _on("soft cap 30")),
     Mutant("sinks forgotten", _ATTENTION, "else sinks\n", "else sinks - jnp.inf\n", _on("sinks and window")),
+    Mutant("distances to the key after", _ATTENTION, "[..., None] - 1 - positions", "[..., None] - positions", _SLOPES),
+    Mutant("slopes of one head for all", _ATTENTION, "step.slopes[:, None, :, None]", "step.slopes[0, 0]", _SLOPES),
     Mutant("tree bits shifted", _ATTENTION, "(new % 32)", "((new + 1) % 32)", _on("tree branches")),
     Mutant(
         "run written one token late",

@@ -1,0 +1,137 @@
+"""Families with ALiBi (Press et al. 2021, arXiv:2108.12409) in place of rope that are a row each, as those of
+declared_rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.models.config.attention import LayerAttention, alibi_slopes
+from jaxengine.models.config.declared import BEFORE, GROUPS, RMS, UNBIASED, WITHIN, DeclaredForm
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.declared_row import EPS, Row, no_rope
+from jaxengine.models.families.declared_rows import EPSILON, rope_unless_alibi, transformer_names
+
+_SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"}
+_MPT_SIZES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+# Fields of MPT's attn_config, and the values that are read.
+_MPT_ATTENTION = {
+    "attn_type": "multihead_attention",
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "qk_ln": False,
+    "prefix_lm": False,
+}
+
+
+def _sloped(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    return replace(attention, slopes=alibi_slopes(attention.num_heads))
+
+
+def _bloom_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    within = fields.boolean("apply_residual_connection_post_layernorm")
+    return replace(form, placement=WITHIN if within else BEFORE)
+
+
+def _four_times(fields: ConfigFields) -> Mapping[str, Any]:
+    return {"intermediate_size": 4 * fields.integer("hidden_size")}
+
+
+def _mpt_attention(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of attention. Raises ModelConfigError for values that are not read."""
+    own = ConfigFields(fields.mapping("attn_config") or {})
+    own.require(**_MPT_ATTENTION)
+    return own
+
+
+def _mpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    if fields.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"):
+        raise fields.fail("norm_type", "layernorm or low_precision_layernorm")
+    return replace(form, clip=_mpt_attention(fields).number("clip_qkv", None) or None)
+
+
+def _mpt_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    scale = _mpt_attention(fields).number("softmax_scale", None)
+    return replace(_sloped(fields, layer, attention), scale=scale)
+
+
+def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    if fields.has("z_loss_weight") or fields.integer("vocab_size") == 125696:
+        raise fields.fail("vocab_size", "that of Baichuan 1: Baichuan 2's normalised LM head is not supported")
+    alibi = not fields.has("max_position_embeddings")  # that of 13 billion parameters has no table of rope
+    longest = fields.integer("model_max_length" if alibi else "max_position_embeddings", 4096)
+    return {"alibi": alibi, "max_position_embeddings": longest}
+
+
+def _baichuan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    return _sloped(fields, layer, attention) if fields.boolean("alibi") else attention
+
+
+# Keys are the class names that config.json lists under "architectures".
+ALIBI_ROWS: dict[str, Row] = {
+    "BloomForCausalLM": Row(
+        "BLOOM (BigScience Workshop 2022, arXiv:2211.05100): ALiBi, layer norms, after the embedding too, biases, an "
+        "MLP without a gate.",
+        DeclaredForm(
+            qkv=("self_attention.query_key_value",),
+            joined=GROUPS,
+            out="self_attention.dense",
+            up=("mlp.dense_h_to_4h",),
+            down="mlp.dense_4h_to_h",
+            activation="gelu_new",
+            embedding_norm="model.embed_norm",
+        ),
+        names=transformer_names(word_embeddings="embed_tokens", word_embeddings_layernorm="embed_norm"),
+        spelled={**_SIZES, **EPSILON, "seq_length": "max_position_embeddings"},
+        defaults={EPS: 1e-5, "max_position_embeddings": 2048, "apply_residual_connection_post_layernorm": False},
+        rope=no_rope,
+        tied=True,
+        adapt=_four_times,
+        choose=_bloom_form,
+        each_layer=_sloped,
+    ),
+    "MptForCausalLM": Row(
+        "MPT (MosaicML 2023): ALiBi, layer norms without biases, in some models bounded queries, keys and values.",
+        DeclaredForm(
+            norm=UNBIASED,
+            norms=("norm_1", "norm_2"),
+            qkv=("attn.Wqkv",),
+            out="attn.out_proj",
+            up=("ffn.up_proj",),
+            down="ffn.down_proj",
+            activation="gelu",
+        ),
+        names=transformer_names(wte="embed_tokens", blocks="layers", norm_f="norm"),
+        spelled={**_MPT_SIZES, **EPSILON, "max_seq_len": "max_position_embeddings"},
+        defaults={EPS: 1e-5, "max_position_embeddings": 2048},
+        only={
+            "no_bias": True,
+            "expansion_ratio": 4,
+            "logit_scale": None,
+            "embedding_fraction": 1.0,
+        },
+        rope=no_rope,
+        bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        tied=True,
+        adapt=_four_times,
+        choose=_mpt_form,
+        each_layer=_mpt_layer,
+    ),
+    "BaichuanForCausalLM": Row(
+        "Baichuan (Baichuan Inc. 2023): Llama with a joined projection, that of 13 billion parameters with ALiBi.",
+        DeclaredForm(norm=RMS, qkv=("self_attn.W_pack",)),
+        eps="rms_norm_eps",
+        defaults={"rms_norm_eps": 1e-6},
+        rope=rope_unless_alibi,
+        bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        adapt=_baichuan_fields,
+        each_layer=_baichuan_layer,
+        unused_ends=(".rotary_emb.inv_freq",),
+    ),
+}

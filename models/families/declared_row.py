@@ -1,0 +1,183 @@
+"""Row that describes a family which only combines existing parts, and how its checkpoints are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.declared import DeclaredForm
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.hf import SILU, Activation, hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.layers.mlp import gelu, gelu_tanh, relu_squared
+from jaxengine.models.layers.moe import MLP_NAMES, ExpertNames
+from jaxengine.models.params.source import StackedExperts
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": gelu,
+    "gelu_fast": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": jax.nn.relu,
+    "relu2": relu_squared,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+}
+_NONE: Mapping[str, Any] = MappingProxyType({})
+EPS = "layer_norm_eps"
+
+
+def whole_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Read rope of all of a head."""
+    return read_rope(fields, head_dim)
+
+
+def parts_of_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Read rope of a part of each head."""
+    return read_rope(fields, head_dim, partial_rotary=True)
+
+
+def neighbours(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Read rope that pairs neighbouring elements, of all of a head or of its first `rotary_dim` elements."""
+    return replace(read_rope(fields, head_dim, interleaved=True), rotary_dim=fields.integer("rotary_dim", head_dim))
+
+
+def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
+    """Return None: no layer has rope."""
+    return None
+
+
+class GGUFRow(NamedTuple):
+    """Facts about a family's GGUF files that its row leaves open.
+
+    Attributes:
+      architecture: llama.cpp's name.
+      eps: field with the epsilon of norms.
+      bias: whether projections have biases, which files do not say. rotates: whether layers have rope.
+      choose: as of Row, from the metadata.
+    """
+
+    architecture: str
+    eps: str = "attention.layer_norm_rms_epsilon"
+    bias: bool = False
+    rotates: bool = True
+    choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
+
+
+class Row(NamedTuple):
+    """Description of one family: its layers, its weights' names, and how its config.json is read.
+
+    Attributes:
+      about: first sentence of its documentation.
+      form: its layers and ends, where the configuration says nothing else.
+      names: beginnings of the names of weights outside of layers, and the model's. suffixes: the same for ends.
+      spelled: names of fields that it spells otherwise, and what others call them.
+      defaults: values of fields that a configuration may leave out.
+      only: values of fields that nothing else is read for.
+      eps: field with the epsilon of norms.
+      rope: function from the fields and the head dimension to the rope of all layers.
+      bias, output_bias, mlp_bias: whether projections before attention, after it, and those of the MLP have biases; or
+        the field that says so.
+      grouped: whether several heads of queries may share one of keys and values, as `num_key_value_heads` says.
+      tied: default of tie_word_embeddings.
+      adapt: function from the fields to those that are added to them, or replace them, first of all; None for none.
+      choose: function from the fields and the form to the form of a checkpoint; None where all have the same.
+      each_layer: function from the fields, a layer's number and its attention to its own, or to its state; None where
+        all are alike.
+      more: function that reads further arguments of ModelConfig; None for none.
+      experts: function that reads the experts; None for none. experts_in: module of a layer that they, their router and
+        their shared MLP are in. expert_names: names there. stacked_experts: as of CheckpointNames.
+      latent: whether attention is multi-head latent attention.
+      gguf: reading of GGUF files; None where there is none.
+      squeezed: ends of the names of tensors whose second axis, of one entry, is left out.
+      transposed: ends of the names of matrices that are stored as [in, out].
+      unused_ends: ends of the names of tensors that are not read. unused: the same for beginnings.
+    """
+
+    about: str
+    form: DeclaredForm
+    names: Sequence[tuple[str, str]] = ()
+    spelled: Mapping[str, str] = _NONE
+    defaults: Mapping[str, Any] = _NONE
+    only: Mapping[str, Any] = _NONE
+    eps: str = EPS
+    rope: Callable[[ConfigFields, int], Rope | None] = whole_heads
+    bias: bool | str = True
+    output_bias: bool | str = True
+    mlp_bias: bool | str = True
+    grouped: bool = False
+    tied: bool = False
+    adapt: Callable[[ConfigFields], Mapping[str, Any]] | None = None
+    choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
+    each_layer: Callable[[ConfigFields, int, LayerAttention], LayerAttention] | None = None
+    more: Callable[[ConfigFields], Mapping[str, Any]] | None = None
+    experts: Callable[[ConfigFields], ExpertsConfig | None] | None = None
+    experts_in: str = "mlp"
+    expert_names: ExpertNames = MLP_NAMES
+    latent: bool = False
+    gguf: GGUFRow | None = None
+    squeezed: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+    unused_ends: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
+    stacked_experts: StackedExperts | None = None
+
+    def read(self, fields: ConfigFields) -> dict[str, Any]:
+        """Read a config.json: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
+        fields = self._canonical(fields)
+        fields.require(**self.only)
+        activation = fields.text("hidden_act", self.form.activation)
+        if activation not in ACTIVATIONS:
+            raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        form = replace(self.form, activation=activation)
+        form = form if self.choose is None else self.choose(fields, form)
+        bias, output_bias, mlp_bias = (
+            fields.boolean(each) if isinstance(each, str) else each
+            for each in (self.bias, self.output_bias, self.mlp_bias)
+        )
+        shared = self._shared(fields, activation, bias=bias, output_bias=output_bias)
+        if self.each_layer is not None:
+            numbered = enumerate(shared["attention"])
+            shared["attention"] = tuple(self.each_layer(fields, number, layer) for number, layer in numbered)
+        experts = None if self.experts is None else self.experts(fields)
+        if experts is not None and activation not in SILU.values:
+            raise fields.fail("hidden_act", f"{SILU.values[0]!r} for a model with experts")
+        more = {} if self.more is None else self.more(fields)
+        return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
+
+    def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
+        """Read GGUF metadata: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
+        assert self.gguf is not None
+        own, form = self.gguf, self.form
+        form = form if own.choose is None else own.choose(gguf.fields, form)
+        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, bias=own.bias, output_bias=own.bias)
+        if not own.rotates:
+            shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
+        return shared | {"mlp_bias": own.bias, "declared": form}
+
+    def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
+        """Read the fields that families share, as arguments of ModelConfig. attention: of each layer's attention."""
+        named = Activation("hidden_act", (activation,))
+        options: dict[str, Any] = {"activation": named, "tied": self.tied, "eps": self.eps, **attention}
+        if self.latent:
+            return hf_latent_fields(fields, interleaved=fields.boolean("rope_interleave", True), **options)
+        ropes = [self.rope(fields, read_head_dim(fields))] * fields.integer("num_hidden_layers")
+        return hf_fields(fields, ropes=ropes, **options)
+
+    def _canonical(self, fields: ConfigFields) -> ConfigFields:
+        """Return the fields under the names that most families use, with defaults."""
+        raw = dict(fields.raw)
+        raw |= {usual: raw[own] for own, usual in self.spelled.items() if own in raw}
+        if not self.grouped:
+            raw["num_key_value_heads"] = None
+        fields = ConfigFields({**raw, **{key: value for key, value in self.defaults.items() if raw.get(key) is None}})
+        return fields if self.adapt is None else ConfigFields({**fields.raw, **self.adapt(fields)})

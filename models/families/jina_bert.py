@@ -1,0 +1,105 @@
+"""JinaBERT, the encoder of Jina Embeddings v2 (Günther et al. 2023, arXiv:2310.19923): BERT with slopes of attention by
+distance (ALiBi) in place of positions, and gated MLPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import alibi_slopes
+from jaxengine.models.config.encoder import EncoderConfig, read_activation
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_architecture
+from jaxengine.models.config.pooler import CLS, MEAN
+from jaxengine.models.families.bert import NAMES, BertModel
+from jaxengine.models.layers.attention import LayerPages, StepInputs
+from jaxengine.models.layers.distance_bias import SlopedAttention
+from jaxengine.models.layers.encoder import FUNCTIONS, HIDDEN_ACT, EncoderNames, PostNormLayer, encoder_fields
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.norm import HeadsLayerNorm, LayerNorm
+from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.pallas_kernels.kv.pages import KVPages
+
+_LAYER = NAMES.layer
+_MLPS = {"geglu": "gelu", "reglu": "relu"}
+# Repository of the code of checkpoints with norms of queries and keys, as `auto_map` names it.
+_NORMED = "qk-post-norm"
+
+
+class JinaBertModel(BertModel):
+    """Post-norm encoder with ALiBi and gated MLPs, with a tanh layer and scores of labels where it classifies.
+
+    Checkpoints with norms of queries and keys have their weights under other names, gate and up in another order, and
+    one norm more in each layer.
+    """
+
+    names: ClassVar[EncoderNames] = NAMES._replace(up="mlp.gated_layers", down="mlp.wo", mlp_norm="mlp.layernorm")
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(position_embedding_type="alibi", is_decoder=False)
+        fields = fields.with_defaults(vocab_size=30522, max_position_embeddings=8192, layer_norm_eps=1e-12)
+        kind = fields.text("feed_forward_type", "original")
+        if kind not in _MLPS:
+            raise fields.fail("feed_forward_type", " or ".join(_MLPS))
+        types = fields.integer("type_vocab_size", 2)
+        encoder = EncoderConfig(_MLPS[kind], types, num_positions=0, head_activation=read_activation(fields))
+        shared = encoder_fields(fields, encoder, activation=HIDDEN_ACT, eps="layer_norm_eps")
+        normed = any(_NORMED in str(each) for each in (fields.mapping("auto_map") or {}).values())
+        changes: dict[str, Any] = {"slopes": alibi_slopes(fields.integer("num_attention_heads")), "qk_norm": normed}
+        shared["attention"] = tuple(replace(each, **changes) for each in shared["attention"])
+        return shared
+
+    @classmethod
+    def usual_pooling(cls, fields: ConfigFields) -> str:
+        return CLS if hf_architecture(fields).endswith("ForSequenceClassification") else MEAN
+
+    def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
+        config, own = self.config, self.config.attention[layer]
+        if own.qk_norm:
+            names["qk_norms"] = [
+                HeadsLayerNorm(own.num_heads, own.head_dim, config.rms_norm_eps, source=source, build=build)
+                for source in (f"{_LAYER}.attention.self.layer_norm_{part}" for part in "qk")
+            ]
+        return SlopedAttention(own, config.hidden_size, build=build, **names)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        made = super().make_layer(layer, build)
+        if not self.config.attention[layer].qk_norm:
+            return made
+        assert isinstance(made, PostNormLayer)
+        first, last = (
+            LayerNorm(self.config.hidden_size, self.config.rms_norm_eps, source=f"{_LAYER}.{name}", build=build)
+            for name in ("layer_norm_1", "layer_norm_2")
+        )
+        return PostNormLayer(_NormedAttention(made.attention, made.attention_norm), first, made.mlp, last)
+
+    def make_mlp(self, build: Build) -> nnx.Module:
+        size, ffn, normed = self.config.hidden_size, self.config.intermediate_size, self.config.attention[0].qk_norm
+        up_down = ("mlp.up_gated_layer", "mlp.down_layer") if normed else (self.names.up, self.names.down)
+        first, second = parts_of(f"{_LAYER}.{up_down[0]}", ffn, ffn)
+        options: dict[str, Any] = {"down": Source(f"{_LAYER}.{up_down[1]}", size), "down_bias": True, "build": build}
+        gate_up = (second, first) if normed else (first, second)
+        return GatedMLP(size, ffn, source=_LAYER, gate_up=gate_up, activation=self.activation, **options)
+
+    @property
+    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        assert self.config.encoder is not None
+        return FUNCTIONS[self.config.encoder.head_activation]
+
+
+class _NormedAttention(nnx.Module):
+    """norm(x + attention(x))."""
+
+    def __init__(self, attention: nnx.Module, norm: nnx.Module):
+        self.attention, self.norm = attention, norm
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        attended, kv = self.attention(x, kv, pages, step)
+        return self.norm(x + attended), kv
