@@ -69,6 +69,7 @@ _ROWS: dict[tuple[str, str], str] = {
     ("quantized_matmul", "cpu"): "matmul.cpu.quantized",
     ("quantized_matmul", "hopper"): "matmul.hopper.quantized",
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
+    ("quantized_matmul", "triton"): "matmul.triton.quantized",
     ("quantized_matmul", "xla"): "matmul.xla.quantized",
     ("quantized_table_matmul", "cpu"): "matmul.cpu.quantized_table",
     ("quantized_table_matmul", "xla"): "matmul.xla.quantized_table",
@@ -114,8 +115,8 @@ _ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", 
 # Modules that say how a platform's grouped kernels lay out rows: `group_step` and `multiplied_rows`.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
-# jax's name of a platform when it compiles for it, and the row taken by operations that are chosen only then. All CUDA
-# cards share one implementation there.
+# jax's name of a platform when it compiles for it, and the row taken by operations that are chosen only then. CUDA
+# cards share one there, but for those of Triton kernels.
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 # Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
@@ -143,8 +144,12 @@ def platform_rows() -> dict[str, str]:
     """Return the registry rows of an operation that is chosen at compilation, by the keyword of
     `jax.lax.platform_dependent`.
     """
-    only = _ONLY.get()
-    return PLATFORM_ROWS if only is None else {"default": only}
+    if (only := _ONLY.get()) is not None:
+        return {"default": only}
+    from jaxengine.pallas_kernels.tuning import card_of_trace  # which imports this module
+
+    card = card_of_trace()
+    return PLATFORM_ROWS | {"cuda": "gpu_triton"} if card is not None and card.triton else PLATFORM_ROWS
 
 
 @contextmanager

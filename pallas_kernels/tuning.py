@@ -13,10 +13,17 @@ from typing import NamedTuple
 
 import jax
 
-from jaxengine.pallas_kernels.registry import has_mosaic, has_tcgen05
+from jaxengine.pallas_kernels.registry import has_mosaic, has_tcgen05, has_triton
 
-# CUDA's names of the cards of compute capability 9.0: H20, H100, H200, H800, GH200; and of 10.0: B100, B200, GB200.
-_CARDS = {"9.0": re.compile(r"NVIDIA G?H\d+\b"), "10.0": re.compile(r"NVIDIA G?B[12]00\b")}
+# CUDA's names of the cards of a compute capability: A100, A800, A30; A2, A10G, A16, A40, RTX A6000, RTX 30; L4, L40S,
+# RTX 6000 Ada, RTX 40; H20, H100, H200, H800, GH200; B100, B200, GB200.
+_CARDS = {
+    "8.0": re.compile(r"NVIDIA A(100|800|30)\b"),
+    "8.6": re.compile(r"NVIDIA (A(2|10[GM]?|16|40)\b|RTX A\d+|GeForce RTX 30\d\d)"),
+    "8.9": re.compile(r"NVIDIA (L(2|4|20|40S?)\b|RTX \d+ Ada|GeForce RTX 40\d\d)"),
+    "9.0": re.compile(r"NVIDIA G?H\d+\b"),
+    "10.0": re.compile(r"NVIDIA G?B[12]00\b"),
+}
 
 
 class _Sizes:
@@ -124,6 +131,19 @@ class TritonAttention(_Sizes):
 
 
 @dataclass(frozen=True)
+class TritonProducts(_Sizes):
+    """Sizes of matmul.triton: products with quantised matrices. Rows and inputs are powers of two."""
+
+    num_ctas: int = 108  # programs to spread tiles and inputs over: one per SM, of which A100 has 108
+    rows: int = 64  # most rows of a tile
+    inputs: int = 128  # most inputs of a product
+    stages: int = 4  # most steps in flight
+    least_steps: int = 4  # fewest steps of a program: fewer do not hide the latency of the first
+    # With more rows XLA's products of widened columns fill the card, and widening costs little beside them.
+    most_rows: int = 2048
+
+
+@dataclass(frozen=True)
 class TpuUpdate(_Sizes):
     """Sizes of kv.update_tpu."""
 
@@ -187,6 +207,7 @@ class Tuning:
     tpu_attention: TpuAttention = TpuAttention()
     hopper_attention: HopperAttention = HopperAttention()
     triton_attention: TritonAttention = TritonAttention()
+    triton_products: TritonProducts = TritonProducts()
     tpu_update: TpuUpdate = TpuUpdate()
     tpu_products: TpuProducts = TpuProducts()
     hopper_products: HopperProducts = HopperProducts()
@@ -200,15 +221,17 @@ class Card(NamedTuple):
       hopper: compute capability 9.0, for which the Mosaic GPU kernels are written; False within `plain_cards`.
       num_sms: streaming multiprocessors.
       blackwell: compute capability 10.0, for which there are product kernels; False within `plain_cards`.
+      triton: compute capability 8.0 to 8.9, with a jax that lowers Triton kernels; False within `plain_cards`.
     """
 
     hopper: bool
     num_sms: int
     blackwell: bool = False
+    triton: bool = False
 
     @property
     def multiplies(self) -> bool:
-        """Whether the card has kernels for products with matrices."""
+        """Whether the card has Mosaic GPU kernels for products with matrices."""
         return self.hopper or self.blackwell
 
 
@@ -229,7 +252,7 @@ def card_of_trace() -> Card | None:
 
 
 def _card(capability: str, num_sms: int) -> Card:
-    return Card(has_mosaic(capability), num_sms, has_tcgen05(capability))
+    return Card(has_mosaic(capability), num_sms, has_tcgen05(capability), has_triton(capability))
 
 
 def tuning_of(platform: str) -> Tuning:
@@ -251,7 +274,11 @@ def tuning_of(platform: str) -> Tuning:
     if platform.startswith("gpu"):
         table = replace(table, xla_attention=_XLA_ON_CUDA)
     if platform == "gpu_triton" and (card := card_of_trace()) is not None and card.num_sms:
-        table = replace(table, triton_attention=replace(table.triton_attention, num_ctas=2 * card.num_sms))
+        table = replace(
+            table,
+            triton_attention=replace(table.triton_attention, num_ctas=2 * card.num_sms),
+            triton_products=replace(table.triton_products, num_ctas=card.num_sms),
+        )
     if platform == "gpu":
         if num_sms := getattr(jax.devices()[0], "core_count", None):
             table = replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))
