@@ -30,7 +30,7 @@ QUICK = {
 MORE = {
     "wide tiles": Product(65, 512, 264, 128, "uint8", True, sizes=TritonProducts(num_ctas=1)),
     "tiles of as many outputs as rows": Product(64, 512, 264, 128, "uint8", sizes=TritonProducts()),
-    "splits of unequal length": Product(8, 896, 128, 128, "uint8", sizes=TritonProducts(num_ctas=3, least_steps=1)),
+    "splits of unequal length": Product(8, 896, 128, 128, "uint8", sizes=TritonProducts(num_ctas=12, least_steps=1)),
     "one product": Product(8, 32, 40, 32, "uint8", True, sizes=_SPLIT),
     "int8 in groups of 16": Product(8, 128, 136, 16, "int8", sizes=_SMALL),
     "table's sizes": Product(33, 1024, 520, 128, "uint8", True, sizes=TritonProducts()),

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxengine.models.params.declare import ParamDecl, Source
@@ -19,6 +20,7 @@ from jaxengine.pallas_kernels.matmul.quantized import product_of, quantized_matm
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.matmul.triton.quantized import Shape, why_xla
 from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, lowers_triton, plain_cards, platform_rows
+from jaxengine.pallas_kernels.triton import widened, widened_pairs
 from jaxengine.pallas_kernels.tuning import Card, TritonProducts, card_of_trace, tuning_of
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 from tests.pallas_kernels.matmul.test_hopper import mesh_of
@@ -81,6 +83,15 @@ def test_what_they_leave_to_xla(row):
     assert found.startswith(reason) if reason else not found, found
     module = product_of("quantized_matmul", "gpu_triton", *matrix, codes, dtype)
     assert module == (f"matmul.xla.quantized: {found}" if reason else "matmul.triton.quantized")
+
+
+def test_every_code_is_widened_exactly():
+    every = np.arange(256, dtype=np.uint8)
+    for name in ("int8", "float8_e4m3fn", "float8_e5m2"):
+        codes = jnp.asarray(every).view(jnp.dtype(name))
+        np.testing.assert_array_equal(widened(codes, jnp.bfloat16).astype(jnp.float32), codes.astype(jnp.float32))
+    pairs = np.stack([every & 15, every >> 4], axis=-1).astype(np.int8)
+    assert (np.asarray(widened_pairs(jnp.asarray(every[None])), np.float32) == ((pairs ^ 8) - 8).reshape(1, -1)).all()
 
 
 @each_row("rows", (1, 16, 17, 64, 65, 2048))
