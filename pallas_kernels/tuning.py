@@ -7,23 +7,11 @@ change how long a step takes and in which order sums are taken, never what is co
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import jax
 
-from jaxengine.pallas_kernels.registry import has_mosaic, has_tcgen05, has_triton
-
-# CUDA's names of the cards of a compute capability: A100, A800, A30; A2, A10G, A16, A40, RTX A6000, RTX 30; L4, L40S,
-# RTX 6000 Ada, RTX 40; H20, H100, H200, H800, GH200; B100, B200, GB200.
-_CARDS = {
-    "8.0": re.compile(r"NVIDIA A(100|800|30)\b"),
-    "8.6": re.compile(r"NVIDIA (A(2|10[GM]?|16|40)\b|RTX A\d+|GeForce RTX 30\d\d)"),
-    "8.9": re.compile(r"NVIDIA (L(2|4|20|40S?)\b|RTX \d+ Ada|GeForce RTX 40\d\d)"),
-    "9.0": re.compile(r"NVIDIA G?H\d+\b"),
-    "10.0": re.compile(r"NVIDIA G?B[12]00\b"),
-}
+from jaxengine.pallas_kernels.cards import card_of_trace
 
 
 class _Sizes:
@@ -212,47 +200,6 @@ class Tuning:
     tpu_products: TpuProducts = TpuProducts()
     hopper_products: HopperProducts = HopperProducts()
     lora_tiles: LoraTiles = LoraTiles()
-
-
-class Card(NamedTuple):
-    """CUDA card that a trace is for.
-
-    Attributes:
-      hopper: compute capability 9.0, for which the Mosaic GPU kernels are written; False within `plain_cards`.
-      num_sms: streaming multiprocessors.
-      blackwell: compute capability 10.0, for which there are product kernels; False within `plain_cards`.
-      triton: compute capability 8.0 to 8.9, with a jax that lowers Triton kernels; False within `plain_cards`.
-    """
-
-    hopper: bool
-    num_sms: int
-    blackwell: bool = False
-    triton: bool = False
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether the card has Mosaic GPU kernels for products with matrices."""
-        return self.hopper or self.blackwell
-
-
-def card_of_trace() -> Card | None:
-    """Return the CUDA card that the current trace is for: of the ambient mesh, else of this process; None for another
-    device.
-
-    A mesh gives a card's name only, from which the compute capability follows.
-    """
-    if (chip := getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)) is not None:
-        named = chip.device_kind.startswith("NVIDIA")
-        capability = next((each for each, names in _CARDS.items() if names.match(chip.device_kind)), "")
-        return _card(capability, chip.num_cores) if named else None
-    device = jax.devices()[0]
-    if device.platform not in ("gpu", "cuda"):
-        return None
-    return _card(device.compute_capability, device.core_count)
-
-
-def _card(capability: str, num_sms: int) -> Card:
-    return Card(has_mosaic(capability), num_sms, has_tcgen05(capability), has_triton(capability))
 
 
 def tuning_of(platform: str) -> Tuning:

@@ -70,6 +70,7 @@ APART = {
     ),
     "jaxengine.models:registry": ("jaxengine.models.registry",),
     "jaxengine.pallas_kernels:base": (
+        "jaxengine.pallas_kernels.cards",
         "jaxengine.pallas_kernels.registry",
         "jaxengine.pallas_kernels.tuning",
         "jaxengine.pallas_kernels.runs",

@@ -16,12 +16,13 @@ import pytest
 
 from jaxengine.models.params.declare import ParamDecl, Source
 from jaxengine.models.weights.views.parts import order_of
+from jaxengine.pallas_kernels.cards import Card, card_of_trace, lowers_triton, plain_cards
 from jaxengine.pallas_kernels.matmul.quantized import product_of, quantized_matmul
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.matmul.triton.quantized import Shape, why_xla
-from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, lowers_triton, plain_cards, platform_rows
+from jaxengine.pallas_kernels.registry import PLATFORM_ROWS, platform_rows
 from jaxengine.pallas_kernels.triton import widened, widened_pairs
-from jaxengine.pallas_kernels.tuning import Card, TritonProducts, card_of_trace, tuning_of
+from jaxengine.pallas_kernels.tuning import TritonProducts, tuning_of
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 from tests.pallas_kernels.matmul.test_hopper import mesh_of
 from tests.pallas_kernels.triton_products import PRODUCTS, triton_product
