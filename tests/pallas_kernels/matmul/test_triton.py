@@ -79,10 +79,10 @@ TAKEN = [
 
 @each_row("row", TAKEN)
 def test_what_they_leave_to_xla(row):
-    *matrix, codes, dtype, reason = row
-    found = why_xla(*matrix, jnp.dtype(codes), jnp.dtype(dtype))
+    size, out, num_scales, codes, dtype, reason = row
+    found = why_xla(size, out, num_scales, jnp.dtype(codes), jnp.dtype(dtype))
     assert found.startswith(reason) if reason else not found, found
-    module = product_of("quantized_matmul", "gpu_triton", *matrix, codes, dtype)
+    module = product_of("quantized_matmul", "gpu_triton", size, out, num_scales, codes, dtype)
     assert module == (f"matmul.xla.quantized: {found}" if reason else "matmul.triton.quantized")
 
 
@@ -114,7 +114,8 @@ def test_every_input_is_multiplied_once(rows):
 def _program(kind: str, rows: int, *, rounded: bool = False, codes: str = "uint8") -> str:
     size, out = 256, 128
     x: Any = jax.ShapeDtypeStruct((rows, size), jnp.int8 if rounded else jnp.bfloat16)
-    x = RoundedRows(x, jax.ShapeDtypeStruct((rows, 1), jnp.float32)) if rounded else x
+    x_scales: Any = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
+    x = RoundedRows(x, x_scales) if rounded else x
     matrix = jax.ShapeDtypeStruct((size // (2 if codes == "uint8" else 1), out), jnp.dtype(codes))
     scales = jax.ShapeDtypeStruct((2 if codes == "uint8" else 1, out), jnp.float32)
     with mesh_of(kind):
