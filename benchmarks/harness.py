@@ -30,6 +30,10 @@ BENCHMARKS = {
         "kernels.triton_attention",
         "launches, registers and spills of Triton attention (jax's compiler)",
     ),
+    "triton_products": (
+        "kernels.triton_products",
+        "quantised products on Ampere and Ada beside plain XLA (jax's compiler)",
+    ),
     "gpu_check": ("kernels.device_check", "all that a machine with a CUDA device can say, within a budget of seconds"),
     "tpu_check": ("kernels.tpu_check", "the same of a machine with TPUs, in ten minutes"),
     "tpu_copies": ("kernels.tpu_copies", "instructions of TPU attention for copying a block of pages (libtpu)"),

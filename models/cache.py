@@ -32,6 +32,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.models.config.state import StateArray
+from jaxengine.pallas_kernels.cards import plain_cards
 from jaxengine.pallas_kernels.kv.pages import (
     KVPages,
     KVSpec,
@@ -46,7 +47,6 @@ from jaxengine.pallas_kernels.registry import (
     UNPAGED,
     block_profile,
     kernel_modules,
-    plain_cards,
     platform_of,
     product_platform_of,
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from jaxengine.pallas_kernels.cards import lowers_triton, why_no_kernels
 from jaxengine.pallas_kernels.interpreted import interpreted
 from jaxengine.pallas_kernels.registry import (
     has_kernels,
     kernel_rows,
-    lowers_triton,
     rows_of,
-    why_no_kernels,
     without_rows,
 )
 

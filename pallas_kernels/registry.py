@@ -11,9 +11,10 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
-from importlib.metadata import version
+from functools import partial
 from typing import Any
+
+from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
 # The kinds of implementations that a platform takes, the best first: an operation runs as the first one that has a row.
 PLATFORMS = {
@@ -69,6 +70,7 @@ _ROWS: dict[tuple[str, str], str] = {
     ("quantized_matmul", "cpu"): "matmul.cpu.quantized",
     ("quantized_matmul", "hopper"): "matmul.hopper.quantized",
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
+    ("quantized_matmul", "triton"): "matmul.triton.quantized",
     ("quantized_matmul", "xla"): "matmul.xla.quantized",
     ("quantized_table_matmul", "cpu"): "matmul.cpu.quantized_table",
     ("quantized_table_matmul", "xla"): "matmul.xla.quantized_table",
@@ -114,16 +116,10 @@ _ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", 
 # Modules that say how a platform's grouped kernels lay out rows: `group_step` and `multiplied_rows`.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
-# jax's name of a platform when it compiles for it, and the row taken by operations that are chosen only then. All CUDA
-# cards share one implementation there.
+# jax's name of a platform when it compiles for it, and the row taken by operations that are chosen only then. CUDA
+# cards share one there, but for those of Triton kernels.
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
-# Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
-# Kernels for quantised and for grouped matrices also have a form with the instructions of 10.0 (tcgen05).
-_MOSAIC_CAPABILITIES = ("9.0",)
-_TCGEN05_CAPABILITIES = ("10.0",)
-_TRITON_CAPABILITIES = ("8.0", "8.6", "8.9")
-_PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
 _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
 _UNUSED: ContextVar[frozenset[tuple[str, str]]] = ContextVar("unused rows", default=frozenset())
 _OBSERVER: ContextVar[Callable[..., Any] | None] = ContextVar("observer of calls", default=None)
@@ -143,50 +139,10 @@ def platform_rows() -> dict[str, str]:
     """Return the registry rows of an operation that is chosen at compilation, by the keyword of
     `jax.lax.platform_dependent`.
     """
-    only = _ONLY.get()
-    return PLATFORM_ROWS if only is None else {"default": only}
-
-
-@contextmanager
-def plain_cards() -> Iterator[None]:
-    """Context manager in which every CUDA card counts as one without kernels of its own: programs traced in it are
-    plain XLA.
-    """
-    token = _PLAIN.set(True)
-    try:
-        yield
-    finally:
-        _PLAIN.reset(token)
-
-
-def has_mosaic(capability: str) -> bool:
-    """Whether Mosaic GPU kernels run on a card of this compute capability."""
-    return capability in _MOSAIC_CAPABILITIES and not _PLAIN.get()
-
-
-def has_tcgen05(capability: str) -> bool:
-    """Whether the matrix-product kernels for tcgen05 run on a card of this compute capability."""
-    return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
-
-
-def has_triton(capability: str) -> bool:
-    """Whether the Triton kernels run on a card of this compute capability, with this jax."""
-    return capability in _TRITON_CAPABILITIES and lowers_triton() and not _PLAIN.get()
-
-
-@cache
-def lowers_triton() -> bool:
-    """Whether the installed jax gives XLA a Pallas-Triton kernel to compile. From 0.11 on, where that backend is
-    deprecated, jax compiles it itself as it lowers, and needs a card for that.
-    """
-    return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
-
-
-def why_no_kernels(capability: str) -> str:
-    """Return the reason why a card of this compute capability has no attention kernels, for a card that has none."""
-    if capability in _TRITON_CAPABILITIES and not lowers_triton():
-        return f"jax {version('jax')} lowers no Triton kernels, 0.10 does"
-    return f"compute capability {capability}"
+    if (only := _ONLY.get()) is not None:
+        return {"default": only}
+    card = card_of_trace()
+    return PLATFORM_ROWS | {"cuda": "gpu_triton"} if card is not None and card.triton else PLATFORM_ROWS
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxengine.pallas_kernels.cards import card_of_trace
 from jaxengine.pallas_kernels.tuned_products import TABLE
-from jaxengine.pallas_kernels.tuning import card_of_trace, tuning_of
+from jaxengine.pallas_kernels.tuning import tuning_of
 
 logger = logging.getLogger(__name__)
 

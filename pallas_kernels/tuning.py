@@ -7,16 +7,11 @@ change how long a step takes and in which order sums are taken, never what is co
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import jax
 
-from jaxengine.pallas_kernels.registry import has_mosaic, has_tcgen05
-
-# CUDA's names of the cards of compute capability 9.0: H20, H100, H200, H800, GH200; and of 10.0: B100, B200, GB200.
-_CARDS = {"9.0": re.compile(r"NVIDIA G?H\d+\b"), "10.0": re.compile(r"NVIDIA G?B[12]00\b")}
+from jaxengine.pallas_kernels.cards import card_of_trace
 
 
 class _Sizes:
@@ -122,6 +117,19 @@ class TritonAttention(_Sizes):
 
 
 @dataclass(frozen=True)
+class TritonProducts(_Sizes):
+    """Sizes of matmul.triton: products with quantised matrices. Rows and inputs are powers of two."""
+
+    num_ctas: int = 108  # programs to spread tiles and inputs over: one per SM, of which A100 has 108
+    rows: int = 64  # most rows of a tile
+    inputs: int = 128  # most inputs of a product
+    stages: int = 4  # most steps in flight
+    least_steps: int = 4  # fewest steps of a program: fewer do not hide the latency of the first
+    # With more rows XLA's products of widened columns fill the card, and widening costs little beside them.
+    most_rows: int = 2048
+
+
+@dataclass(frozen=True)
 class TpuUpdate(_Sizes):
     """Sizes of kv.update_tpu."""
 
@@ -185,50 +193,11 @@ class Tuning:
     tpu_attention: TpuAttention = TpuAttention()
     hopper_attention: HopperAttention = HopperAttention()
     triton_attention: TritonAttention = TritonAttention()
+    triton_products: TritonProducts = TritonProducts()
     tpu_update: TpuUpdate = TpuUpdate()
     tpu_products: TpuProducts = TpuProducts()
     hopper_products: HopperProducts = HopperProducts()
     lora_tiles: LoraTiles = LoraTiles()
-
-
-class Card(NamedTuple):
-    """CUDA card that a trace is for.
-
-    Attributes:
-      hopper: compute capability 9.0, for which the Mosaic GPU kernels are written; False within `plain_cards`.
-      num_sms: streaming multiprocessors.
-      blackwell: compute capability 10.0, for which there are product kernels; False within `plain_cards`.
-    """
-
-    hopper: bool
-    num_sms: int
-    blackwell: bool = False
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether the card has kernels for products with matrices."""
-        return self.hopper or self.blackwell
-
-
-def card_of_trace() -> Card | None:
-    """Return the CUDA card that the current trace is for: of the ambient abstract mesh, else the first device of this
-    process; None for a device that is no CUDA card.
-
-    A mesh gives a card's name only, from which the compute capability follows.
-    """
-    if (chip := getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)) is not None:
-        named = chip.device_kind.startswith("NVIDIA")
-        capability = next((each for each, names in _CARDS.items() if names.match(chip.device_kind)), "")
-        return _card(capability, chip.num_cores) if named else None
-    device = jax.devices()[0]
-    if device.platform not in ("gpu", "cuda"):
-        return None
-    return _card(device.compute_capability, device.core_count)
-
-
-def _card(capability: str, num_sms: int) -> Card:
-    """Return the card of a compute capability, such as "9.0", with num_sms multiprocessors."""
-    return Card(has_mosaic(capability), num_sms, has_tcgen05(capability))
 
 
 def tuning_of(platform: str) -> Tuning:
@@ -250,7 +219,11 @@ def tuning_of(platform: str) -> Tuning:
     if platform.startswith("gpu"):
         table = replace(table, xla_attention=_XLA_ON_CUDA)
     if platform == "gpu_triton" and (card := card_of_trace()) is not None and card.num_sms:
-        table = replace(table, triton_attention=replace(table.triton_attention, num_ctas=2 * card.num_sms))
+        table = replace(
+            table,
+            triton_attention=replace(table.triton_attention, num_ctas=2 * card.num_sms),
+            triton_products=replace(table.triton_products, num_ctas=card.num_sms),
+        )
     if platform == "gpu":
         if num_sms := getattr(jax.devices()[0], "core_count", None):
             table = replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))

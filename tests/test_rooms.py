@@ -70,12 +70,14 @@ APART = {
     ),
     "jaxengine.models:registry": ("jaxengine.models.registry",),
     "jaxengine.pallas_kernels:base": (
+        "jaxengine.pallas_kernels.cards",
         "jaxengine.pallas_kernels.registry",
         "jaxengine.pallas_kernels.tuning",
         "jaxengine.pallas_kernels.runs",
         "jaxengine.pallas_kernels.zeros",
         "jaxengine.pallas_kernels.mosaic_gpu",
         "jaxengine.pallas_kernels.mosaic_tpu",
+        "jaxengine.pallas_kernels.triton",
         "jaxengine.pallas_kernels.interpreted",
         "jaxengine.pallas_kernels.tuned",
         "jaxengine.pallas_kernels.tuned_products",
@@ -105,6 +107,9 @@ ROOMS = {
     "jaxengine.pallas_kernels.matmul.hopper": (
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla "
         "jaxengine.pallas_kernels.matmul.blackwell"
+    ),
+    "jaxengine.pallas_kernels.matmul.triton": (
+        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
     ),
     "jaxengine.pallas_kernels.state": "jaxengine.pallas_kernels:base",
     "jaxengine.pallas_kernels.attention": "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv",

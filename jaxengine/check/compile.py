@@ -305,6 +305,7 @@ class Compiler:
                 row["block"] |= {"tokens": sizes.block_q, "keys": sizes.block_kv}
                 row["cycles"] = cycles.read(Path(self.request.dumps), module)
             if self.target.backend == "cuda":
+                row["launches"], row["layer_launches"] = counts.launches(module), counts.launches(module, "layer_1")
                 row |= self._kernel_figures(program, read_from)
             payload = inspect.serialized(compiled)
             row["serialized_bytes"] = len(payload)

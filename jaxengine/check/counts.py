@@ -30,6 +30,7 @@ _OFFLOADED = frozenset(("async-start", "slice-start", "dynamic-slice-start"))
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
 # Instructions that move no data themselves.
 _FREE = PASSIVE | {"constant", "partition-id", "replica-id"}
+_NO_LAUNCH = _FREE - {"conditional"}
 
 
 def operations(module: Module) -> dict[str, int]:
@@ -104,6 +105,18 @@ def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
         )
 
     return _executed(module, module.entry, of_body, fused=False)["bytes"]
+
+
+def launches(module: Module, scope: str = "") -> int:
+    """Return the kernels and copies that a run of a GPU's program starts, or those of one scope of names in the source,
+    such as "layer_1". A conditional counts as one besides those of its branch: the host may wait for it.
+    """
+
+    def of_body(body: list[Instruction]) -> Counter[str]:
+        starting = (each for each in body if each.opcode not in _NO_LAUNCH)
+        return Counter(launches=sum(not scope or f"/{scope}/" in each.rest for each in starting))
+
+    return _executed(module, module.entry, of_body, fused=False)["launches"]
 
 
 def _fetches(instruction: Instruction) -> bool:

@@ -27,6 +27,8 @@ def _line(row: dict[str, Any]) -> dict[str, Any]:
         "VMEM/SMEM KiB": _scaled(row, "fast_bytes", 1024),
         "regs": row.get("registers"),
         "spills": row.get("spill_bytes"),
+        "launches": row.get("launches"),
+        "of a layer": row.get("layer_launches"),
         "copies": len(row["copies"]) if "copies" in row else None,
         "collectives": sum(row["collectives"].values()) if "collectives" in row else None,
         "cycles": row.get("cycles"),

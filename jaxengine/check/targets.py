@@ -74,6 +74,7 @@ _H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), True, 132, 128, 1.98, 52428800, 233
 _H200 = replace(_H100, description="NVIDIA H200 141GB HBM3e")
 _B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 232448)
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
+_A10G = Gpu("NVIDIA A10G", (8, 6), False, 80, 128, 1.71, 6291456, 102400, 101376)
 _L4 = Gpu("NVIDIA L4", (8, 9), False, 58, 128, 2.04, 50331648, 102400, 101376)
 
 # Clocks as libtpu 0.0.52 states them.
@@ -102,6 +103,17 @@ TARGETS = {
             312e12,
             _A100.shared_per_block,
             gpu=_A100,
+            plain_attention=_NO_TRITON,
+        ),
+        Target(
+            "sm_86",
+            "cuda",
+            "",
+            int(22.06 * GIB),
+            600e9,
+            70e12,
+            _A10G.shared_per_block,
+            gpu=_A10G,
             plain_attention=_NO_TRITON,
         ),
         Target(

@@ -22,6 +22,7 @@ from tests.pallas_kernels.microscaled import microscaled
 from tests.pallas_kernels.pools import codes, make_pool, read_pool, unsigned
 from tests.pallas_kernels.problems import Case, build, expected
 from tests.pallas_kernels.products import gated_product, grouped_product, product
+from tests.pallas_kernels.triton_products import triton_product
 
 MIXED = Case("mixed", MIXED_Q, MIXED_KV)
 NUM_SLOTS = 7 * 16  # of the pool of conformance.update_problem
@@ -297,7 +298,7 @@ CHECKS: dict[str, Callable[..., None]] = {
         *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange),
         *(quantized, rounded_rows),
         *(product, grouped_product, gated_product, hopper_product, hopper_grouped, hopper_gated, lora_product),
-        microscaled,
+        *(triton_product, microscaled),
         *INVARIANTS,
     )
 }

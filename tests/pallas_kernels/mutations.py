@@ -28,6 +28,7 @@ from tests.pallas_kernels.mutants import (
     gpu_prefill,
     gpu_products,
     gpu_triton,
+    gpu_triton_products,
     tpu,
     tpu_lora,
     tpu_products,
@@ -52,6 +53,7 @@ GATES: dict[str, ModuleType] = {
     "gpu-blackwell": gpu_blackwell,
     "gpu-lora": gpu_lora,
     "gpu-triton": gpu_triton,
+    "gpu-triton-products": gpu_triton_products,
     "counters": counters,
 }
 
@@ -161,7 +163,7 @@ def main(wanted: list[str]) -> int:
     with ThreadPoolExecutor(2) as pool:
         for gate, mutant, caught_by, seconds in pool.map(run, chosen):
             survivors[gate] += caught_by is None
-            print(f"{gate:12s} {mutant.name:44s} {caught_by or 'SURVIVED':52s} {seconds:5.1f} s", flush=True)
+            print(f"{gate:19s} {mutant.name:44s} {caught_by or 'SURVIVED':52s} {seconds:5.1f} s", flush=True)
     for gate, count in Counter(gate for gate, _ in chosen).items():
         print(f"{gate}: {count - survivors[gate]} of {count} caught")
     return survivors.total()

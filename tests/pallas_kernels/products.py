@@ -15,7 +15,7 @@ from jaxengine.pallas_kernels.matmul.rounding import dynamic_scales, largest_val
 from jaxengine.pallas_kernels.matmul.tpu.widened import CHUNK, PIECE
 from jaxengine.pallas_kernels.matmul.xla.grouped import tile_rows_of
 from jaxengine.pallas_kernels.registry import kernel
-from jaxengine.pallas_kernels.tuning import HopperProducts, TpuProducts
+from jaxengine.pallas_kernels.tuning import HopperProducts, TpuProducts, TritonProducts
 from tests.pallas_kernels.conformance import watched
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.matmul.test_quantized import ERROR, error, matrix_of, stored
@@ -40,7 +40,7 @@ class Product(NamedTuple):
     zeros: bool = False
     rounded: str | None = None
     row_group: int = 0
-    sizes: TpuProducts | HopperProducts = SMALL
+    sizes: TpuProducts | HopperProducts | TritonProducts = SMALL
 
 
 E4M3, BFLOAT16 = "float8_e4m3fn", "bfloat16"  # the latter for matrices that have no scales

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pallas_kernels import hopper_products, lora_products, microscaled, products
+from tests.pallas_kernels import hopper_products, lora_products, microscaled, products, triton_products
 from tests.pallas_kernels.cases import (
     ATTENTION,
     CROSSED,
@@ -122,6 +122,7 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
     groups.append([("hopper_gated", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GATED])
+    groups.append([("triton_product", TRITON.name, name) for name in triton_products.QUICK])
     groups.append([("hopper_product", BLACKWELL.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", BLACKWELL.name, name) for name in hopper_products.QUICK_GROUPS])
     return [group for group in groups + _ALWAYS if group]
@@ -152,6 +153,7 @@ def thorough_groups() -> list[list[Job]]:
         groups += [[("hopper_product", one.name, case)] for case in hopper_products.PRODUCTS]
         groups += [[("hopper_grouped", one.name, case)] for case in hopper_products.GROUPS]
     groups += [[("hopper_gated", MOSAIC_GPU.name, case)] for case in hopper_products.GATED]
+    groups.append([("triton_product", TRITON.name, case) for case in triton_products.PRODUCTS])
     return groups + _ALWAYS
 
 

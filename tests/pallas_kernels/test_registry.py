@@ -25,6 +25,7 @@ CHECKED = {
     "update": ("kv_update_schedule", "kv_cache_update"),
     "product": ("quantized_matmul",),
     "hopper_product": ("quantized_matmul",),
+    "triton_product": ("quantized_matmul",),
     "hopper_grouped": ("grouped_matmul", "quantized_grouped_matmul"),
     "hopper_gated": ("gated_matmul", "quantized_gated_matmul"),
     "grouped_product": ("grouped_matmul", "quantized_grouped_matmul"),

@@ -75,8 +75,10 @@ def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     axes = tuple(range(len(decl.axes)))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return None  # sizes alone are known of devices that are not there
-    if decl.transposed_on_gpu and product_platform_of(next(iter(sharding.device_set))) == "gpu":
-        return (*axes[:-2], axes[-1], axes[-2])
+    if decl.transposed_on_gpu:
+        platform = product_platform_of(next(iter(sharding.device_set)))
+        if platform == "gpu" or (platform == "gpu_triton" and decl.num_experts is None):
+            return (*axes[:-2], axes[-1], axes[-2])
     return axes if decl.row_major else None
 
 

@@ -33,11 +33,11 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
     DecodeItems,
 )
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.triton import padded, widened
 from jaxengine.pallas_kernels.tuning import TritonAttention
 
 LOG2E = 1.4426950408889634
 NOTHING = -1e30  # maximum of a row that has seen nothing, and the logit of an absent sink
-LEAST = 16  # rows and columns of operands of a tensor-core product
 NARROW = 128  # widest head whose blocks are 64 keys and 64 rows of queries; those of wider ones are half as long
 
 
@@ -60,7 +60,7 @@ class Shape:
     @property
     def rows(self) -> int:
         """Rows of queries of a pair, padded: M."""
-        return _padded(self.tokens * self.spec.group_size)
+        return padded(self.tokens * self.spec.group_size)
 
 
 class _Refs(NamedTuple):
@@ -239,7 +239,7 @@ def _tile(shape: Shape, pool, page, head, start, width: int, in_use):
     source = pool.at[page, head, start + columns]
     if pool.dtype == shape.dtype:
         return plt.load(source, mask=mask, other=0)
-    return jnp.where(mask, _widened(plt.load(source, mask=mask), shape.dtype), 0)
+    return jnp.where(mask, widened(plt.load(source, mask=mask), shape.dtype), 0)
 
 
 def _logits(spec: AttentionSpec, products, scale):
@@ -265,20 +265,6 @@ def _seen(spec: AttentionSpec, key, last, begin, end):
     if spec.chunk is not None:
         seen = seen & (key >= last // spec.chunk * spec.chunk)
     return seen
-
-
-def _widened(codes, dtype):
-    """Convert codes to operands of `dtype`. One-byte floats are converted by their bits: cards before compute
-    capability 8.9 have no instruction for them.
-    """
-    if codes.dtype == jnp.int8:
-        return codes.astype(dtype)
-    bits = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16)
-    if codes.dtype == jnp.float8_e5m2:  # the upper half of a float16
-        return lax.bitcast_convert_type(bits << 8, jnp.float16).astype(dtype)
-    # Sign, exponent and mantissa of e4m3, as they lie in a float16, whose exponent counts from 8 less.
-    halves = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
-    return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, halves.astype(jnp.float32) * 256.0).astype(dtype)
 
 
 def _finished(largest, total, acc, sink, v_scale):
@@ -333,15 +319,10 @@ def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
 def _nothing(rows: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the softmax of no keys: maxima f32 [rows], denominators, and sums of values [rows, padded width]."""
     zeros = jnp.zeros((rows,), jnp.float32)
-    return jnp.full((rows,), NOTHING, jnp.float32), zeros, jnp.zeros((rows, _padded(width)), jnp.float32)
+    return jnp.full((rows,), NOTHING, jnp.float32), zeros, jnp.zeros((rows, padded(width)), jnp.float32)
 
 
 def _columns(width: int, live):
     """Return i32 [1, padded width] column numbers, and bool [len(live), padded width]: live and not padding."""
-    columns = jnp.arange(_padded(width), dtype=jnp.int32)[None]
+    columns = jnp.arange(padded(width), dtype=jnp.int32)[None]
     return columns, live[:, None] & (columns < width)
-
-
-def _padded(size: int) -> int:
-    """Return the smallest power of two that is at least `size` and at least LEAST."""
-    return max(1 << (size - 1).bit_length(), LEAST)

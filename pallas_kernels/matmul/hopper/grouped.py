@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxengine.pallas_kernels.cards import card_of_trace
 from jaxengine.pallas_kernels.matmul.gated import Gating, activated, say_once
 from jaxengine.pallas_kernels.matmul.hopper import gated, quantized, shape
 from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, Shape, most_rows, step_of
 from jaxengine.pallas_kernels.matmul.xla import grouped as grouped_tiles
 from jaxengine.pallas_kernels.matmul.xla import quantized_groups as quantized_groups_xla
-from jaxengine.pallas_kernels.tuning import HopperProducts, card_of_trace, tuning_of
+from jaxengine.pallas_kernels.tuning import HopperProducts, tuning_of
 
 why_xla = partial(shape.why_xla, grouped=True)
 # Tiles of an average group from which on tiles of twice the rows pay, although a CTA then has a multiprocessor to

@@ -23,13 +23,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxengine.pallas_kernels.cards import card_of_trace
 from jaxengine.pallas_kernels.matmul.hopper import ring
 from jaxengine.pallas_kernels.matmul.hopper.lora_shape import COLUMNS, Shape, why_xla
 from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, MOST_SHARED_ROWS
 from jaxengine.pallas_kernels.matmul.lora import LoraVisits, slots_of_tile
 from jaxengine.pallas_kernels.matmul.xla import lora as lora_xla
 from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS, launch, tiles
-from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning, card_of_trace, tuning_of
+from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning, tuning_of
 
 __all__ = ["lora_product", "why_xla"]
 

@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxengine.pallas_kernels.cards import card_of_trace
 from jaxengine.pallas_kernels.matmul.blackwell import tile as blackwell
 from jaxengine.pallas_kernels.matmul.hopper import gated, ring
 from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, OUTPUTS, Shape, why_xla
@@ -38,7 +39,7 @@ from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.matmul.xla import quantized as quantized_xla
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS, launch, swizzled, tiles
 from jaxengine.pallas_kernels.tuned import product_sizes
-from jaxengine.pallas_kernels.tuning import HopperProducts, card_of_trace
+from jaxengine.pallas_kernels.tuning import HopperProducts
 
 logger = logging.getLogger(__name__)
 

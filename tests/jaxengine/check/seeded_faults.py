@@ -126,7 +126,7 @@ FAULTS = {
         "copies a layer's pool",
     ),
     "attention that fell back to XLA": Fault(
-        "jaxengine/pallas_kernels/registry.py",
+        "jaxengine/pallas_kernels/cards.py",
         '_MOSAIC_CAPABILITIES = ("9.0",)',
         "_MOSAIC_CAPABILITIES = ()",
         "sm_90",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.pallas_kernels import registry
+from jaxengine.pallas_kernels import cards
 from jaxengine.pallas_kernels.attention.hopper.schedule import (
     DECODE_BEGIN,
     DECODE_END,
@@ -26,8 +26,9 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
 from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.triton import attend
+from jaxengine.pallas_kernels.cards import lowers_triton, plain_cards, why_no_kernels
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
-from jaxengine.pallas_kernels.registry import lowers_triton, plain_cards, platform_of, why_no_kernels
+from jaxengine.pallas_kernels.registry import platform_of
 from jaxengine.pallas_kernels.tuning import Tuning
 from tests.tables import each_row
 
@@ -43,7 +44,7 @@ def test_cards_of_ampere_and_ada_run_them_where_jax_lowers_them(monkeypatch):
 
     found = {}
     for release in ("0.10.2", "0.11.0", "0.12.0.1"):
-        monkeypatch.setattr(registry, "version", lambda name, release=release: release)
+        monkeypatch.setattr(cards, "version", lambda name, release=release: release)
         found[release] = platforms()
         with plain_cards():
             assert set(platforms()) == {"gpu_xla"}

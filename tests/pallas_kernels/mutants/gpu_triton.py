@@ -7,6 +7,7 @@ from tests.pallas_kernels.mutants.mutant import Mutant, attention
 SECONDS = 45
 
 _KERNEL, _DISPATCH, _SCHEDULE = "attention/triton/kernel", "attention/triton/attend", "attention/hopper/schedule"
+_CODES_OF_BYTES = "triton"
 
 
 def _on(*cases: str):
@@ -58,13 +59,13 @@ MUTANTS = [
     Mutant(
         "stale codes",
         _KERNEL,
-        "return jnp.where(mask, _widened(",
-        "return jnp.where(columns >= 0, _widened(",
+        "return jnp.where(mask, widened(",
+        "return jnp.where(columns >= 0, widened(",
         _CODES_OF_BLOCKS,
     ),
-    Mutant("sign of e4m3 lost", _KERNEL, "(bits & 0x80) << 8 | ", "", _CODES),
-    Mutant("exponent of e4m3 off", _KERNEL, "* 256.0)", "* 128.0)", _CODES),
-    Mutant("e5m2 as e4m3", _KERNEL, "codes.dtype == jnp.float8_e5m2", "codes.dtype == jnp.float16", _E5M2),
+    Mutant("sign of e4m3 lost", _CODES_OF_BYTES, "(-0x4080)", "(0x3F80)", _CODES),
+    Mutant("exponent of e4m3 off", _CODES_OF_BYTES, "* 256.0)", "* 128.0)", _CODES),
+    Mutant("e5m2 as e4m3", _CODES_OF_BYTES, "codes.dtype == jnp.float8_e5m2", "codes.dtype == jnp.float16", _E5M2),
     Mutant("half of the last block of wide heads", _KERNEL, "stop * steps, attend", "stop * steps - 1, attend", _WIDE),
     Mutant("sink counted twice", _KERNEL, "jnp.exp2(sink - new", "2 * jnp.exp2(sink - new", _SINKS),
     Mutant("sink of cut rows missing", _KERNEL, "jnp.full((1,), refs.sinks[head])", "jnp.full((1,), NOTHING)", _SPLITS),

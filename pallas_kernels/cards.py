@@ -1,0 +1,115 @@
+"""CUDA cards: which kernels of ours a compute capability has, and the card that a trace is for. Imports no jax before
+it is asked for the latter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.metadata import version
+from typing import NamedTuple
+
+# Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
+# Kernels for quantised and for grouped matrices also have a form with the instructions of 10.0 (tcgen05).
+_MOSAIC_CAPABILITIES = ("9.0",)
+_TCGEN05_CAPABILITIES = ("10.0",)
+_TRITON_CAPABILITIES = ("8.0", "8.6", "8.9")
+# CUDA's names of the cards of a compute capability: A100, A800, A30; A2, A10G, A16, A40, RTX A6000, RTX 30; L4, L40S,
+# RTX 6000 Ada, RTX 40; H20, H100, H200, H800, GH200; B100, B200, GB200.
+_CARDS = {
+    "8.0": re.compile(r"NVIDIA A(100|800|30)\b"),
+    "8.6": re.compile(r"NVIDIA (A(2|10[GM]?|16|40)\b|RTX A\d+|GeForce RTX 30\d\d)"),
+    "8.9": re.compile(r"NVIDIA (L(2|4|20|40S?)\b|RTX \d+ Ada|GeForce RTX 40\d\d)"),
+    "9.0": re.compile(r"NVIDIA G?H\d+\b"),
+    "10.0": re.compile(r"NVIDIA G?B[12]00\b"),
+}
+_PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
+
+
+@contextmanager
+def plain_cards() -> Iterator[None]:
+    """Context manager in which every CUDA card counts as one without kernels of its own: programs traced in it are
+    plain XLA.
+    """
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
+
+
+def has_mosaic(capability: str) -> bool:
+    """Whether Mosaic GPU kernels run on a card of this compute capability."""
+    return capability in _MOSAIC_CAPABILITIES and not _PLAIN.get()
+
+
+def has_tcgen05(capability: str) -> bool:
+    """Whether the matrix-product kernels for tcgen05 run on a card of this compute capability."""
+    return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
+
+
+def has_triton(capability: str) -> bool:
+    """Whether the Triton kernels run on a card of this compute capability, with this jax."""
+    return capability in _TRITON_CAPABILITIES and lowers_triton() and not _PLAIN.get()
+
+
+@cache
+def lowers_triton() -> bool:
+    """Whether the installed jax gives XLA a Pallas-Triton kernel to compile. From 0.11 on, where that backend is
+    deprecated, jax compiles it itself as it lowers, and needs a card for that.
+    """
+    return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
+
+
+def why_no_kernels(capability: str) -> str:
+    """Return the reason why a card of this compute capability has no attention kernels, for a card that has none."""
+    if capability in _TRITON_CAPABILITIES and not lowers_triton():
+        return f"jax {version('jax')} lowers no Triton kernels, 0.10 does"
+    return f"compute capability {capability}"
+
+
+class Card(NamedTuple):
+    """CUDA card that a trace is for.
+
+    Attributes:
+      hopper: compute capability 9.0, for which the Mosaic GPU kernels are written; False within `plain_cards`.
+      num_sms: streaming multiprocessors.
+      blackwell: compute capability 10.0, for which there are product kernels; False within `plain_cards`.
+      triton: compute capability 8.0 to 8.9, with a jax that lowers Triton kernels; False within `plain_cards`.
+    """
+
+    hopper: bool
+    num_sms: int
+    blackwell: bool = False
+    triton: bool = False
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the card has Mosaic GPU kernels for products with matrices."""
+        return self.hopper or self.blackwell
+
+
+def card_of_trace() -> Card | None:
+    """Return the CUDA card that the current trace is for: of the ambient abstract mesh, else the first device of this
+    process; None for a device that is no CUDA card.
+
+    A mesh gives a card's name only, from which the compute capability follows.
+    """
+    import jax
+
+    if (chip := getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)) is not None:
+        named = chip.device_kind.startswith("NVIDIA")
+        capability = next((each for each, names in _CARDS.items() if names.match(chip.device_kind)), "")
+        return _card(capability, chip.num_cores) if named else None
+    device = jax.devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    return _card(device.compute_capability, device.core_count)
+
+
+def _card(capability: str, num_sms: int) -> Card:
+    """Return the card of a compute capability, such as "9.0", with num_sms multiprocessors."""
+    return Card(has_mosaic(capability), num_sms, has_tcgen05(capability), has_triton(capability))

@@ -1,0 +1,1 @@
+"""Quantised products on Ampere and Ada GPUs, in Pallas-Triton."""

@@ -1,0 +1,215 @@
+"""Quantised product on an Ampere or Ada GPU, in Pallas-Triton: codes are widened in registers, nowhere else.
+
+A program multiplies a tile of rows with a tile of outputs. A step loads the codes of some inputs of each output, packed
+as they are stored, widens them to bfloat16, which holds them exactly, and multiplies; the float32 sum of each group of
+inputs is scaled, and its zeros are subtracted times the sum of the rows: only the result is rounded.
+Where the tiles are fewer than half of the card's multiprocessors, several programs share one: each adds up a part of
+the inputs, and XLA adds the parts in order, so that the result is the same on every run.
+
+Codes are read as [out, in]: `models` stores them so on CUDA cards, where the transposition in the program is free.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.xla import quantized as quantized_xla
+from jaxengine.pallas_kernels.triton import LEAST, padded, widened, widened_pairs
+from jaxengine.pallas_kernels.tuning import TritonProducts, tuning_of
+
+logger = logging.getLogger(__name__)
+
+LEAST_OUTPUTS = 32
+MOST_SUMS = 64 * 64  # sums of a tile that leave registers to the codes of 128 inputs
+
+
+def quantized_matmul(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    *,
+    dtype: Any,
+    out_dtype: Any,
+    sizes: TritonProducts | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Multiply x [M, in] by codes * scales - zeros on an Ampere or Ada GPU: [M, out] in out_dtype;
+    matmul.quantized.quantized_matmul has checked the arguments.
+
+    XLA multiplies if the kernel cannot, or has too many rows to be the faster one; a log line says why. sizes: by
+    default those of the table. interpret: run on the CPU.
+    """
+    (rows, size), (num_scales, out) = x.shape, scales.shape
+    sizes = tuning_of("gpu_triton").triton_products if sizes is None else sizes
+    reason = why_xla(size, out, num_scales, codes.dtype, dtype)
+    if not reason and x_scales is not None:
+        reason = "rows are rounded"
+    # With one scale a channel int8 is an operand of XLA's own product of many rows, and read once there, too.
+    most_rows = sizes.rows if num_scales == 1 and codes.dtype == jnp.int8 else sizes.most_rows
+    if not reason and rows > most_rows:
+        reason = f"{rows} rows are more than {most_rows}"
+    if reason:
+        _log_once(f"[{size}, {out}]: {reason}")
+        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+    shape = Shape(rows, size, out, num_scales, codes.dtype, zeros is not None, jnp.dtype(out_dtype), sizes)
+    operands = [x.astype(jnp.bfloat16), codes.T, scales, *([] if zeros is None else [zeros])]
+    parts = pl.pallas_call(
+        partial(_multiply, shape),
+        out_shape=jax.ShapeDtypeStruct((shape.splits, rows, out), shape.stored_dtype),
+        grid=(shape.row_tiles, shape.out_tiles, shape.splits),  # neighbours share a tile of codes
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=sizes.stages),
+        interpret=interpret,
+        name="quantized_matmul",
+    )(*operands)
+    return functools.reduce(jnp.add, (parts[each] for each in range(shape.splits))).astype(out_dtype)
+
+
+def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
+    """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
+    the kernel does.
+
+    codes: dtype of the stored codes. dtype: dtype that they are widened to.
+    """
+    if dtype != jnp.bfloat16:
+        return f"the kernel widens to bfloat16, not {jnp.dtype(dtype).name}"
+    group, packed = size // num_scales, per_byte(codes)
+    if group % (LEAST * packed):
+        return f"groups of {group} inputs are no multiple of {LEAST * packed}"
+    if out < LEAST_OUTPUTS:
+        return f"{out} outputs are fewer than {LEAST_OUTPUTS}"
+    if 2**31 < size * out // packed <= 2**32:
+        return f"{size * out // packed} bytes of codes, whose offsets jax's lowering keeps in 32 bits"
+    return ""
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.info("a quantised product runs as plain XLA instead of the Triton kernel: %s", reason)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static parameters that the kernel is compiled for.
+
+    Attributes:
+      rows, size, out: rows of the product, and inputs and outputs of the matrix.
+      num_scales: scales along the inputs.
+      codes: dtype of the codes.
+    """
+
+    rows: int
+    size: int
+    out: int
+    num_scales: int
+    codes: Any
+    has_zeros: bool
+    out_dtype: Any
+    sizes: TritonProducts
+
+    @property
+    def tile_rows(self) -> int:
+        return min(padded(self.rows), self.sizes.rows)
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.tile_rows)
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a tile: more where tiles are as many as multiprocessors even so. Of fewer outputs than rows each
+        of four warps would widen the codes of all.
+        """
+        least, most = max(self.tile_rows, LEAST_OUTPUTS), max(2 * self.tile_rows, 2 * LEAST_OUTPUTS)
+        return most if self.row_tiles * -(-self.out // most) >= self.sizes.num_ctas else least
+
+    @property
+    def out_tiles(self) -> int:
+        return -(-self.out // self.outputs)
+
+    @property
+    def packed(self) -> int:
+        """Number of codes in a byte."""
+        return per_byte(self.codes)
+
+    @property
+    def step_inputs(self) -> int:
+        """Most inputs of a step: half as many where sums take most registers, twice that of pairs of codes where rows
+        take few bytes.
+        """
+        if self.tile_rows == LEAST:
+            return self.sizes.inputs * self.packed
+        return self.sizes.inputs // (1 + (self.tile_rows * self.outputs > MOST_SUMS))
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of a product, which share a scale: a power of two."""
+        group = self.size // self.num_scales
+        return min(group & -group, self.sizes.inputs, self.step_inputs)
+
+    @property
+    def products(self) -> int:
+        """Number of products of a step."""
+        count = self.size // self.inputs
+        return min(self.step_inputs // self.inputs, count & -count)
+
+    @property
+    def steps(self) -> int:
+        return self.size // (self.inputs * self.products)
+
+    @property
+    def per_split(self) -> int:
+        """Number of steps of a program."""
+        splits = max(self.sizes.num_ctas // (self.row_tiles * self.out_tiles), 1)
+        return -(-self.steps // min(splits, max(self.steps // self.sizes.least_steps, 1)))
+
+    @property
+    def splits(self) -> int:
+        return -(-self.steps // self.per_split)
+
+    @property
+    def stored_dtype(self) -> Any:
+        return jnp.dtype(jnp.float32) if self.splits > 1 else self.out_dtype
+
+
+def _multiply(shape: Shape, x: Any, codes: Any, scales: Any, *zeros_and_y: Any) -> None:
+    """Multiply one tile of rows [M, in] with one of codes [out, in / packed]: y [splits, M, out]."""
+    *zeros, y = zeros_and_y
+    row_tile, out_tile, split = (pl.program_id(axis) for axis in range(3))
+    row = row_tile * shape.tile_rows + jnp.arange(shape.tile_rows, dtype=jnp.int32)
+    output = out_tile * shape.outputs + jnp.arange(shape.outputs, dtype=jnp.int32)
+    live, stored = (row < shape.rows)[:, None], output < shape.out
+    num_bytes = shape.inputs // shape.packed
+
+    def add(step, total):
+        for each in range(shape.products):
+            block = step * shape.products + each
+            inputs = block * shape.inputs + jnp.arange(shape.inputs, dtype=jnp.int32)
+            places = block * num_bytes + jnp.arange(num_bytes, dtype=jnp.int32)
+            group = block // (shape.size // shape.num_scales // shape.inputs)
+            rows = plt.load(x.at[row[:, None], inputs[None]], mask=live, other=0)
+            narrow = plt.load(codes.at[output[:, None], places[None]], mask=stored[:, None])
+            factor = widened(narrow, jnp.bfloat16) if shape.packed == 1 else widened_pairs(narrow)
+            product = plt.dot(rows, factor, trans_b=True)
+            total = total + product * plt.load(scales.at[group, output], mask=stored).astype(jnp.float32)[None]
+            if shape.has_zeros:
+                zero = plt.load(zeros[0].at[group, output], mask=stored).astype(jnp.float32)
+                total = total - jnp.sum(rows.astype(jnp.float32), axis=1)[:, None] * zero[None]
+        return total
+
+    first = split * shape.per_split
+    end = jnp.minimum(first + shape.per_split, shape.steps)
+    total = lax.fori_loop(first, end, add, jnp.zeros((shape.tile_rows, shape.outputs), jnp.float32))
+    plt.store(y.at[split, row[:, None], output[None]], total.astype(y.dtype), mask=live & stored[None])
