@@ -65,8 +65,9 @@ class _Pair:
             max_num_batched_tokens=32,
             block_size=4,
         )
-        self.plain = LLM(**common | own | {"num_gpu_blocks_override": 400})
-        self.tiers = LLM(**common | own | {"kv_offloading_size": 0.05, "preemption_mode": "swap"})
+        plain: dict[str, Any] = common | own | {"num_gpu_blocks_override": 400}
+        tiers: dict[str, Any] = common | own | {"kv_offloading_size": 0.05, "preemption_mode": "swap"}
+        self.plain, self.tiers = LLM(**plain), LLM(**tiers)
         self._poisoned = Poisoned(self.tiers)
         if kind == "state":
             step = self.tiers.core.step
@@ -100,7 +101,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
         args.requests, args.block, args.kinds = 40, 20, ("full",)
     recorder.resume()
     for kind in args.kinds:
-        row = next((each for each in recorder.rows if each["kind"] == kind), None)
+        row: dict[str, Any] | None = next((each for each in recorder.rows if each["kind"] == kind), None)
         row = row or {"kind": kind, "requests": 0, "different": 0, "hits": 0, "swapped": 0, "compilations": 0}
         if row["requests"] >= args.requests:
             continue
