@@ -48,6 +48,7 @@ BENCHMARKS = {
     "engine_gpu": ("engine.engine_gpu", "an 8B-shaped model end to end, and how long the device idles"),
     "first_layers": ("engine.first_layers", "writes a draft model: the default model's first layers"),
     "kv_codes": ("engine.kv_codes", "exactness and memory of each kv_cache_dtype"),
+    "kv_swaps": ("engine.kv_swaps", "tokens while pages leave the devices and come back, beside pages that stay"),
     "kv_tiers": ("engine.kv_tiers", "conversations in a KV pool a tenth of their size, with tiers for what leaves it"),
     "largest_request": ("engine.largest_request", "what the largest value of a request's field costs other requests"),
     "memory": ("engine.memory", "what an engine on a CPU holds beside its memory plan"),
@@ -56,6 +57,7 @@ BENCHMARKS = {
     "pictures": ("engine.pictures", "pictures through a server: compilations, hostile files, caches, waits"),
     "predictions": ("engine.predictions", "what `jaxengine plan` and the roofline say, beside what an engine takes"),
     "recompute": ("engine.recompute", "tokens computed again when the KV pool is too small"),
+    "router_cost": ("engine.router_cost", "a router's choice of a replica, by the number of replicas"),
     "simulator": ("engine.simulator", "`jaxengine simulate` beside the engine, and the shapes that it chooses"),
     "sleep_cycles": (
         "engine.sleep_cycles",

@@ -124,7 +124,7 @@ class Rank:
             self._register_pages(slot, int(self.slots.num_computed[slot]) + count, count)
         self.decodes, self._prefills = decodes, prefills
         # Without prefills either none is left, or the step has no tokens for them, or an extension has deferred them.
-        is_waiting = prefills or self._extensions
+        is_waiting = prefills or (self._extensions and len(decodes) < self.slots.num_active)
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
     def offer(self, request: Request) -> Offer | None:

@@ -9,6 +9,7 @@ a whole `Engine.step`, with counters and slot rows, on a runner that does nothin
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from types import SimpleNamespace
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a decode: the last one and drafts (default: 1)",
     )
     parser.add_argument("--sees", action="store_true", help="simulate a model with an encoder, on text-only requests")
+    parser.add_argument("--offload", action="store_true", help="with a host tier of KV pages that has nothing to do")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     parser.set_defaults(run=run)
 
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.results import table, write_json
 
     windows = tuple(args.windows)
-    options = {"windows": windows, "width": args.width, "sees": args.sees}
+    options = {"windows": windows, "width": args.width, "sees": args.sees, "offload": args.offload}
     results = [measure(num_seqs, args.num_steps, args.turnover, **options) for num_seqs in args.num_seqs]
     print(table(results))
     per_step = {str(result["num_seqs"]): result["us_per_step"] for result in results}
@@ -167,6 +169,7 @@ def measure(
     windows: tuple[int | None, ...] = (None,),
     width: int = 1,
     sees: bool = False,
+    offload: bool = False,
 ) -> dict[str, Any]:
     """Return the microseconds per step of `num_seqs` decoding sequences, by part; the fastest of `rounds` rounds
     counts.
@@ -176,7 +179,9 @@ def measure(
     tokens; None for all. sees: a model with an encoder, on text-only requests.
 
     With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither; rounds are then
-    eight times as many and a quarter as long, and take turns. Raises ValueError for sizes below their minimum.
+    eight times as many and a quarter as long, and take turns. With `offload`, an engine with a host tier of pages that
+    nothing leaves for, `loop` is its own, and `over_without` the median of its time over that of an engine without,
+    in turns. Raises ValueError for sizes below their minimum.
     """
     if num_seqs < 1 or num_steps < 1 or turnover < 0 or turnover == 1:
         raise ValueError(
@@ -204,7 +209,15 @@ def measure(
     import numpy as np
 
     generator = np.random.default_rng(0)
-    loop = _measure_loop(steps, _requests(generator, longest, turnover), width, num_steps, rounds)
+    loops = [
+        _Loop(steps, _requests(generator, longest, turnover), width, offload=each)
+        for each in ((False, True) if offload else (False,))
+    ]
+    spent = np.array([[each.run(num_steps) for each in loops] for _ in range(rounds)])
+    for each in loops:
+        each.shutdown()
+    loop = float(spent[:, -1].min()) / num_steps
+    over = {"over_without": round(float(np.median(spent[:, 1] / spent[:, 0])), 4)} if offload else {}
     more = {"more": round(float(statistics.median(beyond)) / num_steps * 1e6, 1)} if compared else {}
     return {
         "num_seqs": num_seqs,
@@ -214,6 +227,7 @@ def measure(
         "update": update,
         "loop": round(loop * 1e6, 1),
         **more,
+        **over,
     }
 
 
@@ -237,34 +251,43 @@ def _with_drafts(scheduler: Any, width: int) -> Any:
     return scheduler
 
 
-def _measure_loop(steps: _Steps, requests: Any, width: int, num_steps: int, rounds: int) -> float:
-    """Return the seconds of an `Engine.step` over all sequences, in the fastest of `rounds` rounds of `num_steps`
-    steps.
+class _Loop:
+    """Runs an `Engine.step` over all sequences.
 
-    requests: iterator over requests. width: tokens of a decode.
+    requests: iterator over requests. width: tokens of a decode. offload: with a host tier of pages.
     """
-    from jaxengine.engine.engine import Engine
 
-    runner: Any = FreeRunner(steps.config, steps.packer, steps.tokens, steps.counts)
-    engine = Engine(runner)
-    _with_drafts(engine.scheduler, width)
-    for _ in range(steps.config.max_num_seqs):
-        engine.queue([next(requests)])
+    def __init__(self, steps: _Steps, requests: Any, width: int, *, offload: bool):
+        from jaxengine.engine.engine import Engine
 
-    def step() -> None:
-        for _ in engine.step().finished:
-            engine.queue([next(requests)])
+        config = steps.config
+        if offload:
+            from jaxengine.scheduler.extensions.offload import OffloadOptions
 
-    slots = engine.scheduler.ranks[0].slots
-    while engine.scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
-        step()
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
+            config = dataclasses.replace(config, extensions=(*config.extensions, OffloadOptions()))
+        runner: Any = FreeRunner(config, steps.packer, steps.tokens, steps.counts, offload=offload)
+        self._engine, self._requests = Engine(runner), requests
+        _with_drafts(self._engine.scheduler, width)
+        for _ in range(config.max_num_seqs):
+            self._engine.queue([next(requests)])
+        slots = self._engine.scheduler.ranks[0].slots
+        while self._engine.scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
+            self._step()
+
+    def run(self, num_steps: int) -> float:
+        """Return the thread's seconds of `num_steps` steps."""
+        start = time.thread_time()
         for _ in range(num_steps):
-            step()
-        best = min(best, time.perf_counter() - start)
-    return best / num_steps
+            self._step()
+        return time.thread_time() - start
+
+    def shutdown(self) -> None:
+        """End the threads of the engine's extensions."""
+        self._engine.extensions.shutdown()
+
+    def _step(self) -> None:
+        for _ in self._engine.step().finished:
+            self._engine.queue([next(self._requests)])
 
 
 class _FreeConfig:
@@ -285,9 +308,12 @@ class FreeRunner:
 
     tokens: i32[n, ranks, S], sampled ids that n steps return in turn; with drafts i32[n, ranks, S, W], of which
       counts, i32[n, ranks, S], are accepted.
+    offload: have a host tier of pages of a kibibyte.
     """
 
-    def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None):
+    on_cpu, page_bytes, state_bytes = False, 1 << 10, 0
+
+    def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None, *, offload: bool = False):
         from jaxengine.config.speculation import SpeculativeConfig
         from jaxengine.runner.compile_watch import CompileWatch
 
@@ -295,7 +321,7 @@ class FreeRunner:
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
         self.keeps_history, self.uses_mrope = bool(config.widths), bool(packer.sections)
-        own = {"drafts": self.keeps_history, "pictures": self.uses_mrope}
+        own = {"drafts": self.keeps_history, "pictures": self.uses_mrope, "offload": offload}
         self.towers = ()
         self.extensions = dict.fromkeys(("structured", *(name for name, has in own.items() if has)), self)
         self.plan = SimpleNamespace(num_pages=config.num_pages)
@@ -304,6 +330,7 @@ class FreeRunner:
             max_model_len=config.max_model_len,
             max_in_flight=2,
             speculative_config=SpeculativeConfig.read(drafts),
+            **({"kv_offloading_size": 1.0, "kv_offloading_bytes": 1 << 30} if offload else {}),
         )
         self._tokens, self._counts, self._taken = tokens, counts, 0
 

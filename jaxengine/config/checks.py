@@ -90,8 +90,9 @@ def check_options(config: Any) -> None:
     check_idle_sleep(config.sleep_idle_seconds, config.nnodes)
     check_bundle(config)
     check_fit(config.fit, config.nnodes)
-    if (share := config.gpu_memory_utilization) is not None and not 0 < share <= 1:
-        raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
+    for name in ("gpu_memory_utilization", "kv_cache_metrics_sample"):
+        if (share := getattr(config, name)) is not None and not 0 < share <= 1:
+            raise ConfigError(name, share, "more than 0, at most 1")
     if config.all2all_backend != GATHER and not config.enable_expert_parallel:
         raise ConfigError("all2all_backend", config.all2all_backend, f"{GATHER} without enable_expert_parallel")
     if config.hf_token is not None and not isinstance(config.hf_token, (str, bool)):

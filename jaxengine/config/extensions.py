@@ -9,7 +9,7 @@ from jaxengine.scheduler.config import ExtensionOptions
 
 def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
     """Return the options of the scheduler's extensions that a ResolvedConfig determines alone: images, sounds,
-    snapshots, adapters and stored pages.
+    snapshots, adapters, stored pages, their events and ages.
 
     Options of drafts depend on grammars too, so the engine's own extensions make them.
     """
@@ -42,4 +42,8 @@ def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
         from jaxengine.scheduler.extensions.kv_events import KVEventOptions
 
         options.append(KVEventOptions())
+    if config.kv_cache_metrics:
+        from jaxengine.scheduler.extensions.page_ages import PageAgeOptions
+
+        options.append(PageAgeOptions(config.kv_cache_metrics_sample))
     return tuple(options)

@@ -30,7 +30,7 @@ GROUPS: dict[str, str] = {
     "CacheConfig": """
         block_size gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override kv_cache_dtype kv_cache_scales
         enable_prefix_caching num_state_snapshots kv_offloading_size kv_offloading_path kv_offloading_disk_size
-        kv_transfer_config kv_events_config
+        kv_transfer_config kv_events_config kv_cache_metrics kv_cache_metrics_sample
     """,
     "SchedulerConfig": """
         max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_token_threshold scheduling_policy

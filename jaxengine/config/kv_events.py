@@ -86,14 +86,19 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KVEventOptions:
-    """The field of EngineConfig about events of pages.
+    """The fields of EngineConfig about what happens to pages of prefixes.
 
     Attributes:
       kv_events_config: vLLM's option, a dict or JSON: enable_kv_cache_events publishes which pages of prefixes the
         engine has, over ZeroMQ at endpoint, with replay_endpoint, buffer_steps, hwm and topic. See docs/serving.md.
+      kv_cache_metrics: count how long pages of prefixes stay, wait and are found (vllm:kv_block_...). See
+        docs/serving.md.
+      kv_cache_metrics_sample: share of the pages that these metrics observe, more than 0.
     """
 
     kv_events_config: KVEventsConfig | None = None
+    kv_cache_metrics: bool = False
+    kv_cache_metrics_sample: float = 0.01
 
     @property
     def publishes_kv_events(self) -> bool:
@@ -107,6 +112,9 @@ def settle_kv_events(options: Mapping[str, Any], model: Any) -> None:
     options: of the engine, resolved. model: unused, as of the other checks of a resolved config.
     """
     config = options[_OPTION]
+    if options["kv_cache_metrics"] and not options["enable_prefix_caching"]:
+        problem = "kv_cache_metrics is given, but enable_prefix_caching is off"
+        raise ConfigError.because("kv_cache_metrics", problem, "leave out one of them")
     if config is not None and config.publishes and not options["enable_prefix_caching"]:
         problem = f"{_OPTION} is given, but enable_prefix_caching is off, which names pages"
         raise ConfigError.because(_OPTION, problem, "leave one out")

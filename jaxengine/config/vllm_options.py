@@ -106,7 +106,7 @@ _SWITCHES = """
     enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend
     enable_shm_tensor_arena enable_tower_connector_lora
-    fully_sharded_loras interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill
+    fully_sharded_loras interleave_mm_strings kv_sharing_fast_prefill
     long_prefill_token_threshold_adaptive mm_encoder_only numa_bind ray_workers_use_nsight return_sampling_mask
     skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only use_fp64_gumbel use_replayssm
     dcp_q_replicate
@@ -153,7 +153,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "enable_flash_late_interaction": (True,),
     "expert_placement_strategy": ("linear",),
     "fingerprint_mode": ("full", "none"),
-    "kv_cache_metrics_sample": (0.01,),
     "kv_offloading_backend": ("native",),
     "linear_backend": ("auto",),
     "lora_dtype": ("auto",),

@@ -27,14 +27,15 @@ def known_prefixes(engine: Engine, most_bytes: int) -> dict[str, Any]:
     digests = b"".join(keys)
     if len(digests) != len(keys) * _DIGEST_BYTES:  # some have the number of a cache group
         digests = b"".join(key[:_DIGEST_BYTES] for key in keys)
-    numbers = np.frombuffer(digests, _NUMBER).reshape(-1, _DIGEST_BYTES // _NUMBER.itemsize)[:, -1]
+    # Replicas and cache groups may have the same page.
+    numbers = np.unique(np.frombuffer(digests, _NUMBER).reshape(-1, _DIGEST_BYTES // _NUMBER.itemsize)[:, -1])
     mask = 0
     while len(numbers) * _NUMBER.itemsize > most_bytes:
         mask = 2 * mask + 1
         numbers = numbers[(numbers & np.uint64(mask)) == 0]
     adapters = engine.extensions.adapter_store().adapters if "adapters" in engine.extensions.by_name else ()
     return {
-        "digests": np.unique(numbers).tobytes().hex(),
+        "digests": numbers.tobytes().hex(),
         "weights": engine.scheduler.ranks[0].weights_digest.hex(),
         "adapters": {each.adapter.name: each.adapter.digest.hex() for each in adapters},
     }

@@ -1,14 +1,13 @@
 """Choice of a replica for each request, where several replicas serve one model: by prefix, load, session and adapter.
 
-Pure functions over what replicas say of themselves, for whatever routes: Ray Serve, or a simulation. Costs are in
-requests. The replica that would serve a request best may have `imbalance` more requests than another one, not more.
+An index of what replicas say of themselves, for whatever routes: Ray Serve, or a simulation. Costs are in requests. The
+replica that would serve a request best may have `imbalance` more requests than another one, not more.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,80 +17,201 @@ from jaxengine.scheduler.token_params import TokenParams
 
 # A conversation stays where it is unless that costs twice what a whole prefix is worth.
 _SESSION = 2.0
+_U64 = np.uint64
 
 
-@dataclass(frozen=True)
-class ReplicaState:
-    """State of a replica, as it was published last.
+class Replicas:
+    """Index of the replicas that serve a model: the requests, adapters and pages of each.
 
-    Attributes:
-      name: unique among the replicas, and the same for everybody who routes.
-      queue: its requests, running and waiting.
-      digests: short digests of the pages that it has, or of some of them (`prefixes.known_prefixes`).
-      adapters: digest of each adapter that it has loaded, by name.
-      draining: it is to get no further requests.
+    A replica has a number as long as it is there, the lowest that is free. Of a digest the index stores who has it: the
+    number of a single replica, or minus a bit mask of several. So a choice takes a few operations for each page of the
+    prompt, and array operations over all replicas.
     """
 
-    name: str
-    queue: int = 0
-    digests: Container[int] = frozenset()
-    adapters: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    draining: bool = False
+    def __init__(self):
+        self._number_of: dict[str, int] = {}
+        # By number: requests, infinite where there is no replica, and in the second row also where it is draining.
+        self._queues = np.full((2, 0), np.inf)
+        self._seeds = np.zeros(0, _U64)
+        self._adapters: dict[str, int] = {}
+        self._holders: dict[int, int] = {}
+        self._digests: list[set[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._number_of)
+
+    @property
+    def num_open(self) -> int:
+        """Number of replicas that are not draining."""
+        return int(np.isfinite(self._queues[1]).sum())
+
+    def add(self, name: str) -> int:
+        """Add a replica without requests, adapters and pages; return its number. name: the same for all who route."""
+        absent = np.flatnonzero(np.isinf(self._queues[0]))
+        if not len(absent):
+            more = max(8, len(self._digests))
+            absent = [len(self._digests)]
+            self._queues = np.concatenate([self._queues, np.full((2, more), np.inf)], axis=1)
+            self._seeds = np.concatenate([self._seeds, np.zeros(more, _U64)])
+            self._digests += [set[int]() for _ in range(more)]
+        number = self._number_of[name] = int(absent[0])
+        self._queues[:, number], self._seeds[number] = 0.0, _seed(name)
+        return number
+
+    def remove(self, name: str) -> None:
+        """Remove a replica, with all that is known of it."""
+        number = self._number_of[name]
+        self.forget(name, list(self._digests[number]))
+        self.set_adapters(name, ())
+        self._queues[:, number] = np.inf
+        del self._number_of[name]
+
+    def set_queue(self, name: str, queue: int) -> None:
+        """Note a replica's requests, running and waiting."""
+        number = self._number_of[name]
+        self._queues[0, number] = queue
+        if np.isfinite(self._queues[1, number]):
+            self._queues[1, number] = queue
+
+    def set_queues(self, numbers: Sequence[int], queues: Sequence[int]) -> None:
+        """Note the requests of several replicas, by their numbers."""
+        self._queues[0, numbers] = queues
+        self._queues[1, numbers] = np.where(np.isfinite(self._queues[1, numbers]), queues, np.inf)
+
+    def set_draining(self, name: str, draining: bool) -> None:
+        """Note whether a replica is to get no further requests."""
+        number = self._number_of[name]
+        self._queues[1, number] = np.inf if draining else self._queues[0, number]
+
+    def set_adapters(self, name: str, adapters: Iterable[str]) -> None:
+        """Note the names of the adapters that a replica has loaded."""
+        bit, loaded = 1 << self._number_of[name], set(adapters)
+        for each in loaded | self._adapters.keys():
+            mask = self._adapters.get(each, 0)
+            self._adapters[each] = mask | bit if each in loaded else mask & ~bit
+            if not self._adapters[each]:
+                del self._adapters[each]
+
+    def learn(self, name: str, digests: Iterable[int]) -> None:
+        """Note pages that a replica has, by their short digests."""
+        number = self._number_of[name]
+        new = set(digests) - self._digests[number]
+        self._digests[number] |= new
+        for digest in new:
+            holders = self._holders.get(digest)
+            self._holders[digest] = number if holders is None else -(_mask(holders) | 1 << number)
+
+    def forget(self, name: str, digests: Iterable[int]) -> None:
+        """Note pages that a replica does not have any more."""
+        number = self._number_of[name]
+        gone = self._digests[number].intersection(digests)
+        self._digests[number] -= gone
+        for digest in gone:
+            if left := _mask(self._holders[digest]) & ~(1 << number):
+                self._holders[digest] = -left if left & left - 1 else left.bit_length() - 1
+            else:
+                del self._holders[digest]
+
+    def number(self, name: str) -> int:
+        """Return a replica's number."""
+        return self._number_of[name]
+
+    def known(self, name: str) -> set[int]:
+        """Return the short digests of the pages that a replica has."""
+        return self._digests[self._number_of[name]]
+
+    def least_loaded(self, last: int = -1) -> int:
+        """Return the number of a replica with the fewest requests: of equals, the one after the number `last`."""
+        queues = self._open_queues()
+        found = np.flatnonzero(queues == queues.min())
+        return int(found[np.searchsorted(found, last + 1) % len(found)])
+
+    def in_turn(self, last: int = -1) -> int:
+        """Return the number of the replica after the number `last`."""
+        found = np.flatnonzero(np.isfinite(self._open_queues()))
+        return int(found[np.searchsorted(found, last + 1) % len(found)])
+
+    def choose(
+        self,
+        request_digests: Sequence[int],
+        session: str | None,
+        adapter: str | None,
+        *,
+        key: str = "",
+        imbalance: float = 8.0,
+    ) -> int:
+        """Return the number of the replica that should get a request.
+
+        A replica costs its queue, `imbalance` times the share of the prompt that it would have to compute, `imbalance`
+        more if it would have to load the adapter, and twice that if it is not the session's own. Ties, and the
+        session's own replica, are decided by a hash of names, so that all who route decide alike. Draining replicas are
+        chosen only if all are. Raises ValueError if there are no replicas.
+
+        Args:
+          request_digests: short digests of the prompt's full pages, in order; none if they are not known.
+          session: conversation that the request continues; None for none.
+          adapter: name of the adapter; None for none.
+          key: decides ties of requests without digests, such as the request's id.
+          imbalance: requests that a whole prompt in the cache is worth, at least 0.
+        """
+        costs = self._open_queues().copy()
+        if adapter is not None:
+            costs += imbalance * ~self._are(self._adapters.get(adapter, 0))
+        if session is not None:
+            others = np.ones(len(costs), np.bool_)
+            others[self._first(session, np.flatnonzero(np.isfinite(costs)))] = False
+            costs += imbalance * _SESSION * others
+        self._credit(costs, request_digests, imbalance / max(len(request_digests), 1))
+        best = np.flatnonzero(costs == costs.min())
+        tie = adapter or (str(request_digests[0]) if request_digests else key)
+        return int(best[0]) if len(best) == 1 else self._first(tie, best)
+
+    def _credit(self, costs: np.ndarray, digests: Sequence[int], worth: float) -> None:
+        """Subtract from the costs f64[numbers] what the pages are worth that replicas have, `worth` each.
+
+        A digest names the whole prefix, and replicas may publish some of theirs only: the last one that is known
+        counts. The request could not cost less anywhere than the least cost less what a prefix so long is worth.
+        """
+        floor, least, holders, seen = costs.min(), np.inf, self._holders, 0
+        for number in range(len(digests), 0, -1):
+            if (found := holders.get(digests[number - 1])) is None:
+                continue
+            if floor - number * worth > least:
+                return
+            if new := _mask(found) & ~seen:
+                seen |= new
+                which = new.bit_length() - 1 if not new & new - 1 else self._are(new)
+                costs[which] -= number * worth
+                least = min(least, costs[which].min())
+
+    def _open_queues(self) -> np.ndarray:
+        """Return the queues f64[numbers] of replicas that may be chosen, infinite at others."""
+        if not self._number_of:
+            raise ValueError("there are no replicas")
+        return self._queues[1] if np.isfinite(self._queues[1]).any() else self._queues[0]
+
+    def _are(self, mask: int) -> np.ndarray:
+        """Return whether each number's bit is in a mask, bool[numbers]."""
+        count = len(self._digests)
+        bits = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), np.uint8)
+        return np.unpackbits(bits, count=count, bitorder="little").view(np.bool_)
+
+    def _first(self, what: str, numbers: np.ndarray) -> int:
+        """Return the one of the numbers whose replica has the highest hash of its name and `what`: it keeps that while
+        others come or go.
+        """
+        mixed = self._seeds[numbers] ^ _U64(_seed(what))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> _U64(shift))) * _U64(factor)
+        return int(numbers[np.argmax(mixed ^ (mixed >> _U64(31)))])
 
 
-def choose(
-    request_digests: Sequence[int],
-    session: str | None,
-    adapter: str | None,
-    replicas: Sequence[ReplicaState],
-    *,
-    key: str = "",
-    imbalance: float = 8.0,
-) -> int:
-    """Return the index of the replica that should get a request.
+def _mask(holders: int) -> int:
+    return 1 << holders if holders >= 0 else -holders
 
-    A replica costs its queue, `imbalance` times the share of the prompt that it would have to compute, `imbalance` more
-    if it would have to load the adapter, and twice that if it is not the session's own. Ties, and the session's own
-    replica, are decided by a hash of names, so that all who route decide alike.
 
-    Args:
-      request_digests: short digests of the prompt's full pages, in order; none if they are not known.
-      session: conversation that the request continues; None for none.
-      adapter: name of the adapter; None for none.
-      replicas: at least one; ValueError for none. Draining ones are chosen only if all are.
-      key: decides ties of requests without digests, such as the request's id.
-      imbalance: requests that a whole prompt in the cache is worth, at least 0.
-    """
-    open_ones = [index for index, each in enumerate(replicas) if not each.draining] or list(range(len(replicas)))
-    if not open_ones:
-        raise ValueError("there are no replicas")
-    own = None if session is None else max(open_ones, key=lambda index: _rank(session, replicas[index]))
-    # A digest names the whole prefix, and replicas may publish some of theirs only: the last one that is known counts.
-    # The request could not cost less anywhere than the shortest queue less what a prefix so long is worth.
-    worth = imbalance / max(len(request_digests), 1)
-    costs = {
-        index: replicas[index].queue
-        + imbalance * (adapter is not None and adapter not in replicas[index].adapters)
-        + imbalance * _SESSION * (own is not None and index != own)
-        for index in open_ones
-    }
-    floor, least, best = min(costs.values()), float("inf"), list[int]()
-    for number in range(len(request_digests), -1, -1):
-        if floor - number * worth > least:
-            break
-        digest = request_digests[number - 1] if number else None
-        found = [index for index in costs if digest is None or digest in replicas[index].digests]
-        for index in found:
-            cost = costs.pop(index) - number * worth
-            if cost <= least:
-                best = [index] if cost < least else [*best, index]
-                least = cost
-        if not costs:
-            break
-    if len(best) == 1:
-        return best[0]
-    tie = adapter or (str(request_digests[0]) if request_digests else key)
-    return max(best, key=lambda index: _rank(tie, replicas[index]))
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
 def prompt_digests(
@@ -113,8 +233,3 @@ def prompt_digests(
     request.adapter = Adapter("", adapter) if adapter else None
     request.compute_with(weights)
     return [short_digest(each) for each in request.extend_page_hashes(prompt, page_size)]
-
-
-def _rank(what: str, replica: ReplicaState) -> int:
-    """Return a hash of a replica's name and `what`: the replica with the highest keeps it while others come or go."""
-    return int.from_bytes(hashlib.sha256(f"{replica.name}\0{what}".encode()).digest()[:8], "big")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +21,14 @@ from jaxengine.engine.timeline import Timeline
 from jaxengine.scheduler.packing import Packer
 from jaxengine.scheduler.pages.groups import short_digest
 from jaxengine.scheduler.request import Request
-from jaxengine.server import routing
+from jaxengine.server.routing import Replicas
 from jaxengine.simulate.costs import Costs
 from jaxengine.simulate.loop import SimulatedEngine, check_simulated, request_of
 from jaxengine.simulate.trace import Trace
 
 _DIGEST_BYTES = 32  # of a page of the first cache group; keys of other groups are longer
-# Called with the request's short digests, its key, and the replicas; returns the index of one.
-Router = Callable[[Sequence[int], str, "Sequence[_Replica]"], int]
+# Called with the request's short digests, its key, and the index of replicas; returns the number of one.
+Router = Callable[[Sequence[int], str, Replicas], int]
 
 
 @dataclass(frozen=True)
@@ -92,33 +91,28 @@ class FleetOutcome:
 
 def round_robin() -> Router:
     """Return a router that takes replicas in turn."""
-    turns = count()
-
-    def choose(digests: Any, key: Any, replicas: Sequence[_Replica]) -> int:
-        while True:
-            index = next(turns) % len(replicas)
-            if not replicas[index].draining:
-                return index
-
-    return choose
+    return _after_the_last(Replicas.in_turn)
 
 
 def least_load() -> Router:
     """Return a router that takes a replica with the fewest requests: of equals, the one after the last choice."""
-    last = [-1]
+    return _after_the_last(Replicas.least_loaded)
 
-    def choose(digests: Any, key: Any, replicas: Sequence[_Replica]) -> int:
-        least = min([each.queue for each in replicas if not each.draining])
-        found = [index for index, each in enumerate(replicas) if each.queue == least and not each.draining]
-        last[0] = next((index for index in found if index > last[0]), found[0])
-        return last[0]
 
-    return choose
+def _after_the_last(choose: Callable[[Replicas, int], int]) -> Router:
+    last = -1
+
+    def router(digests: Any, key: Any, replicas: Replicas) -> int:
+        nonlocal last
+        last = choose(replicas, last)
+        return last
+
+    return router
 
 
 def prefix() -> Router:
     """Return the router that serves (`jaxengine.server.routing`)."""
-    return lambda digests, key, replicas: routing.choose(digests, None, None, cast(Any, replicas), key=key)
+    return lambda digests, key, replicas: replicas.choose(digests, None, None, key=key)
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {
@@ -129,24 +123,20 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 class _Replica:
-    """An engine in the fleet, as `routing.ReplicaState`, and a listener of its pages.
+    """An engine in the fleet, and a listener of its pages.
 
     Attributes:
       index, name: its index in the fleet, which is its successor's too.
-      queue, assigned: requests that it was given and whose end the router has not seen: how many, and all by their
-        number in the trace.
+      assigned: requests that it was given and whose end the router has not seen, by their number in the trace.
       inbox: those of them that came during the step that it computes.
       ended: those that ended with that step.
       changes: page digests that it has not published yet, and whether they are new.
     """
 
-    adapters: Mapping[str, bytes] = MappingProxyType({})
-
-    def __init__(self, index: int, engine: SimulatedEngine, start: float):
-        self.index, self.name, self.simulated = index, str(index), engine
+    def __init__(self, index: int, engine: SimulatedEngine, start: float, fleet: Replicas):
+        self.index, self.name, self.simulated, self._fleet = index, str(index), engine, fleet
         engine.runner.time.now = start
         engine.engine.timeline = Timeline(1, 1)
-        self.queue, self.digests = 0, set[int]()
         self.alive, self.draining, self.is_scheduled, self.publishes = True, False, False, False
         self.assigned: dict[int, Request] = {}
         self.inbox: list[tuple[Request, np.ndarray]] = []
@@ -166,7 +156,7 @@ class _Replica:
         self.changes += [(short_digest(digest), False) for digest in digests if len(digest) == _DIGEST_BYTES]
 
     def forgotten(self) -> None:
-        self.changes = [(digest, False) for digest in self.digests]
+        self.changes = [(digest, False) for digest in self._fleet.known(self.name)]
 
 
 class _Fleet:
@@ -185,13 +175,20 @@ class _Fleet:
         self._choose, self._rng = ROUTERS[outcome.router](), np.random.default_rng(self.options.seed)
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._numbers = count()
-        self._replicas = [_Replica(index, make(), 0.0) for index in range(self.options.num_replicas)]
+        # What the router knows, and the replicas by their number in it.
+        self._known, self._replicas = Replicas(), dict[int, _Replica]()
         self._backlog: list[int] = []
         self._lives: list[tuple[float, float, float, int]] = []
         self._num_ended, self._choices = 0, array("d")
         # By a replica's index: its requests times seconds, and when this was last added to.
         self._area, self._changed = np.zeros((2, self.options.num_replicas))
         outcome.busy = np.zeros(self.options.num_replicas)
+        for index in range(self.options.num_replicas):
+            self._add(index, 0.0)
+
+    def _add(self, index: int, now: float) -> None:
+        replica = _Replica(index, self._make(), now, self._known)
+        self._replicas[self._known.add(replica.name)] = replica
 
     def run(self) -> None:
         """Run all events in order of time."""
@@ -205,7 +202,7 @@ class _Fleet:
         while self._num_ended < total:
             now, _, happen, what = heappop(self._events)
             happen(now, what)
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             self._count(replica, now)
         self._finish(now)
 
@@ -214,17 +211,17 @@ class _Fleet:
 
     def _route(self, now: float, index: int) -> None:
         """Give a request to a replica; it waits if none takes requests."""
-        if all(each.draining for each in self._replicas):
+        if not self._known.num_open:
             self._backlog.append(index)
             return
         request, tokens = request_of(self.trace, index, self._config.max_model_len)
         hashes = request.extend_page_hashes(request.prompt_token_ids, self._config.block_size)
         begun = time.perf_counter()
-        replica = self._replicas[self._choose(list(map(short_digest, hashes)), request.request_id, self._replicas)]
+        replica = self._replicas[self._choose(list(map(short_digest, hashes)), request.request_id, self._known)]
         self._choices.append(time.perf_counter() - begun)
         self._measure(replica, now)
-        replica.queue += 1
         replica.assigned[index] = request
+        self._known.set_queue(replica.name, len(replica.assigned))
         replica.inbox.append((request, tokens))
         if not replica.is_scheduled:
             replica.is_scheduled = True
@@ -265,8 +262,8 @@ class _Fleet:
 
     def _gone(self, now: float, replica: _Replica, index: int) -> None:
         self._measure(replica, now)
-        replica.queue -= 1
         del replica.assigned[index]
+        self._known.set_queue(replica.name, len(replica.assigned))
         self._count_end()
 
     def _count_end(self) -> None:
@@ -276,22 +273,23 @@ class _Fleet:
 
     def _measure(self, replica: _Replica, now: float) -> None:
         index = replica.index
-        self._area[index] += replica.queue * (now - self._changed[index])
+        self._area[index] += len(replica.assigned) * (now - self._changed[index])
         self._changed[index] = now
 
     def _publish(self, now: float, replica: _Replica) -> None:
         """Give the router the changes of a replica's cache."""
         if not replica.alive:
             return
-        for digest, is_new in replica.changes:
-            (replica.digests.add if is_new else replica.digests.discard)(digest)
+        last = dict(replica.changes)
+        self._known.learn(replica.name, [digest for digest, is_new in last.items() if is_new])
+        self._known.forget(replica.name, [digest for digest, is_new in last.items() if not is_new])
         self.outcome.num_published += len(replica.changes)
         replica.changes.clear()
         replica.publishes = False
 
     def _one(self) -> _Replica | None:
         """Return a replica at random of those that take requests; None if there is none."""
-        found = [each for each in self._replicas if not each.draining]
+        found = [each for each in self._replicas.values() if not each.draining]
         return found[self._rng.integers(len(found))] if found else None
 
     def _die(self, now: float, _: None) -> None:
@@ -299,7 +297,7 @@ class _Fleet:
         if (replica := self._one()) is None:
             return
         self._measure(replica, now)
-        requests, replica.assigned, replica.queue = replica.assigned, {}, 0
+        requests, replica.assigned = replica.assigned, {}
         self._end(now, replica)
         for index, request in requests.items():
             if request.first_token_time is not None and request.first_token_time <= now:
@@ -313,20 +311,22 @@ class _Fleet:
         """Have a replica take no more requests; it ends after its last one."""
         if (replica := self._one()) is not None:
             replica.draining = True
+            self._known.set_draining(replica.name, True)
             if not replica.assigned:
                 self._end(now, replica)
 
     def _end(self, now: float, replica: _Replica) -> None:
         """Take a replica away; another one takes its place after a while."""
         replica.alive = False
-        self._replicas.remove(replica)
+        self._known.remove(replica.name)
+        self._replicas = {number: each for number, each in self._replicas.items() if each is not replica}
         self._count(replica, now)
         self._at(now + self.options.restart_seconds, self._start, replica.index)
 
     def _start(self, now: float, index: int) -> None:
         """Add a replica with an empty cache, and give it requests that nobody took."""
         self._changed[index] = now
-        self._replicas.append(_Replica(index, self._make(), now))
+        self._add(index, now)
         waiting, self._backlog = self._backlog, []
         for request in waiting:
             self._route(now, request)

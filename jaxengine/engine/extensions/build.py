@@ -78,6 +78,7 @@ class Extensions:
             "offload": "offload" in runner.extensions,
             "sessions": "offload" in runner.extensions,
             "kv_events": runner.config.publishes_kv_events,
+            "page_ages": runner.config.kv_cache_metrics,
             "kv_transfer": runner.config.hands_over_kv,
             "recording": "recording" in runner.extensions,
             "arrivals": runner.config.record_trace is not None,
@@ -375,6 +376,12 @@ def _kv_transfer(extensions: Extensions) -> LoopExtension:
     return KVTransfer(extensions._runner, cast("Offload", extensions.require("offload")))
 
 
+def _page_ages(_: Extensions) -> LoopExtension:
+    from jaxengine.engine.extensions.page_ages import PageAges
+
+    return PageAges()
+
+
 def _sessions(extensions: Extensions) -> LoopExtension:
     """Make the extension for sessions, whose pages host memory keeps."""
     from jaxengine.engine.extensions.sessions import Sessions
@@ -401,6 +408,7 @@ _MAKERS: dict[str, Callable[[Extensions], LoopExtension]] = {
     "kv_transfer": _kv_transfer,
     "logits_processors": _logits_processors,
     "offload": Extensions._offload,
+    "page_ages": _page_ages,
     "pictures": Extensions._pictures,
     "pooling": _pooling,
     "recording": _recording,

@@ -74,7 +74,8 @@ class Offload(LoopExtension):
         self.orders.store = self.tiers
 
     def poll(self) -> Events:
-        self._something.clear()
+        if self._something.is_set():
+            self._something.clear()
         self._check_generation()
         self._save()
         self.stores.keep()
@@ -183,6 +184,11 @@ class Offload(LoopExtension):
         """Dispatch copies of the pages that leave the pools. filled: also of pages that the newest step has filled."""
         if not self.orders.is_own:
             self.tiers.disk = None
+        for own in self.orders.ranks:
+            if own.pages.leaving or own.states.leaving or (filled and (own.pages.filled or own.states.filled)):
+                break
+        else:  # as in most steps
+            return
         for states in (False, True):
             ranks = []
             for rank in self.orders.ranks:

@@ -55,6 +55,7 @@ class Weights(Pauses):
         self.dozes = False
         self._orders = WeightOrders(self)
         self._durations = {name: Durations(_SLEEP_BOUNDS) for name in ("sleep", "wake")}
+        self._updates = Durations(_SLEEP_BOUNDS)
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
@@ -151,7 +152,9 @@ class Weights(Pauses):
             if request.weight_versions[-1][1] == num_output:
                 request.weight_versions.pop()
             request.weight_versions.append((version, num_output))
-        return WeightUpdate(version, new.num_leaves, new.num_bytes, new.seconds, time.monotonic() - start)
+        paused = time.monotonic() - start
+        self._updates.observe(new.seconds + paused)
+        return WeightUpdate(version, new.num_leaves, new.num_bytes, new.seconds, paused)
 
     @property
     def asleep(self) -> set[str]:
@@ -260,6 +263,7 @@ class Weights(Pauses):
             yield Gauge("vllm:engine_sleep_state", float(holds), {"sleep_state": name})
         for operation, durations in self._durations.items():
             yield durations.metric("vllm:sleep_mode_operation_duration_seconds", {"operation": operation})
+        yield self._updates.metric("vllm:rl_weight_update_operation_duration_seconds", {"operation": "update"})
 
     def status(self) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ by a server.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -54,10 +55,14 @@ async def run_lines(
 async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, Any]:
     """POST a request to the application; return (HTTP status, the answer's JSON value).
 
-    state: what the caller says of the request to the application's middleware, such as whose it is.
+    state: what the caller says of the request to the application's middleware, such as whose it is. The request's id
+    follows from the line's custom_id, so a line that is tried again gets the adapter of lora_routes that it had.
 
     An answer that is not JSON, such as embeddings as plain bytes, becomes an error with status 400.
     """
+    name = hashlib.sha256(line.custom_id.encode()).hexdigest()[:32].encode()
+    length = str(len(line.body)).encode()
+    headers = (b"content-type", b"application/json"), (b"content-length", length), (b"x-request-id", name)
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -68,7 +73,7 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
         "raw_path": line.url.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(line.body)).encode())],
+        "headers": [*headers],
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", 0),
         "state": dict(state),

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -113,9 +113,7 @@ def create_app(
         middleware.append(Middleware(CallerTraceMiddleware))
     if config.allowed_origins:
         # Outermost: a browser's preflight request has no key.
-        origins = list(config.allowed_origins)
-        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        middleware.insert(0, cors)
+        middleware.insert(0, Middleware(CORSMiddleware, **cors(config.allowed_origins)))
     # FastAPI's documentation pages load scripts from other hosts; ours is api_docs.
     app = FastAPI(
         title="jaxengine",
@@ -136,6 +134,11 @@ def create_app(
         all_routes += routes.routes
     document.install(app, all_routes)
     return app
+
+
+def cors(origins: Sequence[str]) -> dict[str, Any]:
+    """Return arguments of CORSMiddleware for calls from these origins."""
+    return {"allow_origins": [*origins], "allow_methods": ["*"], "allow_headers": ["*"]}
 
 
 def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: TrafficState) -> FastAPI:

@@ -15,7 +15,8 @@ import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 from ray.serve.exceptions import BackPressureError, RayServeException  # pyright: ignore[reportMissingImports]
-from starlette.types import Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.checkpoint.model_source import open_model
@@ -23,7 +24,7 @@ from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.requests.inputs import input_processor
 from jaxengine.requests.options import SESSION, session_key
 from jaxengine.scheduler.errors import OverloadedError
-from jaxengine.server.http.app import TrafficMiddleware, TrafficState
+from jaxengine.server.http.app import TrafficMiddleware, TrafficState, cors
 from jaxengine.server.http.arrival import LimitsMiddleware, Uploads, is_streamed
 from jaxengine.server.http.auth import given_key
 from jaxengine.server.http.errors import ApiError, as_api_error
@@ -103,7 +104,9 @@ class Front:
         self._routes, self._uploads = LoraRoutes.of(server), Uploads()
         limits = server.max_header_bytes, server.max_request_bytes, server.read_timeout
         inner = LimitsMiddleware(self._serve, *limits)
-        self.app = TrafficMiddleware(inner, TrafficState("ingress"), server.root_path.rstrip("/"))
+        self.app: ASGIApp = TrafficMiddleware(inner, TrafficState("ingress"), server.root_path.rstrip("/"))
+        if server.allowed_origins:
+            self.app = CORSMiddleware(self.app, **cors(server.allowed_origins))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by a replica, as an ASGI application without limits; refuse websockets. Raises ApiError if

@@ -33,6 +33,9 @@ from jaxengine.server.owned_ids import owned
 from jaxengine.server.ray.messages import Headers, Hint, Piece, decode_call, encode
 from jaxengine.server.ray.store import RayStore
 
+# Of a response that its reader has not taken yet.
+_MOST_MESSAGES = 64
+
 
 class Responder:
     """Answerer of requests by an HTTP application over an engine."""
@@ -60,7 +63,8 @@ class Responder:
             **{name: getattr(asked, name) for name in asked.__struct_fields__ if name not in ("body", "age")},
         }
         bodies = _bodies(asked.body, parts)
-        said, left = asyncio.Queue[Message | None](), asyncio.Event()
+        # Full: the application waits, and ends a stream that is not read for `stream_write_timeout`.
+        said, left = asyncio.Queue[Message | None](_MOST_MESSAGES), asyncio.Event()
 
         async def receive() -> Message:
             """Return the next message of the body, then wait for the caller to leave."""
@@ -72,14 +76,15 @@ class Responder:
         async def send(message: Message) -> None:
             """Queue a message of the response, unless the caller has left."""
             if not left.is_set():
-                said.put_nowait(message)
+                await said.put(message)
 
         async def run() -> None:
             """Run the application, and mark the end of what it sends."""
             try:
                 await self._app(scope, receive, send)
             finally:
-                said.put_nowait(None)
+                if not left.is_set():
+                    await said.put(None)
 
         work = asyncio.create_task(run())
         self._running.add(work)
@@ -93,6 +98,8 @@ class Responder:
         finally:
             # Not cancelled: it may have stored a response in the background and not begun it, or be loading an adapter.
             left.set()
+            while not said.empty():  # those who wait for room go on
+                said.get_nowait()
 
     def _ended(self, work: asyncio.Task[None]) -> None:
         """Forget work that has ended."""
@@ -123,7 +130,8 @@ class Replica(Responder):
             refuse_models_name(name, served_names(engine, server))
             await load_adapter(engine.utility, name, path)
         client = owned(traced(engine, server), server)
-        super().__init__(client, create_app(client, server, None if store is None else RayStore(store)))
+        apart = dataclasses.replace(server, allowed_origins=())  # the ingress tells browsers
+        super().__init__(client, create_app(client, apart, None if store is None else RayStore(store)))
         batches = BatchService(self._app, client, server).run() if server.enable_batch_api else None
         self._batches = None if batches is None else asyncio.create_task(batches)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,21 @@ from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
 )
 
 from jaxengine.server.ray.messages import Hint
-from jaxengine.server.routing import ReplicaState, choose
+from jaxengine.server.routing import Replicas
 
 # Pages that a replica is taken to have before it has published them: those of long prompts would fill the memory.
 _MOST_RECENT = 1 << 17
 
 
 class _Known:
-    """Record of what this process knows of a replica: a container of the digests of pages that it has.
+    """Record of what this process knows of a replica, whose pages it keeps in an index.
 
     Attributes:
-      adapters, weights, page_size, draining: as it published them last.
+      adapters, weights, page_size: as it published them last.
     """
 
-    def __init__(self):
+    def __init__(self, index: Replicas, name: str):
+        self.index, self.name = index, name
         self._stats: dict[str, Any] = {}
         self._published: set[int] = set()
         # Of prompts that were sent to it: until when they count, and their digests; how many of these prompts have each
@@ -37,10 +39,8 @@ class _Known:
         self._counts: Counter[int] = Counter()
         self._num_recent = 0
         self.adapters: dict[str, bytes] = {}
-        self.weights, self.page_size, self.draining = b"", 0, False
-
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._published or digest in self._counts
+        self.weights, self.page_size = b"", 0
+        index.add(name)
 
     def read(self, stats: dict[str, Any]) -> None:
         """Read what a replica has published, unless it was read before, and forget prompts of long ago."""
@@ -48,16 +48,20 @@ class _Known:
         if stats is self._stats or not stats:
             return
         self._stats = stats
-        self._published = set(np.frombuffer(stats["digests"], ">u8").tolist())
+        before, self._published = self._published, set(np.frombuffer(stats["digests"], ">u8").tolist())
+        self.index.learn(self.name, self._published)
+        self.index.forget(self.name, [digest for digest in before - self._published if digest not in self._counts])
         self.adapters = {name: bytes.fromhex(digest) for name, digest in stats["adapters"].items()}
         self.weights, self.page_size = bytes.fromhex(stats["weights"]), stats["page_size"]
-        self.draining = stats["draining"]
+        self.index.set_adapters(self.name, self.adapters)
+        self.index.set_draining(self.name, stats["draining"])
 
     def sent(self, digests: list[int], seconds: float) -> None:
         """Record a prompt that was sent to it, for so many seconds."""
         self._recent.append((time.monotonic() + seconds, digests))
         self._counts.update(digests)
         self._num_recent += len(digests)
+        self.index.learn(self.name, digests)
         self._forget()  # a replica that is the only one is sent prompts, and never read
 
     def _forget(self) -> None:
@@ -69,17 +73,22 @@ class _Known:
                 self._counts[digest] -= 1
                 if not self._counts[digest]:
                     del self._counts[digest]
+            gone = [each for each in digests if each not in self._counts and each not in self._published]
+            self.index.forget(self.name, gone)
 
 
 class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
     """Chooser of a replica for each call. Calls without a Hint go to the one with the shortest queue."""
 
     def initialize_state(self, *, imbalance: float = 8.0, period: float = 1.0) -> None:
-        """Store the settings. imbalance: as of `choose`. period: seconds between two publications of a replica."""
+        """Store the settings. imbalance: as of `Replicas.choose`. period: seconds between a replica's publications."""
         self._imbalance = imbalance
         # A prompt that was sent has been computed and published by then, or its pages are gone.
         self._recent_seconds = 10.0 + 3.0 * period
         self._known: dict[Any, _Known] = {}
+        self._index = Replicas()
+        self._candidates: list[RunningReplica] = []
+        self._by_number: dict[int, RunningReplica] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -90,25 +99,27 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
             pending_request.routing_context.should_backoff = True
         if hint is None or len(candidate_replicas) < 2:
             return [candidate_replicas]
-        for gone in self._known.keys() - self.curr_replicas.keys():
-            del self._known[gone]
-        known = [self._known.setdefault(each.replica_id, _Known()) for each in candidate_replicas]
-        for each, replica in zip(known, candidate_replicas, strict=True):
-            each.read(replica.routing_stats)
-        digests = self._digests(hint, known)
-        states = [
-            ReplicaState(
-                replica.replica_id.unique_id,
-                self.replica_queue_len_cache.get(replica.replica_id) or 0,
-                each,
-                each.adapters,
-                each.draining,
-            )
-            for each, replica in zip(known, candidate_replicas, strict=True)
-        ]
-        chosen = choose(digests, hint.session, hint.adapter, states, key=hint.key, imbalance=self._imbalance)
-        others = [each for index, each in enumerate(candidate_replicas) if index != chosen]
-        return [[candidate_replicas[chosen]], others]
+        self._update(candidate_replicas)
+        digests = self._digests(hint, self._known.values())
+        number = self._index.choose(digests, hint.session, hint.adapter, key=hint.key, imbalance=self._imbalance)
+        chosen = self._by_number[number]
+        return [[chosen], [each for each in candidate_replicas if each is not chosen]]
+
+    def _update(self, candidates: list[RunningReplica]) -> None:
+        """Make the index that of these replicas, with their queues now and what they have published."""
+        # Ray makes another list when replicas come, go or publish.
+        if candidates is not self._candidates:
+            names = {each.replica_id: each.replica_id.unique_id for each in candidates}
+            for gone in self._known.keys() - names.keys():
+                self._index.remove(self._known.pop(gone).name)
+            for new in names.keys() - self._known.keys():
+                self._known[new] = _Known(self._index, names[new])
+            for each in candidates:
+                self._known[each.replica_id].read(each.routing_stats)
+            self._candidates = candidates
+            self._by_number = {self._index.number(names[each.replica_id]): each for each in candidates}
+        length = self.replica_queue_len_cache.get
+        self._index.set_queues(list(self._by_number), [length(each.replica_id) or 0 for each in candidates])
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Record that a replica will soon have the pages of a prompt."""
@@ -116,7 +127,7 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
         if hint is not None and known is not None and (digests := self._digests(hint, [known])):
             known.sent(digests, self._recent_seconds)
 
-    def _digests(self, hint: Hint, known: list[_Known]) -> list[int]:
+    def _digests(self, hint: Hint, known: Iterable[_Known]) -> list[int]:
         """Return a prompt's digests, of the adapter and weights that the first of the replicas has that has the
         adapter; [] if none has it.
         """

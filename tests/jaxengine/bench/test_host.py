@@ -8,6 +8,7 @@ import pytest
 
 from jaxengine.bench import host
 from jaxengine.commands.cli import main
+from jaxengine.engine.extensions.offload import Offload
 from jaxengine.scheduler.scheduler import Scheduler
 
 
@@ -106,3 +107,11 @@ def test_requests_of_one_token_are_refused_for_they_never_decode(capsys):
     assert "allowed is 2 or more" in capsys.readouterr().err
     with pytest.raises(ValueError, match="turnover 1: 0, or 2 or more"):
         host.measure(1, 1, turnover=1)
+
+
+def test_a_tier_takes_turns_with_none(monkeypatch):
+    polls, poll = [], Offload.poll
+    monkeypatch.setattr(Offload, "poll", lambda self: polls.append(self) or poll(self))
+    result = host.measure(4, 20, rounds=2, offload=True)
+    assert len(polls) >= 40 and len(set(polls)) == 1 and not polls[0].stores.is_busy
+    assert result["over_without"] > 0.1

@@ -123,7 +123,8 @@ def addresses(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(tiny_options, addresses):
     config = {"enable_kv_cache_events": True, "endpoint": addresses[0], "replay_endpoint": addresses[1]}
-    with LLM(**tiny_options | {"kv_events_config": config | {"topic": "kv@pod@tiny"}}) as llm:
+    ages = {"kv_cache_metrics": True, "kv_cache_metrics_sample": 1.0}
+    with LLM(**tiny_options | {"kv_events_config": config | {"topic": "kv@pod@tiny"}} | ages) as llm:
         yield llm
 
 
@@ -160,15 +161,28 @@ def test_who_follows_the_events_knows_the_pool(llm, addresses):
     follower.close()
 
 
+def ages_of(llm) -> dict[str, Any]:
+    found = {each.name: each for each in llm.get_metrics()}
+    return {name: found[f"vllm:kv_block_{name}_seconds"] for name in ("lifetime", "idle_before_evict", "reuse_gap")}
+
+
 def test_pages_that_make_room_are_removed(llm, addresses):
     follower = Follower(*addresses)
     follower.catch_up()
     pool, params = llm.core.engine.scheduler.ranks[0].pool, SamplingParams(max_tokens=1)
-    seen = []
+    before = ages_of(llm)
+    seen, repeated = [], {"prompt_token_ids": list(range(100, 109))}
+    for _ in range(3):
+        llm.generate([repeated], params, use_tqdm=False)
     for index in range(2 * pool.num_pages // 20):
         llm.generate([{"prompt_token_ids": [(index * 7 + at) % 128 for at in range(80)]}], params, use_tqdm=False)
         seen += follower.catch_up()
-    assert any(isinstance(each, BlockRemoved) for each in seen)
+    removed = sum(len(each.block_hashes) for each in seen if isinstance(each, BlockRemoved))
+    after = ages_of(llm)
+    counts = {name: each.count - before[name].count for name, each in after.items()}
+    # Two requests after the first have found the same two pages.
+    assert counts == {"lifetime": removed, "idle_before_evict": removed, "reuse_gap": 2} and removed
+    assert after["lifetime"].sum > after["idle_before_evict"].sum > 0
     assert {page for page, _ in follower.pages} == {int.from_bytes(each[-8:], "big") for each in pool._page_of}
     follower.close()
 
@@ -202,3 +216,8 @@ def test_options_that_publish_nothing():
     with pytest.raises(ConfigError, match="enable_prefix_caching is off"):
         config = {"enable_kv_cache_events": True}
         LLM(**TINY_OPTIONS, kv_events_config=config, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="kv_cache_metrics is given, but enable_prefix_caching is off"):
+        LLM(**TINY_OPTIONS, kv_cache_metrics=True, enable_prefix_caching=False)
+    for sample in (0, 1.5, -1, float("nan")):
+        with pytest.raises(ConfigError, match="kv_cache_metrics_sample"):
+            EngineConfig.from_options(kv_cache_metrics_sample=sample)

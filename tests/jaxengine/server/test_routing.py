@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections import Counter, OrderedDict
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.engine.prefixes import known_prefixes
 from jaxengine.server.lora_routes import LoraRoutes, route_key
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.routing import ReplicaState, choose, prompt_digests
+from jaxengine.server.routing import Replicas, prompt_digests
+from tests.jaxengine.server.plain_routing import ReplicaState, choose, index_of, plain_choice
 from tests.tables import each_row
 
 A, B, C = (ReplicaState(name) for name in "abc")
@@ -47,6 +52,54 @@ def test_a_replica_is_chosen_by(digests, adapter, replicas, chosen):
 def test_there_must_be_replicas():
     with pytest.raises(ValueError, match="no replicas"):
         choose([], None, None, [])
+
+
+def test_the_index_chooses_as_the_plain_form():
+    """While requests come and end, pages come and go, and replicas load adapters, drain, die and return."""
+    draw, index, states = random.Random(0), Replicas(), dict[str, ReplicaState]()
+    chosen = Counter()
+
+    def change(name: str, **new) -> None:
+        states[name] = dataclasses.replace(states[name], **new)
+
+    for time in range(2000):
+        event, name = draw.random(), f"r{draw.randrange(24)}"
+        if name not in states:
+            if event < 0.3 or not states:
+                index.add(name)
+                states[name] = ReplicaState(name)
+        elif event < 0.02:
+            index.remove(name)
+            del states[name]
+        elif event < 0.06:
+            change(name, draining=not states[name].draining)
+            index.set_draining(name, states[name].draining)
+        elif event < 0.1:
+            change(name, adapters=dict.fromkeys(draw.sample("xyz", draw.randrange(3)), b""))
+            index.set_adapters(name, states[name].adapters)
+        elif event < 0.3:
+            gone = set(draw.sample(sorted(states[name].digests), len(states[name].digests) // 2))
+            change(name, digests=states[name].digests - gone)
+            index.forget(name, [*gone, -time])
+        elif event < 0.6:
+            change(name, queue=max(0, states[name].queue + draw.randrange(-4, 3)))
+            index.set_queue(name, states[name].queue)
+        digests = [draw.randrange(4) * 100 + page for page in range(draw.randrange(8))]
+        session, adapter = draw.choice((None, None, "s1", "s2")), draw.choice((None, None, "x", "y"))
+        options = {"key": str(time), "imbalance": draw.choice((0.0, 2.5, 8.0))}
+        replicas = list(states.values())
+        found = index.choose(digests, session, adapter, **options)
+        expected = replicas[plain_choice(digests, session, adapter, replicas, **options)].name
+        assert found == index.number(expected), time
+        if event > 0.4:
+            change(expected, digests=states[expected].digests | set(digests))
+            index.learn(expected, digests)
+        assert len(index) == len(states) and index.known(expected) == states[expected].digests
+        chosen[expected] += 1
+    assert len(chosen) == 24
+    for name in list(states):
+        index.remove(name)
+    assert not index._holders and not index._adapters and not len(index)
 
 
 def test_a_conversation_stays_while_replicas_come_and_go():
@@ -99,9 +152,16 @@ def test_prefixes_are_found_where_they_are():
                 queues[done] = max(0, queues[done] - (draw.random() < 0.24))
         return hits / number, longest
 
+    index = index_of([ReplicaState(f"r{number}") for number in range(4)])
+
     def affinity(time, prefix, queues, caches):
-        states = [ReplicaState(f"r{index}", queues[index], set(caches[index])) for index in range(4)]
-        return choose([prefix], None, None, states, key=str(time))
+        for number, queue in enumerate(queues):
+            index.set_queue(f"r{number}", queue)
+        chosen = index.choose([prefix], None, None, key=str(time))
+        held = set(caches[chosen]) | {prefix}
+        index.learn(f"r{chosen}", held)
+        index.forget(f"r{chosen}", index.known(f"r{chosen}") - held)
+        return chosen
 
     rate, longest = run(affinity)
     others = run(lambda time, *_: time % 4), run(lambda time, prefix, queues, _: queues.index(min(queues)))
@@ -130,6 +190,17 @@ def test_digests_are_the_engines(make_llm):
     lowest = max(each & -each for each in fewer)
     mask = min(each & -each for each in fewer) - 1
     assert lowest and set(fewer) == {each for each in published if not each & mask}
+
+
+def test_pages_of_several_replicas_are_published_once():
+    """Data-parallel replicas have the same pages, and so have cache groups."""
+    keys = [bytes(28) + number.to_bytes(4, "big") for number in range(1, 65)]
+    pool = SimpleNamespace(digests=[*keys, *(key + b"1" for key in keys)])
+    rank = SimpleNamespace(pool=pool, weights_digest=b"")
+    scheduler, extensions = SimpleNamespace(ranks=[rank] * 2), SimpleNamespace(by_name={})
+    engine: Any = SimpleNamespace(scheduler=scheduler, extensions=extensions)
+    for size, count in ((512, 64), (504, 32)):
+        assert len(known_prefixes(engine, size)["digests"]) == 16 * count
 
 
 ROUTES = {"acme": [["v1", 0.9], ["v2", 0.1]], "one": [["v3", 5]]}

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxengine.commands.cli import main
-from jaxengine.server.routing import ReplicaState, choose
 from jaxengine.simulate.costs import HostCosts
 from jaxengine.simulate.fleet import ROUTERS, FleetOptions
 from jaxengine.simulate.setup import open_setup
 from jaxengine.simulate.synthetic import synthetic
+from tests.jaxengine.server.plain_routing import ReplicaState, choose, index_of
 
 OPTIONS = {"model": "smollm2-135m", "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 2048}
 
@@ -102,7 +100,9 @@ def test_the_cheapest_replica_is_chosen():
 
 
 def test_simple_routers_take_turns():
-    replicas: Any = [SimpleNamespace(queue=queue, draining=queue == 7) for queue in (0, 7, 0, 1)]
+    replicas = index_of(
+        [ReplicaState(f"{place}", queue, draining=queue == 7) for place, queue in enumerate((0, 7, 0, 1))]
+    )
     chosen = []
     for name in ("round_robin", "least_load"):
         router = ROUTERS[name]()

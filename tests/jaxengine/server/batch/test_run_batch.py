@@ -16,9 +16,12 @@ from jaxengine.api import async_llm
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.commands.cli import main
 from jaxengine.config.errors import ConfigError
-from jaxengine.server.batch.lines import read_lines
+from jaxengine.server.batch.lines import BatchLine, read_lines
 from jaxengine.server.batch.results import Results
 from jaxengine.server.batch.run import call, run_lines
+from jaxengine.server.http.app import TrafficMiddleware, TrafficState
+from jaxengine.server.lora_routes import ROUTE_KEY, LoraRoutes
+from jaxengine.server.options import ServerConfig
 from tests.tables import each_row
 
 CHAT = "/v1/chat/completions"
@@ -108,6 +111,21 @@ def run_some(app: FakeApp, lines: Any, results: Results, limit: int = 99) -> Non
 
     left = [line for line in lines if line.custom_id not in results.known]
     asyncio.run(run_lines(partial(call, app), left, results, 2, healthy, done))
+
+
+def test_a_line_that_runs_again_gets_the_same_adapter(tmp_path):
+    """lora_routes choose by what the request is called, and a line is called after its custom_id."""
+    routes = LoraRoutes.of(ServerConfig(lora_routes='{"ab": [["a", 1], ["b", 1]]}'))
+    chosen = list[str]()
+
+    async def app(scope, receive, send) -> None:
+        chosen.append(routes.pick("ab", ROUTE_KEY.get()))
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    lines = [BatchLine(number, f"é{number}", "/v1/completions", b"{}") for number in range(20)]
+    for line in (*lines, *lines):
+        asyncio.run(call(TrafficMiddleware(app, TrafficState(), ""), line))
+    assert chosen[:20] == chosen[20:] and set(chosen) == {"a", "b"}
 
 
 def test_results_are_in_order_and_say_what_failed(tmp_path):

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
@@ -16,12 +18,13 @@ from jaxengine.config.errors import ConfigError  # noqa: E402
 from jaxengine.server.http.app import create_app  # noqa: E402
 from jaxengine.server.keys import NO_KEY  # noqa: E402
 from jaxengine.server.options import MIB, ServerConfig  # noqa: E402
-from jaxengine.server.ray import ingress, request_router  # noqa: E402
+from jaxengine.server.ray import ingress, messages, request_router  # noqa: E402
 from jaxengine.server.ray.ingress import Front  # noqa: E402
 from jaxengine.server.ray.messages import Hint  # noqa: E402
 from jaxengine.server.ray.prompts import PromptReader  # noqa: E402
 from jaxengine.server.ray.replica import Responder  # noqa: E402
 from jaxengine.server.ray_serve import app  # noqa: E402
+from jaxengine.server.routing import Replicas, prompt_digests  # noqa: E402
 from jaxengine.server.stored.records import StoreBounds  # noqa: E402
 from jaxengine.server.stored.store import ResponseStore  # noqa: E402
 from tests.jaxengine.server.asgi_client import Connection, http_client  # noqa: E402
@@ -95,7 +98,8 @@ def make_front(chat_engine):
     def make(*, engine=None, reads=False, num_attempts=3, **options):
         server = ServerConfig(served_model_name=("tiny",), **options)
         engine = ScriptedEngine(chat_engine, TEXT) if engine is None else engine
-        handle = Handle(Responder(engine, create_app(engine, server)))
+        apart = dataclasses.replace(server, allowed_origins=())
+        handle = Handle(Responder(engine, create_app(engine, apart)))
         inputs = copy.copy(chat_engine.inputs)
         inputs.config = dataclasses.replace(inputs.config, enable_lora=True)
         reader = PromptReader(inputs, server) if reads else None
@@ -140,6 +144,20 @@ def _into(said):
         said.append(message)
 
     return send
+
+
+async def test_browsers_may_read_errors_of_an_ingress(make_front):
+    client, handle, _ = make_front(allowed_origins=("https://a.example",))
+    headers = {"Origin": "https://a.example"}
+    asked = await client.options("/v1/completions", headers={**headers, "Access-Control-Request-Method": "POST"})
+    assert asked.status_code == 200 and not handle.hints
+    handle.faults = [(0, LOST)] * 3
+    for status in (503, 200):
+        found = await client.post("/v1/completions", json=BODY, headers=headers)
+        assert found.status_code == status
+        assert found.headers.get_list("access-control-allow-origin") == ["https://a.example"]
+    other = await client.post("/v1/completions", json=BODY, headers={"Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers
 
 
 class Slow(ScriptedEngine):
@@ -308,10 +326,89 @@ async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
 
 def test_pages_that_a_replica_may_have_are_forgotten():
     """Also of a replica that is alone, whose state nobody reads."""
-    known = request_router._Known()
+    known = request_router._Known(index := Replicas(), "r")
     for number in range(40):
         known.sent(list(range(number, number + 8192)), 60.0)
-    assert 8230 in known and 0 not in known and known._num_recent <= request_router._MOST_RECENT
+    assert {8230} == index.known("r") & {0, 8230} and known._num_recent <= request_router._MOST_RECENT
+    late = 1 << 40
+    for digests in ([7, 8230, late], [8230, late], []):  # those that were sent stay
+        known.read(stats_of(digests))
+        assert {7, 8230, late} & index.known("r") == {8230, *digests}
+
+
+def stats_of(digests=(), **changed):
+    """What a replica publishes."""
+    raw = np.array(digests, ">u8").tobytes()
+    return {"digests": raw, "adapters": {}, "weights": "", "page_size": 4, "draining": False, **changed}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaName:
+    unique_id: str
+
+
+def candidate(name, *digests, **changed):
+    return SimpleNamespace(replica_id=ReplicaName(name), routing_stats=stats_of(digests, **changed))
+
+
+async def test_rays_router_keeps_an_index():
+    """Replicas publish, are busy, are sent prompts, go, drain and load adapters."""
+    queues: dict[ReplicaName, int] = {}
+
+    class Router(request_router.Router):
+        replica_queue_len_cache = SimpleNamespace(get=queues.get)
+
+        def __init__(self):
+            self.initialize_state()
+
+    router, prompt = Router(), list(range(40))
+
+    async def chosen(replicas, **hint):
+        pending = SimpleNamespace(args=[Hint("k", **hint)], routing_context=SimpleNamespace())
+        (first,), rest = await router.choose_replicas(replicas, pending)
+        assert len(rest) == len(replicas) - 1 and first not in rest
+        router.on_request_routed(pending, first.replica_id, None)
+        return first.replica_id.unique_id
+
+    three = [candidate("a"), candidate("b", prompt_digests(prompt, 4)[-1]), candidate("c")]
+    assert await chosen(three, token_ids=prompt) == "b"
+    queues[ReplicaName("b")] = 99
+    second = await chosen(three, token_ids=prompt)
+    assert second != "b"
+    two = [each for each in three if each.replica_id.unique_id != second]
+    assert await chosen(two, token_ids=prompt) != "b" and len(router._index) == 2
+    queues.clear()
+    draining = [candidate(each, draining=each == "b") for each in "abc"]
+    assert await chosen(draining, token_ids=prompt) not in ("b", second)  # that has come anew, and knows nothing
+    loaded = [candidate(each, adapters={"x": "01"} if each == "c" else {}) for each in "abc"]
+    assert await chosen(loaded, adapter="x") == "c"
+
+
+async def test_a_response_that_is_not_read_makes_the_application_wait():
+    count, is_over = 0, asyncio.Event()
+
+    async def endless(scope, receive, send):
+        nonlocal count
+        await receive()
+        leaving = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not leaving.done() and count < 10_000:
+            count += 1
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        is_over.set()
+
+    call = messages.HttpCall("GET", "/", b"/", b"", [])
+    pieces = Responder(SimpleNamespace(errored=False), endless).respond(Hint(), messages.encode(call))
+    async with asyncio.timeout(10):
+        await anext(pieces)
+        for least in (60, 120):
+            while count < least:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            assert count < least + 80
+            await anext(pieces)
+        await pieces.aclose()
+        await is_over.wait()
 
 
 def test_a_body_is_not_built_before_its_limits_are_checked():

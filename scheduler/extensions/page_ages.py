@@ -1,0 +1,98 @@
+"""Ages of pages: how long a sample of those that can be found stays, and when requests find them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from jaxengine.scheduler.extension import RankExtension
+from jaxengine.scheduler.pages.snapshots import Hits
+from jaxengine.scheduler.rank import Rank
+from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.scheduler_extension import SchedulerExtension
+
+NAME = "page_ages"
+# Last times at which a page was found, as many as vLLM keeps.
+_MOST_TIMES = 4
+
+
+@dataclass(frozen=True)
+class PageAgeOptions:
+    """Options of page ages. sample: share of the pages that are observed, above 0."""
+
+    sample: float
+
+    def extension(self) -> PageAges:
+        return PageAges(self.sample)
+
+
+@dataclass
+class PageAge:
+    """Age of a page that can be found. Times are of time.monotonic.
+
+    Attributes:
+      digest: the key by which it is found.
+      filled: when it could be found first.
+      found: when requests began with it, the last times.
+    """
+
+    digest: bytes
+    filled: float
+    found: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+
+
+class PageAges(SchedulerExtension):
+    """Scheduler extension with the ages of each replica's pages.
+
+    Attributes:
+      evicted: called with the time and the age of a page that gives way to another one.
+    """
+
+    name: ClassVar[str] = NAME
+    ranks: Sequence[RankAges] = ()
+
+    def __init__(self, sample: float):
+        self.sample = sample
+        self.evicted: Callable[[float, PageAge], None] = lambda now, page: None
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = [RankAges(self, rank) for rank in ranks]
+
+
+class RankAges(RankExtension):
+    """Listener of one replica's pages.
+
+    Attributes:
+      ages: of the observed pages, by their number.
+    """
+
+    def __init__(self, parent: PageAges, rank: Rank):
+        self.ages: dict[int, PageAge] = {}
+        self._parent, self._draw = parent, random.Random(rank.index)
+        rank.pool.listeners.append(self)
+
+    def registered(self, digest: bytes, page: int) -> None:
+        if self._draw.random() < self._parent.sample:
+            self.ages[page] = PageAge(digest, time.monotonic())
+
+    def dropped(self, digest: bytes) -> None:
+        for page in [page for page, age in self.ages.items() if age.digest == digest]:
+            del self.ages[page]
+
+    def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        now = time.monotonic()
+        for page in pages:
+            if (age := self.ages.pop(page, None)) is not None:
+                self._parent.evicted(now, age)
+
+    def forgotten(self) -> None:
+        self.ages.clear()
+
+    def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        now = time.monotonic()
+        for page in (page for group in hits.pages for page in group.tolist() if page in self.ages):
+            self.ages[page].found.append(now)
