@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Output tokens of a load: steps of each decode shape.
 _STEPS = 24
 _PROMPT = 32
-# Options that say nothing of a step, or that nobody else should read.
+# Options that do not change a step's costs, or that must not be published.
 _LEFT_OUT = (
     "record_trace",
     "hf_token",
@@ -47,10 +47,11 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step as the simulator ran it and as the engine took it.
+    """A step with its times.
 
     Attributes:
-      seconds: on the device, as the host saw it.
+      step: as the simulator ran it.
+      seconds: on the device, as the host measured it.
       dispatch, after: the host's, as of HostCosts; after is None for the last step.
     """
 
