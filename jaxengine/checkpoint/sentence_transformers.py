@@ -147,6 +147,9 @@ def _read_dense(folder: Path, path: str) -> Dense:
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Read (texts that are prepended to inputs, by name; name of the default one, None without one). Raises
+    ModelFileError.
+    """
     raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
     # PyLate's names for what it prepends.
@@ -163,8 +166,7 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def _read_input(folder: Path) -> tuple[int | None, bool]:
-    """Read the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises
-    ModelFileError."""
+    """Read (limit of the input in tokens, None without one; whether texts are lower-cased). Raises ModelFileError."""
     file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
     raw: dict[str, Any] = read_object(folder, file) or {}
     longest, lower = raw.get("max_seq_length"), raw.get("do_lower_case")
