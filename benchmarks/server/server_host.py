@@ -160,6 +160,7 @@ def engine(**job: Any) -> None:
 
 
 def _serve_until_input_ends(core: EngineCore, address: str) -> None:
+    """Serve an engine at a ZeroMQ address, after printing "serving", until standard input ends."""
     server = EngineServer(core, address, ServerConfig(max_num_queued_reqs=4096), lambda event: None)
 
     def stop_with_input() -> None:
@@ -177,6 +178,7 @@ def api(address: str, **_: Any) -> None:
 
 
 async def _serve_http(address: str) -> None:
+    """Serve HTTP for the engine at `address`, after printing the port, until standard input ends."""
     config = ServerConfig(max_num_queued_reqs=4096)
     remote = await RemoteEngine.connect(address, config)
     options = uvicorn.Config(create_app(remote, config), port=0, http="h11", access_log=False, log_level="warning")

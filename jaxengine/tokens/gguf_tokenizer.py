@@ -77,7 +77,7 @@ class _Metadata:
 
 
 def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
-    """Build the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it asks for.
+    """Build the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it requests.
 
     values: the file's metadata by key. path: of the file, for errors.
 

@@ -1,7 +1,7 @@
 """Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or a vocabulary alone, and related files.
 
 Vocabularies that are read alone are BERT's vocab.txt, SentencePiece's tokenizer.model and tiktoken's ranks. The files
-are only data: code that they name (auto_map) is not run, and classes (tokenizer_class) only tell vocabularies apart.
+are only data: code that they name (auto_map) is not run, and classes (tokenizer_class) only distinguish vocabularies.
 """
 
 from __future__ import annotations
