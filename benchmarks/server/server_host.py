@@ -105,7 +105,9 @@ class TimedRunner(FreeRunner):
         return pending
 
     def costs(self, rows: int) -> dict[str, float]:
-        """Return the median of each of FIGURES, in microseconds, over the steps in which `rows` sequences decode."""
+        """Return the median of each of FIGURES, in microseconds, over the steps in which `rows` sequences decode, and
+        the number of these as "steps".
+        """
         steps = [
             np.subtract(late.seconds, early.seconds)
             for early, late in zip(self.marks, self.marks[1:], strict=False)

@@ -61,7 +61,9 @@ class Shapes:
 
 
 def needs_of(steps: Sequence[StepTime]) -> Needs:
-    """Return what steps need of their buckets."""
+    """Count steps by the size that they need: the most rows of a replica in decode steps, and in others the most tokens,
+    of which a bucket has one more than rows at least.
+    """
     decode, mixed = Counter[int](), Counter[int]()
     for step in steps:
         if step.bucket.decode_only:

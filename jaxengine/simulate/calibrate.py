@@ -271,7 +271,11 @@ def _host(measured: Sequence[MeasuredStep]) -> HostCosts:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return a constant and a slope, neither negative, by the medians of each abscissa."""
+    """Fit seconds = constant + slope * rows to points (rows, seconds); return (constant, slope), neither negative.
+
+    The line is fitted to the median of each number of rows, by least squares weighted by the number of points. Where it
+    would have a negative part, the constant is the weighted mean and the slope 0. (0, 0) without points.
+    """
     by_rows: dict[int, list[float]] = defaultdict(list)
     for rows, seconds in points:
         by_rows[rows].append(seconds)

@@ -109,7 +109,10 @@ class SimulatedRunner:
         self._due += seconds
 
     def execute(self, step: StepInput) -> SimulatedStep:
-        """Dispatch a step: each stage computes it when it is free and the stage before is done."""
+        """Dispatch a step and return it, with its tokens; the clock goes on by the host's work until then.
+
+        Each stage computes the step as soon as it is free and the stage before is done.
+        """
         scheduler, layout = self.scheduler, self.packer.layouts[step.bucket]
         assert scheduler is not None
         pending = SimulatedStep(self, np.ones((self.num_ranks, layout.num_seqs), np.int32))
