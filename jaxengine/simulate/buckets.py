@@ -61,8 +61,8 @@ class Shapes:
 
 
 def needs_of(steps: Sequence[StepTime]) -> Needs:
-    """Count steps by the size that they need: the most rows of a replica in decode steps, and in others the most tokens,
-    of which a bucket has one more than rows at least.
+    """Count steps by the size that they need: in decode steps the most rows of a replica; in others the most tokens,
+    and at least one more than rows.
     """
     decode, mixed = Counter[int](), Counter[int]()
     for step in steps:
