@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-START_S = 60.0  # that a process may take until it has something to say
+START_S = 60.0  # that a process may take until its first result
 
 
 def command(function: Callable[..., Any] | str, **arguments: Any) -> list[str]:

@@ -27,7 +27,7 @@ class Recorder:
 
     Attributes:
       rows: rows added so far, in order.
-      notes: further entries of the file, beside the rows.
+      notes: further entries of the file, in addition to the rows.
       deadline: `time.monotonic()` after which `measure` begins no further row.
       describe: returns a description of the machine on which the rows are measured.
       failed: whether a row's `kept` is False.
@@ -53,6 +53,7 @@ class Recorder:
 
     @property
     def failed(self) -> bool:
+        """Whether a row says that a limit was not kept."""
         return any(row.get("kept") is False for row in self.rows)
 
     @property

@@ -8,9 +8,8 @@ every command runs the copy:
 
     jaxengine serve COPY --plugin examples/custom_model.py
 
-A family that differs more overrides more: the reading of config.json,
-the layers, the whole forward pass. models/families has examples, and CONTRIBUTING.md describes how to add one for
-everybody.
+A family that differs more overrides more: the reading of config.json, the layers, the whole forward pass.
+models/families has examples, and CONTRIBUTING.md describes how to add one for everybody.
 """
 
 import json
@@ -34,12 +33,12 @@ class CappedLlamaForCausalLM(LlamaForCausalLM):
     gguf_architecture = None  # has no GGUF files
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] -> f32[R, V]"""
+        """Return capped logits f32[R, V] of hidden states [R, D]."""
         return CAP * jnp.tanh(super().logits(hidden) / CAP)
 
 
 def checkpoint_of(folder: Path, architecture: str, target: Path) -> Path:
-    """A copy of `folder` at `target`, with another architecture in its config.json."""
+    """Copy `folder` to `target`, with another architecture in its config.json; return `target`."""
     shutil.copytree(folder, target, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
@@ -47,7 +46,7 @@ def checkpoint_of(folder: Path, architecture: str, target: Path) -> Path:
 
 
 def describe(model: Path) -> str:
-    """Greedy tokens and their log-probabilities."""
+    """Return a text with the model's greedy tokens and their log-probabilities."""
     # One short prompt: few shapes, and enforce_eager compiles each when it first occurs.
     options = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 8, "num_gpu_blocks_override": 8}
     options |= {"skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": True}

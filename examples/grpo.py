@@ -25,14 +25,15 @@ OPTIONS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16, "max_num
 
 
 def reward(output):
-    """Share of the characters that are digits; 0 for an empty answer."""
+    """Return the share of digits among the characters of an output; 0 for an empty one."""
     return sum(letter.isdigit() for letter in output.text) / max(len(output.text), 1)
 
 
 def rows_of(outputs, width):
-    """Prompts with their answers as tokens, and by place of the token before: which are answers, and how likely.
+    """Return tokens i32[B, width] of prompts with their answers, -1 after the end; and, at the index of the token
+    before, f32[B, width - 1] each, 1 for a token of the answer and its log-probability, 0 for all others.
 
-    Each is [B, width]; tokens after the end are -1.
+    outputs: pairs of a prompt's token ids and a CompletionOutput.
     """
     tokens = np.full((len(outputs), width), -1, np.int32)
     is_answer, likely = np.zeros((2, len(outputs), width - 1), np.float32)
@@ -51,7 +52,9 @@ def advantages(rewards):
 
 
 def split(model, layers):
-    """The trained weights, those of the last layers, and a function that gives the whole tree of them."""
+    """Return the weights of the last layers, by their index among all, and a function from such weights to the whole
+    tree.
+    """
     paths, tree = jax.tree_util.tree_flatten_with_path(model.params)
     names = [f"['layers'][{number}]" for number in range(model.config.num_layers)][-layers:]
     chosen = {place for place, (path, _) in enumerate(paths) if jax.tree_util.keystr(path).startswith(tuple(names))}
@@ -64,7 +67,12 @@ def split(model, layers):
 
 
 def train(llm, model, prompts, reward, *, steps, group=8, max_tokens=12, layers=LAYERS, rate=RATE, seed=0):
-    """Train, and yield of each step the mean reward, a row of the answers, and how far trainer and engine differ."""
+    """Train, and yield after each step its mean reward, one of its answers, and the largest difference between the
+    log-probabilities of trainer and engine.
+
+    reward: maps a CompletionOutput to a number. group: answers for each prompt. layers: how many of the last ones are
+    trained. rate: learning rate. The engine `llm` gets the new weights after each step.
+    """
     trained, whole = split(model, layers)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     state = optimizer.init(trained)

@@ -27,7 +27,9 @@ OPTIONS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16, "max_num
 
 
 class Reward:
-    """Share of the characters that are digits; 0 for an empty answer. `__name__` is what Tunix logs."""
+    """Reward function: share of digits among the characters of an answer, 0 for an empty one. `__name__` is what Tunix
+    logs.
+    """
 
     __name__ = "digits"
 
@@ -42,7 +44,7 @@ class Reward:
 
 
 def learner(llm, model, tokenizer, reward, steps, seed=0):
-    """Tunix's learner over an engine. model: trained in its last layers; tokenizer: of transformers."""
+    """Return Tunix's learner over an engine. model: its last layers are trained. tokenizer: transformers' object."""
     first = model.config.num_layers - LAYERS
     actor = TunixModel(model.module, is_trained=lambda path: path[0] == "layers" and path[1] >= first)
     mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))

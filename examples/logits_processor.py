@@ -15,13 +15,14 @@ from jaxengine import LLM, Column, LogitsProcessor, SamplingParams
 
 
 class MaxRepeats(LogitsProcessor):
-    """Forbids tokens that are in the output max_repeats times."""
+    """Logits processor that forbids tokens which the output already has max_repeats times."""
 
     columns = {"max_repeats": Column(0, "times that a token may occur in the output; 0 for no limit", low=0, high=1000)}
     uses_counts = True
 
     @staticmethod
     def process(logits, columns, vocab):
+        """Return logits f32[S, C] with -inf for forbidden tokens."""
         limit = columns["max_repeats"]
         return jnp.where((limit > 0) & (vocab.output_counts >= limit), -jnp.inf, logits)
 

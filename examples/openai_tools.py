@@ -28,7 +28,7 @@ WEATHER = {
 
 
 def get_weather(city: str) -> str:
-    """What the tool says; a real one would ask somebody."""
+    """Return the tool's result, which a real tool would look up."""
     return f"It is sunny in {city}, 24 degrees."
 
 

@@ -26,7 +26,7 @@ llm = LLM(*sys.argv[1:])
 
 
 def ask(prompt: str, **form) -> str:
-    """One answer of this form; form: a field of StructuredOutputsParams."""
+    """Return an answer of a form. form: a field of StructuredOutputsParams."""
     params = SamplingParams(temperature=0.0, max_tokens=96, structured_outputs=StructuredOutputsParams(**form))
     (output,) = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
     return output.outputs[0].text

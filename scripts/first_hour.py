@@ -1,4 +1,4 @@
-"""What a user of vLLM types in the first hour, and what happens: rows that are run, and the table of what they gave.
+"""What a user of vLLM types in the first hour, and what happens: rows that are run, and the table of their results.
 
 Each row is code or a command line. A command is read and settled as the command does it; `LLM(...)` goes as far as an
 engine does before it loads weights: options, model folder, tokenizer, sizes. `llm` is an engine that runs. Nothing in
@@ -136,6 +136,7 @@ def placed(text: str, rows: str) -> str:
 
 
 def _write_files(folder: Path) -> None:
+    """Write the models and the options file that the rows name."""
     words = WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
     for name in ("model", "without-tokenizer", "xverse"):
         shutil.copytree(CHECKPOINT, folder / name)
@@ -148,6 +149,7 @@ def _write_files(folder: Path) -> None:
 
 
 def _happens(row: str, llm: LLM) -> str:
+    """Run a row; return its result or error, and what was logged, as text of a table's cell."""
     with _said() as said:
         try:
             result = _command(row) if row.startswith("jaxengine ") else _python(row, llm)
@@ -183,6 +185,7 @@ def _python(row: str, llm: LLM) -> str:
 
 
 def _settled(model: Any, **options: Any) -> str:
+    """Do what `LLM(model, **options)` does before it loads weights; return the options other than the defaults."""
     config = EngineConfig.from_options(model=model, **options)
     source = open_model(config)
     try:
@@ -194,6 +197,7 @@ def _settled(model: Any, **options: Any) -> str:
 
 
 def _command(row: str) -> str:
+    """Parse a command line; return the engine and server options that differ from the defaults."""
     parser = build_parser()
     args = parser.parse_args(with_config_file(shlex.split(row)[1:], parser))
     engine = EngineConfig.from_options(**given_options(args, EngineConfig))
@@ -205,6 +209,7 @@ def _command(row: str) -> str:
 
 
 def _differences(config: Any, usual: Any, prefix: str = "") -> str:
+    """Return the fields of a dataclass, nested ones included, that differ from `usual`; "works" if none do."""
     changed = []
     for field in dataclasses.fields(config):
         value, before = getattr(config, field.name), getattr(usual, field.name)

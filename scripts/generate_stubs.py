@@ -1,4 +1,4 @@
-"""Writes the Python stubs of jaxengine/server/grpc/*.proto beside them: `python scripts/generate_stubs.py`.
+"""Writes the Python stubs of jaxengine/server/grpc/*.proto into the same folder: `python scripts/generate_stubs.py`.
 
 They are committed and shipped; tests/jaxengine/server/grpc/test_grpc_stubs.py holds them to the protos.
 """

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Paths(NamedTuple):
-    """Paths are relative to the tree, in the order in which they are reached.
+    """Files, relative to the repository and in the order in which they are reached, and calls of a request.
 
     Attributes:
       request: source files of one greedy request to the embedded model.

@@ -30,6 +30,7 @@ FOUND, REFUSED, MISSING = "all names found", "refused by name", "a name is missi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Report on the scripts of a folder, and run those that are chosen. argv: None for sys.argv. Returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="vLLM's folder examples")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as JSON")

@@ -4,7 +4,7 @@
 
 Names, defaults and meanings come from the dataclasses and their docstrings, allowed values from the errors that an
 invalid value raises, so that nothing is written twice. The table in coming_from_vllm.md is what the rows of
-scripts/first_hour.py gave when they ran. tests/docs fails when a file differs from what this writes.
+scripts/first_hour.py gave when they were run. tests/docs fails when a file differs from what this writes.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ be on `PYTHONPATH`; a request has the parameters in `vllm_xargs`, over gRPC in `
 
 A row whose request does not name one of the class's parameters keeps its logits, and forbidden tokens stay forbidden.
 A step without such a row skips the processor. The result must depend on these arguments alone: then draws are
-reproducible by their seed, and drafts change no token. The file of a class, and the files beside it that it imports,
+reproducible by their seed, and drafts change no token. The file of a class, and files of its folder that it imports,
 are part of the key of compiled programs; the programs of a class that is made inside a function are not kept on disk.
 `examples/logits_processor.py` runs one.
 
@@ -278,7 +278,7 @@ sequence end an output anywhere. /v1/completions, gRPC and Python have no parser
 `stop_after` of Python's [SamplingParams](sampling_params.md) names the words around the reasoning.
 
 **A limit of the reasoning.** `thinking_token_budget` of /v1/chat/completions, /v1/responses and /v1/messages, and
-`thinking.budget_tokens` of /v1/messages, limit the reasoning of a server with a reasoning parser: behind so many tokens
+`thinking.budget_tokens` of /v1/messages, limit the reasoning of a server with a reasoning parser: after so many tokens
 the format's closing words are written, whatever the model would write, and the answer begins. 0 closes the reasoning at
 once, -1 stands for no limit. Until then the tokens are the same as without a limit. Reasoning that the model ends
 itself, and outputs without reasoning, are left alone. Of gpt-oss, a first message of the channel analysis is limited.
@@ -350,12 +350,14 @@ def package_rows(root: Path) -> Iterator[str]:
 
 
 def _parsers(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow]) -> Iterator[str]:
+    """Yield a table row for each parser."""
     for name, row in rows.items():
         words = " ".join(f"`` {_cell(word)} ``" if "`" in word else f"`{_cell(word)}`" for word in row.template)
         yield f"| `{name}` | {row.models} | {words} |"
 
 
 def _sampling_fields() -> Iterator[str]:
+    """Yield a table row for each field of SamplingParams that is supported."""
     texts = class_texts(SamplingParams)
     for field in _FIELDS:
         if field.name in _RULES:
@@ -364,6 +366,7 @@ def _sampling_fields() -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
+    """Yield a table row for each architecture of MODELS but those that a user registered."""
     errors: dict[str, list[float]] = {}
     for row in json.loads(_MEASURED.read_text()).values():
         errors.setdefault(row["architecture"], []).append(row["error"])
@@ -405,6 +408,7 @@ def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default as a table's cell; "" for an empty tuple."""
     value = field.default
     if dataclasses.is_dataclass(value):
         return "its defaults"
@@ -421,6 +425,7 @@ def _allowed(name: str) -> str:
 
 
 def _where(name: str) -> str:
+    """Return the letters of the interfaces that have a field of SamplingParams."""
     requests = {"C": CompletionRequest, "H": ChatRequest, "R": ResponsesRequest}
     letters = ["P", *(letter for letter, model in requests.items() if name in model.model_fields)]
     return " ".join([*letters, "L"] if name in (*SAMPLING_OPTIONS, *OUTPUT_OPTIONS) else letters)

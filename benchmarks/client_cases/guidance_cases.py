@@ -13,6 +13,7 @@ by_openai, by_vllm = OpenAI(MODEL, **WAY), VLLMModel(MODEL, **WAY)
 
 
 def asked(model, grammar):
+    """Return the model after the question and an answer that follows a grammar."""
     with user():
         model += QUESTION
     with assistant():

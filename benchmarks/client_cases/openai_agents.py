@@ -20,6 +20,7 @@ models = [kind(MODEL, openai_client=client) for kind in (OpenAIChatCompletionsMo
 
 
 def agent(model, **options):
+    """Return an agent over a model. options: of Agent; `settings` are further ones of ModelSettings."""
     # Over /v1/responses the SDK takes an answer that was cut short for a fault.
     settings = ModelSettings(temperature=0, max_tokens=200, **options.pop("settings", {}))
     return Agent(name="weather", instructions="Be brief.", model=model, model_settings=settings, **options)

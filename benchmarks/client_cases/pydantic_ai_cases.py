@@ -19,6 +19,7 @@ SETTINGS = {"max_tokens": 200}
 
 
 def calling(model, settings, **options):
+    """Return an agent with the tool `weather`, and the list to which each call of it adds its city."""
     agent = Agent(model, model_settings={**SETTINGS, **settings}, **options)
     called = []
 

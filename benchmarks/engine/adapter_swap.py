@@ -68,6 +68,7 @@ class Streams:
 
     Attributes:
       ends: the time at which each step ended, in seconds.
+      first: ids of the requests that have a token.
     """
 
     def __init__(self, core: EngineCore, count: int):
@@ -79,6 +80,7 @@ class Streams:
             self.step()
 
     def ask(self, max_tokens: int, lora: str | None = None) -> str:
+        """Add a request of one prompt token and return its id. lora: name of its adapter; None for none."""
         self._num += 1
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         prompt = {"prompt_token_ids": [100 + self._num]}
@@ -87,10 +89,12 @@ class Streams:
         return str(self._num)
 
     def step(self) -> None:
+        """Run one step, and note its end and whose tokens it gave."""
         self.first |= {output.request_id for output in self.core.step()}
         self.ends.append(time.perf_counter())
 
     def until(self, condition: Callable[[], bool]) -> None:
+        """Run steps until the condition holds."""
         while not condition():
             self.step()
 

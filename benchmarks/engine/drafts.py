@@ -1,8 +1,8 @@
 """Gain from drafts on the default model: tokens per step and tokens per second, compared with the same engine without
 drafts.
 
-Without --draft, drafts are looked up (n-grams); with --method grammar only tokens that a grammar leaves no choice of
-are drafted. `python -m benchmarks first_layers FOLDER` makes a draft model for --draft, and
+Without --draft, drafts are looked up (n-grams); with --method grammar only tokens to which a grammar leaves no
+alternative are drafted. `python -m benchmarks first_layers FOLDER` makes a draft model for --draft, and
 `python -m benchmarks train_head FOLDER` an EAGLE-3 head, which needs --method eagle3.
 
 Prompts run one at a time, and all at once if --num-seqs allows it, by both engines in turn; tokens must be equal. The

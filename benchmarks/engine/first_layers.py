@@ -1,4 +1,4 @@
-"""Writes a draft model for the default model: its own first layers with its head behind them, not trained.
+"""Writes a draft model for the default model: its own first layers with its head after them, not trained.
 
     python -m benchmarks first_layers FOLDER
     python -m benchmarks drafts --draft FOLDER --drafts 3

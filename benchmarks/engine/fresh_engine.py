@@ -27,11 +27,11 @@ ASKED, FOUND, ADAPTER = "asked.json", "found.json", "adapter"
 
 
 class Asked(NamedTuple):
-    """Tokens that one set of weights has made.
+    """Tokens that one set of weights has chosen.
 
     Attributes:
       before: ids of the prompt and of the output before them.
-      tokens: they, chosen greedily.
+      tokens: their ids, chosen greedily.
       has_adapter: whether the request has the adapter.
     """
 
@@ -49,7 +49,8 @@ def differences(
 ) -> int:
     """Count the entries of `asked` for which an engine that is started with these weights gives other tokens.
 
-    model: options that name a model of the sizes that the weights have.
+    model: options that name a model of the sizes that the weights have. tensors: the weights by name. adapter,
+    adapter_config: matrices of the adapter by name, and the content of its adapter_config.json.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -68,7 +69,7 @@ def differences(
 
 
 def answer(folder: str) -> None:
-    """Start an engine with a folder's checkpoint, and write its tokens for what is asked there."""
+    """Start an engine with a folder's checkpoint, and write its tokens for the entries of ASKED there to FOUND."""
     asked = [Asked(*each) for each in json.loads(Path(folder, ASKED).read_text())]
     adapter = LoRARequest("policy", 1, str(Path(folder, ADAPTER)))
     sizes = engine_options(dtype="float32", max_model_len=256, max_num_batched_tokens=256, max_num_seqs=32)

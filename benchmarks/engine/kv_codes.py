@@ -21,7 +21,7 @@ from jaxengine.results import machine
 
 EXACT = "auto"
 KINDS = ("bfloat16", "int8_per_token_head", "int8", "fp8_per_token_head", "fp8", "fp8_e5m2")
-OPTIONS = {"only": Option(KINDS, "of the cache's numbers, beside float32", choices=KINDS, metavar="KIND")}
+OPTIONS = {"only": Option(KINDS, "of the cache's numbers, in addition to float32", choices=KINDS, metavar="KIND")}
 ENGINE = engine_options(
     dtype="float32",
     max_model_len=1536,

@@ -42,8 +42,11 @@ LOGIT_BYTES = 128_256 * 4 * 4
 
 @dataclass(frozen=True)
 class Roofline:
-    """Speed of an 8B model in bfloat16 on one device: rates that are half to three quarters of the nominal ones, as in
-    practice.
+    """Speed of an 8B model in bfloat16 on one device, at rates that are reached in practice.
+
+    Attributes:
+      bytes_per_s, flops_per_s: bytes and operations a second.
+      weight_bytes: bytes of all weights.
     """
 
     bytes_per_s: float
@@ -163,7 +166,7 @@ def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> 
     arrivals = generator.poisson(load * seqs / MEAN_OUTPUT, num_steps + 2 * MEAN_OUTPUT)
     number, seen = itertools.count(), []
     for step, arrived in enumerate(arrivals):
-        # More than two steps' worth in line changes nothing but memory.
+        # A queue longer than for two steps changes nothing but memory.
         for _ in range(min(int(arrived), max(0, 2 * seqs - scheduler.num_waiting))):
             prompt, output = (_length(generator, mean) for mean in (MEAN_PROMPT, MEAN_OUTPUT))
             scheduler.add_request(

@@ -50,12 +50,13 @@ SERVERS: dict[str, dict[str, Any]] = {
     "off": {"mm_processor_cache_gb": 0},
 }
 KEY = "the operator"  # GET /server_info is for operators
-SIDES = 40, 48  # of a picture, pixels: 256 patches
+SIDES = 40, 48  # of an image, pixels: 256 patches
 # Resident memory goes up and down by what the allocator keeps.
 SLACK = 48 << 20
 
 
 def fetched(server: ServerProcess, path: str) -> str:
+    """Return the body of a GET as the operator."""
     return ask(server.base_url, path, Authorization=f"Bearer {KEY}")[1]
 
 
@@ -74,6 +75,7 @@ def resident(server: ServerProcess) -> int:
 
 
 async def measure(server: ServerProcess, count: int) -> tuple[dict[str, Any], bool]:
+    """Ask about one image twice, then about `count` others; return (row, whether the limits were kept)."""
     client, rng = Client(server), random.Random(0)
     placement = json.loads(fetched(server, "/server_info"))["mm_cache"]
     row: dict[str, Any] = dict(placement)

@@ -70,7 +70,7 @@ OPTIONS = {
     "only": Option(PARTS[:3], choices=PARTS),
     "tokens": Option(256, "of each stream beside hostile files"),
     "pace": Option(0.25, "seconds between an answer and the next hostile file"),
-    "side": Option(512, "pixels of the largest picture's side, a multiple of 32"),
+    "side": Option(512, "pixels of the largest image's side, a multiple of 32"),
     **shared(rounds=3),
 }
 COUNTERS = (
@@ -136,6 +136,7 @@ def picture(rng: random.Random, width: int, height: int, form: str = "JPEG") -> 
 
 
 def video(rng: random.Random) -> dict[str, Any]:
+    """Return a content part of a message: a GIF of 2 to 9 frames of a random size."""
     size = rng.randint(20, 90), rng.randint(20, 90)
     return {"type": "video_url", "video_url": {"url": data_url(animation("GIF", rng.randint(2, 9), size))}}
 
@@ -148,6 +149,7 @@ class Client:
         self._connections = Connections(Server.at(server.base_url))
 
     async def ask(self, body: dict[str, Any], timeout: float = 300.0) -> Sample:
+        """Send one chat request and return its sample. timeout: seconds."""
         return await stream(self._connections, "/v1/chat/completions", body, timeout)
 
     async def ask_all(self, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Sample]:
@@ -170,6 +172,7 @@ class Client:
 
 
 async def sizes(client: Client) -> tuple[dict[str, Any], bool]:
+    """Run the part `sizes`; return (row, whether no prompt failed and nothing was compiled)."""
     rng, bodies = random.Random(1), []
     for number in range(NUM_PROMPTS):
         forms = ("JPEG", "PNG", "WEBP")
@@ -256,6 +259,11 @@ def is_clear(status: int, said: str) -> bool:
 
 
 async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float) -> tuple[dict[str, Any], bool]:
+    """Run the part `hostile`; return (row, whether every file was refused clearly and no stream failed).
+
+    num_tokens: of each stream. pace: seconds from an answer to the next hostile request.
+    """
+
     def streams() -> list[dict[str, Any]]:
         return [question([], num_tokens) for _ in range(NUM_STREAMS)]
 
@@ -301,6 +309,7 @@ async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float)
 
 
 async def again(client: Client) -> tuple[dict[str, Any], bool]:
+    """Run the part `again`; return (row, whether the second requests found their images and prompts in caches)."""
     rng = random.Random(2)
     bodies = [question([picture(rng, 640, 480)], 16) for _ in range(NUM_AGAIN)]
     row: dict[str, Any] = {"prompts": len(bodies)}
@@ -325,6 +334,7 @@ async def again(client: Client) -> tuple[dict[str, Any], bool]:
 
 
 async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> tuple[dict[str, Any], bool]:
+    """Run the part `gaps`; return (row, whether nothing failed). side: pixels of the largest image's side."""
     rng, longest = random.Random(3), {name: list[float]() for name in ("alone", "half", "whole")}
     failed = 0
     for _ in range(num_rounds):
@@ -343,6 +353,7 @@ async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> t
 
 
 async def measure(client: Client, args: Namespace, recorder: Recorder) -> None:
+    """Run the chosen parts, and add a row for each."""
     runs = {
         "sizes": lambda: sizes(client),
         "hostile": lambda: hostile(client, args.tokens, args.rounds, args.pace),

@@ -27,8 +27,14 @@ OPTIONS = {"num_devices": Option(0, "devices to use, a power of two; 0 for all",
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is run: of the model (benchmarks.engines.SIZES), tokens of a prompt, sequences at once, tokens of a
-    step with prompts, and steps that are timed.
+    """Sizes of what is run.
+
+    Attributes:
+      model: values of benchmarks.engines.SIZES.
+      prompt: tokens of a prompt.
+      seqs: sequences at once.
+      chunk: tokens of a step with prompts.
+      steps: steps that are timed.
     """
 
     model: tuple[int, ...]
@@ -54,7 +60,9 @@ def compared(rows: list[dict[str, Any]]) -> str:
 
 
 def row(unit: str, predicted: float | None, measured: float, *, exact: bool = False) -> dict[str, Any]:
-    """Return the columns of a row. exact: the numbers must be equal, or the check fails."""
+    """Return the columns of a row. unit: of both numbers. predicted: None if nothing predicts it. exact: the numbers
+    must be equal, else `kept` is False.
+    """
     found = {"unit": unit, "predicted": predicted, "measured": measured}
     found["ratio"] = round(measured / predicted, 3) if predicted else None
     return found | {"kept": not exact or measured == predicted}

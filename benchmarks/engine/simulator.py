@@ -40,7 +40,7 @@ from jaxengine.simulate.trace import Trace, trace_of
 OPTIONS = {
     "requests": Option(60, "requests of each trace"),
     "load": Option(0.5, "arrivals of the open traces, as a share of what the engine manages"),
-    "counts": Option(False, "the traces at once alone: what a busy machine tells as well"),
+    "counts": Option(False, "only the traces at once, whose counts do not depend on the machine's load"),
     "tiny": Option(False, "sizes for a test of this program"),
 }
 MAX_MODEL_LEN = 1024
@@ -101,7 +101,7 @@ def run_engine(engine: Engine, prompts: Sequence[np.ndarray], outputs: Sequence[
 
 
 def simulated_row(outcome: Outcome) -> Row:
-    """Return the same of a simulated run."""
+    """Return the row of a simulated run, with the columns of `run_engine`'s."""
     counts = {
         "steps": outcome.stats.num_steps,
         "padding": outcome.stats.num_padding_tokens,
@@ -168,7 +168,9 @@ def make_trace(kind: str, num_requests: int, vocab_size: int) -> Case:
 
 
 def at_once(llm: Any, kind: str, case: Case) -> Row:
-    """Return a row of a trace at once in a quarter of the pages that its running requests would need."""
+    """Return a row of a trace whose requests all arrive at once, in a quarter of the pages that the running ones would
+    need: counts of the engine and of its simulation.
+    """
     trace, prompts = case
     engine, runner = llm.core.engine, llm.core.runner
     outputs = [request.num_output for request in trace.requests]

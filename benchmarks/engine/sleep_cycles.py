@@ -41,7 +41,7 @@ def alive() -> float:
 
 
 class Cycles:
-    """Puts one engine to sleep and wakes it, and keeps the measurements."""
+    """One engine that is put to sleep and woken. expected: tokens of its requests before the first sleep."""
 
     def __init__(self, llm: LLM, requests: int):
         self._llm, self._tensors = llm, stored()
@@ -50,10 +50,12 @@ class Cycles:
         self.expected = self.tokens()
 
     def tokens(self) -> list[list[int]]:
+        """Return the greedy tokens of the requests."""
         outputs = self._llm.generate(self._prompts, self._params, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in outputs]
 
     def first_token(self) -> None:
+        """Generate one token for PROMPT."""
         self._llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
 
     def once(self, level: int) -> dict[str, Any]:

@@ -32,20 +32,20 @@ AT = "residual:*"
 
 
 class Seconds(NamedTuple):
-    """Seconds of a decode step of all requests, by a clock and of the processor."""
+    """Seconds of a decode step of all requests: `clock` is elapsed time, `processor` CPU time of this process."""
 
     clock: float
     processor: float
 
 
 def vectors_of(llm: LLM, number: int, scale: float) -> list[dict[str, Any]]:
-    """The field `steer` of request `number`."""
+    """Return the field `steer` of request `number`: a random vector times `scale`, for all layers."""
     drawn = np.random.default_rng(number).standard_normal(llm.core.inputs.model_config.hidden_size)
     return [{"at": AT, "vector": drawn * scale}]
 
 
 def step_seconds(llm: LLM, args: Namespace, *, steered: bool) -> Seconds:
-    """Run one round; returns the medians of its decode steps."""
+    """Run one round, whose requests add vectors if `steered`; return the medians over its decode steps."""
     core = llm.core
     for number in range(args.requests):
         steer = vectors_of(llm, number, 0.01) if steered else None

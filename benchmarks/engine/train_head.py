@@ -130,7 +130,7 @@ def first_params(target: Target) -> Params:
 
 
 class Head:
-    """An EAGLE-3 head over whole sequences, for training; models/layers/eagle3.py is the one that serves."""
+    """EAGLE-3 head over whole sequences, for training; models/layers/eagle3.py has the one that serves."""
 
     def __init__(self, target: Target):
         attention = target.config.attention[0]
@@ -139,6 +139,7 @@ class Head:
         self.eps, self.theta = target.config.rms_norm_eps, attention.rope.theta
 
     def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Return RMSNorm of x[..., D] with weight[D]."""
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * weight
 
     def turn(self, x: jax.Array) -> jax.Array:

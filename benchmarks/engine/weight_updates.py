@@ -65,7 +65,9 @@ KV: tuple[KVMode, ...] = ("recompute", "drop", "keep")
 
 
 class State(NamedTuple):
-    """Numbers that the engine has: of every third layer, of all others, and of the adapter (`moved`, `adapter`)."""
+    """Versions of the numbers that the engine has: of every third layer and of all others, as of `moved`, and of the
+    adapter, as of `adapter`.
+    """
 
     third: int
     others: int
@@ -76,8 +78,9 @@ class Run(NamedTuple):
     """Tokens of a request from one update on.
 
     Attributes:
-      version: of the weights; start: output tokens before the first of the run.
-      state: that has made the keys and values, too; None where an earlier one has made some.
+      version: weight_version of the engine.
+      start: output tokens before the first of the run.
+      state: the weights that computed the tokens and all of their keys and values; None if others computed some.
     """
 
     version: int | str
@@ -87,7 +90,13 @@ class Run(NamedTuple):
 
 @dataclass
 class Known:
-    """Notes about a request that runs."""
+    """What is known of a running request.
+
+    Attributes:
+      prompt: its token ids.
+      has_adapter: it has the adapter.
+      runs: of its tokens so far, in order.
+    """
 
     prompt: list[int]
     has_adapter: bool
@@ -104,8 +113,7 @@ def stored(model: EngineConfig | None = None) -> dict[str, np.ndarray]:
 
 
 def moved(array: np.ndarray, number: int) -> np.ndarray:
-    """Return other numbers than those stored, but for 0: those of every third row, which one `number` says, are
-    larger."""
+    """Return a copy whose rows number - 1, number + 2, ... are 1.1 times as large; the array itself for number 0."""
     if number == 0:
         return array
     array = array.copy()
@@ -129,7 +137,7 @@ def adapter(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[st
 
 
 def state_after(number: int) -> State:
-    """The state that update `number` leaves; -1 is before the first one."""
+    """Return the state after update `number`; -1 for that before the first one."""
     turn, kind = divmod(number, len(KINDS))
     first, third, again = turn % 3, (turn + 1) % 3, (turn + 2) % 3
     own = {0: (first, first), 1: (third, first), 2: (again, again), 3: (again, again)}[kind]
@@ -137,7 +145,7 @@ def state_after(number: int) -> State:
 
 
 class Streams:
-    """Requests that run on and on, and what each update should have made of them.
+    """Requests of which a new one follows each that ends, and the weights that computed their tokens.
 
     Attributes:
       num_wrong: requests that have ended with other weight_versions than the switches say.
@@ -151,6 +159,7 @@ class Streams:
         self._drawn, self._taken = np.random.default_rng(0), Counter[State]()
 
     def step(self) -> None:
+        """Add requests up to the number that runs at once, run an engine step, and check what has ended."""
         core = self._llm.core
         while len(core.engine.scheduler.requests) < self._count:
             self._num += 1
@@ -181,9 +190,10 @@ class Streams:
         self._state = state
 
     def take_checks(self, most: int) -> tuple[State, list[Asked]] | None:
-        """Return up to `most` runs of one state, evenly spread; all of it are forgotten.
+        """Remove the runs of one state from `checkable`; return (state, up to `most` of them, evenly spread), None if
+        there are none.
 
-        That is one which has been returned as rarely as any, and of these the one with the most runs.
+        The state is the one returned least often, and of several such the one with the most runs.
         """
         if not self.checkable:
             return None
@@ -193,6 +203,7 @@ class Streams:
         return state, runs[:: max(1, -(-len(runs) // most))]
 
     def _ended(self, tokens: list[int], spans: list[WeightSpan] | None, known: Known) -> None:
+        """Compare the weight_versions (`spans`) of an ended request with the switches, and keep its runs."""
         bounds = [*known.runs, Run(0, len(tokens), None)]
         wanted = [run.version for run, after in pairwise(bounds) for _ in range(run.start, after.start)]
         spans = spans or [WeightSpan(0, 0, len(tokens))]
@@ -203,7 +214,7 @@ class Streams:
                 self._keep(run.state, Asked(before, tokens[run.start : after.start], known.has_adapter))
 
     def _keep(self, state: State, run: Asked) -> None:
-        """Keep a run, in the place of any other where there are many: they must not look like a leak."""
+        """Add a run to `checkable`; beyond MOST_KEPT it replaces a random one, as memory must not grow."""
         runs = self.checkable.setdefault(state, [])
         if len(runs) < MOST_KEPT:
             runs.append(run)
@@ -212,12 +223,14 @@ class Streams:
 
 
 def _with(state: State | None, newest: State) -> State | None:
-    """A state with the newest adapter, for a request that has none: its keys and values stay right."""
+    """Return `state` with the adapter of `newest`, None for None: a new adapter leaves the keys and values of requests
+    without adapter valid.
+    """
     return None if state is None else state._replace(adapter=newest.adapter)
 
 
 class Updates:
-    """Updates of one engine under streams."""
+    """Updates of one engine while requests run. number: of the next update."""
 
     def __init__(self, args: Namespace, first: int, model: dict[str, Any]):
         """first: number of the update that comes first; the engine gets what those before it would have left. model:
@@ -233,7 +246,7 @@ class Updates:
         self.streams = Streams(self._llm, args.streams, args.tokens, state)
 
     def once(self) -> WeightUpdate | None:
-        """Run some steps, and make the next update; returns None for an adapter's."""
+        """Run some steps and make the next update; return its times, None for an update of the adapter."""
         for _ in range(self._args.steps):
             self.streams.step()
         kind, kv, state = KINDS[self.number % 4], KV[self.number % 3], state_after(self.number)
@@ -251,7 +264,7 @@ class Updates:
         return found
 
     def row(self, done: list[WeightUpdate]) -> dict[str, Any]:
-        """The row after these updates of weights."""
+        """Return the row after some updates, of which `done` are those of weights."""
         return {
             "updates": self.number,
             "compilations": self._llm.core.runner.compiles.count,
@@ -264,6 +277,7 @@ class Updates:
         }
 
     def _checked(self) -> dict[str, Any]:
+        """Compare runs of one state with those of an engine started with its weights; return the row's columns."""
         found = self.streams.take_checks(self._args.checks)
         if found is None:
             return {"state": "none", "runs checked": 0, "tokens checked": 0, "runs differ": 0}

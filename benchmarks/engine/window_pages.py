@@ -74,10 +74,10 @@ def plan(config: ResolvedConfig, steps: StepPrograms, num_bytes: int) -> MemoryP
 
 
 def fill(config: SchedulerConfig, length: int, expected: int) -> dict[str, int]:
-    """Add sequences to a scheduler until it admits no more; return how many sequences, tokens and pages it holds, and
-    preemptions.
+    """Add sequences to a scheduler until it admits no more; return the numbers of sequences, tokens and pages that it
+    holds then, and of preemptions.
 
-    length: tokens of a sequence then, about. expected: how many sequences that will be, about.
+    length: about how many tokens a sequence has then. expected: about how many sequences there are.
     """
     scheduler, params = Scheduler(config), TokenParams(temperature=0.0)
     text, steps = np.arange(length, dtype=np.int32) + 100, -(-length // config.max_num_batched_tokens)

@@ -48,7 +48,12 @@ OPTIONS = {
 
 
 class Timed(NamedTuple):
-    """Seconds that one layer takes, and seconds that compiling the chain took."""
+    """Times of a measurement.
+
+    Attributes:
+      seconds: of one layer.
+      compile_s: seconds that compiling the chain took; None if that was not measured.
+    """
 
     seconds: float
     compile_s: float | None = None

@@ -14,6 +14,9 @@ class AttentionCase:
     """`num_seqs` sequences of `kv_len` keys each; the last `q_len` positions of each are queried, causally.
 
     Attributes:
+      num_q_heads, num_kv_heads, head_dim: query heads, KV heads, and their width.
+      page_size: tokens of a page.
+      kv_dtype: of the pool.
       dtype: of queries, and of keys and values that are written.
       ragged: (q_len, kv_len) of each sequence if they differ; q_len and kv_len are then the largest.
       bucket: tokens, sequences and pages of a sequence for which the step has room; None for what the case needs.
@@ -37,6 +40,7 @@ class AttentionCase:
 
     @property
     def name(self) -> str:
+        """Name of the case's row: its label, or its sizes."""
         if self.label:
             return f"{self.label} {self.kv_dtype}"
         chunk = f"last {self.q_len} of " if 1 < self.q_len < self.kv_len else ""
@@ -55,10 +59,12 @@ class AttentionCase:
 
     @property
     def num_tokens(self) -> int:
+        """Number of queries of all sequences."""
         return sum(q_len for q_len, _ in self.lengths)
 
     @property
     def num_pages(self) -> int:
+        """Number of pages that hold the keys of all sequences."""
         return sum(-(-kv_len // self.page_size) for _, kv_len in self.lengths)
 
     @property

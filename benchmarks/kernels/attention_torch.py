@@ -111,6 +111,10 @@ def flex(case: AttentionCase) -> float:
 
 
 def _contiguous(torch: Any, case: AttentionCase) -> tuple[Any, list, list]:
+    """Return random queries [S, N, q_len, D], and for each layer keys and values [S, K, kv_len, D], on the GPU.
+
+    Raises ValueError for a case that torch's functions do not compute.
+    """
     if case.kv_dtype != "bfloat16":
         raise ValueError(f"no keys of {case.kv_dtype}")
     if 1 < case.q_len < case.kv_len:

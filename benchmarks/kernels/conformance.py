@@ -34,10 +34,12 @@ MAX_ENDED = 3  # processes of one kernel
 
 
 def pytest_addoption(parser):
+    """Add --case-lines to pytest's options."""
     parser.addoption("--case-lines", help="file that gets a line of JSON for each case that begins or ends")
 
 
 def pytest_configure(config):
+    """Register the plugin that writes the file of --case-lines, if it is given."""
     if config.getoption("--case-lines"):
         config.pluginmanager.register(_Lines(Path(config.getoption("--case-lines"))))
 

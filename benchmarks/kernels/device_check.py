@@ -78,7 +78,7 @@ PACKAGES = {"PIL": "pillow", "yaml": "pyyaml"}
 OPTIONS = {
     "only": Option(None, "one section", choices=tuple(SECTIONS)),
     "out": Option(str(RESULTS), "folder of the results"),
-    "resume": Option(None, "folder with results of an earlier call, to go on behind them", metavar="FOLDER"),
+    "resume": Option(None, "folder with results of an earlier call, to go on after them", metavar="FOLDER"),
     "lacking": Option(False, "print the packages that sections lack, and do nothing else"),
     **shared(budget_s=7200.0, tiny=False),
 }

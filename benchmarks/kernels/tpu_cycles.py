@@ -33,6 +33,8 @@ BYTES = 2  # bfloat16
 
 
 class Shape(NamedTuple):
+    """Sizes of one attention: `num_seqs` sequences of `kv_len` keys, whose last `q_len` positions are queried."""
+
     name: str
     num_seqs: int
     q_len: int
@@ -103,11 +105,13 @@ def cycles(target: str, build: str, trips: int, **arguments) -> tuple[int, dict]
 
 
 def per_trip(target: str, build: str, **arguments) -> tuple[float, dict]:
+    """Return (cycles of one block, facts of the case): an eighth of what 9 blocks take more than 1. See `cycles`."""
     (many, facts), (one, _) = (cycles(target, build, trips, **arguments) for trips in (9, 1))
     return (many - one) / 8, facts
 
 
 def our_cost(shape: Shape, target: str) -> Cost:
+    """Return the cost of our kernel, which stops at the causal edge. Raises Unprofiled."""
     # Block sizes follow from the number of tokens and, for short tables, of pages: shapes with equal ones are shared.
     arguments = {"heads": shape.heads, "head_dim": shape.head_dim, "in_keys": shape.in_keys, "decode": shape.decode}
     arguments |= {"max_pages": 32, "num_tokens": 64 if shape.decode else max(shape.q_len, 1024)}
@@ -151,6 +155,7 @@ def their_cost(shape: Shape, target: str) -> Cost:
 
 
 def roofline_us(shape: Shape, target: str) -> float:
+    """Return the least microseconds of a shape on a TPU, by its bytes and operations."""
     num_q_heads, num_kv_heads = shape.heads
     tokens = shape.num_seqs * shape.q_len
     seen = tokens * (shape.kv_len - (shape.q_len - 1) / 2)  # query-key pairs

@@ -61,7 +61,7 @@ def measure(target: str, heads: str, mode: str, kind: str) -> dict[str, Any]:
 
 
 OPTIONS = {
-    "kinds": Option((), "of the cache, beside bfloat16; those of the chip by default"),
+    "kinds": Option((), "of the cache, in addition to bfloat16; those of the chip by default"),
     **shared(targets=tuple(KINDS), only=""),
 }
 

@@ -40,6 +40,8 @@ _KERNEL = "profiled_kernel"  # the compiler names its dumps after the function
 
 
 class Profile(NamedTuple):
+    """What libtpu reports of a compiled kernel."""
+
     cycles: int | None  # estimated; None where libtpu cannot profile the kernel
     facts: dict[str, Any]  # what the builder says of its case
     bundles: int  # instruction words of the kernel, each counted once
@@ -107,6 +109,7 @@ def bare_kernel(fn: Callable, args: Sequence[Any], kernel: str) -> tuple[Callabl
 
 
 def _pallas_calls(jaxpr: Any, kernel: str) -> Iterator[Any]:
+    """Yield the equations of a jaxpr, inner ones included, that are a pallas_call whose name contains `kernel`."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             if kernel in str(equation.params["name"]):

@@ -55,7 +55,7 @@ def _names(size: int) -> str:
     return "{" + ",".join(f'"{number}":1' for number in range(10**6, 10**6 + size // 12)) + "}"
 
 
-# Too much to be read: refused whatever the field.
+# Shapes that exceed a limit of the JSON reader: refused whatever the field.
 REFUSED: dict[str, Callable[[int], str]] = {
     "texts": lambda size: _list('"x"', size),
     "token ids": lambda size: _list("7", size),
@@ -63,7 +63,7 @@ REFUSED: dict[str, Callable[[int], str]] = {
     "names": _names,
     "objects": lambda size: _list('{"type":"x"}', size),
 }
-# As much as is let through to where a field is looked at.
+# Shapes within the limits of the JSON reader, so that the field itself is validated.
 SHAPES: dict[str, Callable[[int], str]] = {
     "one text": lambda size: '"' + "x" * size + '"',
     "ids within bounds": lambda size: "[" + ",".join(map(str, range(min(1_050_000, size // 9)))) + "]",
@@ -94,6 +94,7 @@ class Table:
         self._recorder = recorder
 
     def add(self, area: str, tried: str, result: str, watched: Watched, *, size: int = 0) -> None:
+        """Record a row. size: bytes of the body, which limit how much memory may grow; 0 for no limit."""
         grown = watched.most - watched.before
         kept = not watched.failures and watched.health <= HEALTH_SECONDS
         kept = kept and (not size or grown <= BODY_TIMES * size + 16 * MIB)
@@ -101,6 +102,7 @@ class Table:
         self._recorder.add({**row, "grown_mib": round(grown / MIB), "kept": kept})
 
     def markdown(self) -> str:
+        """Return the rows as a Markdown table."""
         lines = ["| tried | result | /health at worst, ms | memory grown, MiB |", "|---|---|---:|---:|"]
         for row in self._recorder.rows:
             lines.append(f"| {row['tried']} | {row['result']} | {row['health_ms']} | {row['grown_mib']} |")
@@ -229,6 +231,7 @@ def _address(server: ServerProcess) -> tuple[str, int]:
 
 
 def _is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed a connection, or answered it with status 408."""
     connection.settimeout(0.0)
     try:
         while part := connection.recv(4096):

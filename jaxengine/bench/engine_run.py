@@ -22,6 +22,7 @@ class Run:
 
     Attributes:
       seconds: from submitting the requests until the last one has finished.
+      outputs: of each request, in the order of the workload.
       stats: increase of each field of the engine's StepStats during the run.
     """
 
@@ -31,14 +32,17 @@ class Run:
 
     @property
     def output_tokens(self) -> int:
+        """Return the number of tokens of all outputs."""
         return sum(len(completion.token_ids) for output in self.outputs for completion in output.outputs)
 
     @property
     def prompt_tokens(self) -> int:
+        """Return the number of tokens of all prompts."""
         return sum(len(output.prompt_token_ids) for output in self.outputs)
 
     @property
     def cached_tokens(self) -> int:
+        """Return the number of prompt tokens that were found in the prefix cache."""
         return sum(output.num_cached_tokens or 0 for output in self.outputs)
 
     @property

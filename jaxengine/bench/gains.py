@@ -50,6 +50,7 @@ class Gain:
     """An optimisation and how its gain is measured.
 
     Attributes:
+      name: of its row in the table.
       measure: returns the figure of an engine for requests of these sizes: (engine, sizes) -> figure.
       unit: of that figure.
       base, changed: options of the engine without and with the optimisation.
@@ -84,6 +85,7 @@ def rate(llm: LLM, workload: Workload) -> float:
 
 
 def plain_rate(llm: LLM, sizes: Sizes) -> float:
+    """Return `rate` of requests of random tokens."""
     return rate(llm, requests_of(llm, sizes))
 
 
@@ -100,7 +102,7 @@ def shared_prefix_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def repeating_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return `rate` of requests whose prompts repeat a few tokens, so that their outputs can be guessed."""
+    """Return `rate` of requests whose prompts repeat four tokens, so that n-gram drafts predict their outputs."""
     import dataclasses
 
     workload = requests_of(llm, sizes)
@@ -219,6 +221,7 @@ GAINS: dict[str, Gain] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     add_model(parser)
     parser.add_argument("--only", nargs="+", choices=tuple(GAINS), metavar="GAIN", help=f"some of {', '.join(GAINS)}")
     parser.add_argument("--num-prompts", type=positive_int, default=32, help="requests of a run")

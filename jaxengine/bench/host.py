@@ -26,6 +26,7 @@ ENCODER_ROWS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     sizes = [1, 64, 256, 1024]
     parser.add_argument("--num-seqs", type=positive_int, nargs="+", default=sizes, help="sequences running at once")
     parser.add_argument(
@@ -66,6 +67,7 @@ def _window(text: str) -> int | None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure each number of sequences; print and write the figures. Returns 0."""
     from jaxengine.results import table, write_json
 
     windows = tuple(args.windows)
@@ -137,6 +139,7 @@ class _Steps:
             self.step()
 
     def step(self) -> None:
+        """Run one scheduler step, and add what its parts took to `spent`."""
         clock, scheduler = time.perf_counter, self.scheduler
         start = clock()
         scheduled_step = scheduler.schedule(0.0)
@@ -374,6 +377,7 @@ def _fields(sections):
 
 
 def _buckets(config, sections=()):
+    """Return the buckets of a scheduler's config, each kind with the largest size alone. sections: of messages."""
     from jaxengine.scheduler.buckets import Buckets
 
     limits = config.max_num_seqs, config.max_num_batched_tokens

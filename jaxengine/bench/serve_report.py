@@ -90,6 +90,7 @@ def _rate(count: float, seconds: float) -> float:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Return the mean, median and percentiles of SHARES by name; None for each without values."""
     names = ("mean", "median", *(f"p{share}" for share in SHARES if share != 50))
     if not values:
         return dict.fromkeys(names)

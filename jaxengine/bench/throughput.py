@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     add_model(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--workload", choices=NAMES, help="a recorded workload of the default model")
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure the chosen workload; print and write the figures of the fastest run. Returns 0."""
     from jaxengine import LLM
     from jaxengine.results import record, table, write_json
 
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
+    """Return the workload that the arguments choose, for the vocabulary and lengths of an engine."""
     from jaxengine.bench.workloads import fixed_lengths, ragged_trace, recorded
 
     runner = llm.core.runner

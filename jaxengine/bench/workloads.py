@@ -18,6 +18,7 @@ class Workload:
     """Requests that arrive at once.
 
     Attributes:
+      name: for reports.
       prompts: token ids of each prompt.
       max_tokens: new tokens of each request; the end-of-sequence token does not end one unless it is a stop token.
       shared_prefix: number of leading tokens that all prompts share.
@@ -34,6 +35,7 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Return the number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property

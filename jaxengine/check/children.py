@@ -21,7 +21,6 @@ from jaxengine.paths import HOME
 
 Progress = Callable[[str, int, int, str], None]
 
-_PROGRAM = ("-m", "jaxengine.check.compile")
 _TAIL = 400
 _TPU = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server
@@ -173,13 +172,15 @@ def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:
     return {"target": target.name, "program": program, "step": False, "error": reason, "failures": [reason]}
 
 
-def replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> Iterator[dict[str, Any]]:
+def replies(
+    request: dict[str, Any], variables: dict[str, str], log: Path, module: str = "jaxengine.check.compile"
+) -> Iterator[dict[str, Any]]:
     """Start a compiling process and yield its messages, then {"event": "exit", "code": its status}.
 
-    request: fields of compile.CompileRequest. variables: the process's environment. log: file for its standard error.
-    The process is killed when the iterator is closed.
+    request: sent as JSON, by default the fields of compile.CompileRequest. variables: the process's environment. log:
+    file for its standard error. module: what it runs. The process is killed when the iterator is closed.
     """
-    command = [sys.executable, *_PROGRAM]
+    command = [sys.executable, "-m", module]
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=variables, text=True
@@ -198,5 +199,5 @@ def replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> It
 
 
 def tail(log: Path) -> str:
-    """The end of what a compiler printed, on one line."""
+    """Return the last _TAIL characters of what a compiler printed, on one line."""
     return " ".join(log.read_text(errors="replace").split())[-_TAIL:]

@@ -50,6 +50,7 @@ DEFAULT_MODEL_LEN = 8192
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     parser.add_argument(
         "--targets",
         default="cpu",
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         require_compiler(target)
     options = given_options(args, EngineConfig)
     if options.get("max_model_len") == AUTO_LENGTH:
-        raise ConfigError("max_model_len", "auto", "a number: jaxengine plan tells the longest that fits")
+        raise ConfigError("max_model_len", "auto", "a number: jaxengine plan finds the longest that fits")
     model = model_config(args.model, options.get("quantization"))
     options.setdefault("max_model_len", min(DEFAULT_MODEL_LEN, model.max_position_embeddings))
     if "pipeline_layers" in options:

@@ -50,6 +50,8 @@ class CompileRequest:
     """A request to the compiling process.
 
     Attributes:
+      target: name of the target, as find_target reads it.
+      model: as model_config reads it.
       options: fields of EngineConfig.
       platform: kernels to use instead of the target's own, a key of PLATFORMS.
       short: compile only the corners of the bucket grid.
@@ -57,7 +59,7 @@ class CompileRequest:
       log: file that receives the compiler's output.
       dumps: folder that receives the compiler's dumps.
       only: compile the programs whose name contains it; makes no memory plan if the number of pages is given.
-      needs_only: compile what tells the needs of each stage, reply with these, and end.
+      needs_only: compile only the programs from which the needs of each stage follow, reply with these, and end.
       profile: compile blocks of kernels, of which libtpu writes a profile, instead of programs.
       num_pages, planned_bytes, planned_held: the memory plan of an earlier process; None to make one. The latter two
         are per stage: bytes planned for one program, and bytes that all loaded programs hold.
@@ -329,6 +331,7 @@ class Compiler:
         return {name: max(found, default=None) for name, found in both.items()}
 
     def _compile(self, program: CheckedProgram) -> tuple[Any, float]:
+        """Compile a program for the target, after emptying the folder of dumps; return (compiled program, seconds)."""
         shutil.rmtree(self.request.dumps)  # dumps found afterwards belong to this program
         for folder in ("", cycles.PROFILE):
             Path(self.request.dumps, folder).mkdir()

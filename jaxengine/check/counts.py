@@ -126,6 +126,7 @@ def _fetches(instruction: Instruction) -> bool:
 def _moved(
     module: Module, instruction: Instruction, by_name: Mapping[str, Instruction], leave_out: Collection[int]
 ) -> int:
+    """Return the bytes that one instruction reads and writes, as moved_bytes. by_name: those of its computation."""
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0

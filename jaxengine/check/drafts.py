@@ -29,7 +29,9 @@ class Drafting(NamedTuple):
     """The draft model or draft head of a stage.
 
     Attributes:
-      weights: abstract (shapes and shardings). weight_bytes, page_bytes: bytes on one device.
+      programs: that the engine runs for it.
+      weights: abstract (shapes and shardings).
+      weight_bytes, page_bytes: bytes on one device of the weights, and of a page of its pool.
     """
 
     programs: DraftPrograms

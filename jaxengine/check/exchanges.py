@@ -31,7 +31,7 @@ SLACK = 1.05
 # Scope outside the layers -> limit of its exchanges. Those of the sampler are in branches and loops that few steps run:
 # each part of it finds maxima, sums or counts over the split vocabulary.
 AROUND_LAYERS = {"embed": 3, "layer_inputs": 3, "logits": 2, "sample": 32, "prompt_logprobs": 12, "results": 9}
-# Scopes of a program that encodes pictures; Expected.encoding gives the exchanges of each.
+# Scopes of a program that encodes images; Expected.encoding gives the exchanges of each.
 ENCODING = ("tower", "gather")
 
 _WRITTEN = {
@@ -142,6 +142,7 @@ def _scatters(module: Module) -> set[str]:
 
 
 def _keeps_a_part(body: Sequence[Instruction]) -> bool:
+    """Whether a fusion's result is a slice, one device's share, of the all-reduce in it."""
     by_name = {each.name: each for each in body}
     kept = next((each for each in body if each.root and each.opcode == "dynamic-slice"), None)
     summed = by_name.get(kept.operands[0]) if kept is not None else None
@@ -211,6 +212,7 @@ def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]
 
 
 def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], module: Module) -> bool:
+    """Whether all users of an instruction, of which there is one, take a dynamic slice. body: its computation."""
     users = [user for user in body if instruction.name in user.operands]
     return bool(users) and all(
         any(inner.opcode == "dynamic-slice" for inner in (user, *module.inside(user))) for user in users
@@ -218,6 +220,7 @@ def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], modul
 
 
 def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scope: str, count: int) -> Exchange:
+    """Return the Exchange of an instruction. by_name: those of its computation. scope, count: as `exchanges` found."""
     opcode, place = instruction.opcode.removesuffix("-start"), _place(scope)
     written = "ragged-all-to-all" if _RAGGED in scope.split("/") else _WRITTEN.get(scope.rpartition("/")[2], opcode)
     kind = written if place else opcode
@@ -236,6 +239,7 @@ def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scop
 
 
 def _place(scope: str) -> str:
+    """Return the place, as of Exchange, of a scope of the form "a/b/c"."""
     for part in scope.split("/"):
         if match := _LAYER.match(part):
             return f"layer {match[1]}"
@@ -356,9 +360,9 @@ def layer_exchanges(
     results of their shares of the tokens; a shared MLP then exchanges the same as a dense one. With experts to which
     all tokens are gathered, a shared MLP adds at most a reduce-scatter, if the experts span more ranks than it does.
 
-    experts: None for a dense layer. summed: number of all-reduces of norms over heads of several devices (squares), of
-    scales of rows (maximum), and of a
-      state in addition to attention. ordered: number of products that gather rows to reorder them.
+    experts: None for a dense layer. summed: number of further all-reduces: of norms over heads of several devices
+    (squares), of scales of rows (maxima), and of a state in addition to attention. ordered: number of products that
+    gather rows to reorder them.
     """
     found = Counter({"all-reduce": (1 + summed) * (mesh.model > 1), "all-gather": ordered})
     if experts is None:

@@ -73,6 +73,8 @@ class Instruction:
     """One line of HLO.
 
     Attributes:
+      name: unique in its module.
+      opcode: HLO's name of the operation, such as fusion.
       type_text: HLO type of the result.
       elements: of the result; of a tuple its first array.
       fast: the result is in on-chip memory (TPU: VMEM), so it is a prefetch and not a copy in HBM.
@@ -90,6 +92,7 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
+        """Return the names of its operands, in order."""
         return _OPERAND.findall(self.rest.partition("), ")[0])
 
     @property
@@ -103,6 +106,8 @@ class Module:
     """A parsed HLO module.
 
     Attributes:
+      entry: name of the computation that is run.
+      computations: instructions of each computation, in order, by its name.
       fused: names of the computations that are bodies of fusions.
       offloaded: names of the computations that other cores (SparseCore) run.
     """
@@ -175,6 +180,7 @@ def _element_bits(dtype: str) -> int:
 
 
 def _first_array(type_text: str) -> tuple[int, bool]:
+    """Return (elements, whether it is on the chip) of the first array in an HLO type; (0, False) without one."""
     match = _SHAPE.search(type_text)
     return (0, False) if match is None else (_elements(match[2]), "S(1)" in (match[3] or ""))
 
@@ -264,6 +270,7 @@ def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) ->
 
 
 def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -> str:
+    """Return the opcode of the instruction that an instruction passes on unchanged, or its own."""
     while instruction.opcode in ("bitcast", "get-tuple-element") and instruction.operands:
         inner = by_name.get(instruction.operands[0])
         if inner is None:
@@ -282,6 +289,7 @@ def _changes_layout(instruction: Instruction) -> bool:
 
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction moves or converts data and computes nothing."""
     if instruction.opcode != "fusion":
         return instruction.opcode in _MOVERS | _OFFLOADED
     opcodes = {inner.opcode for inner in module.inside(instruction)}

@@ -25,8 +25,8 @@ def memory(compiled: Any) -> dict[str, int]:
     """Return the device memory of a compiled program in bytes: "peak_bytes", "argument_bytes", "workspace_bytes",
     "result_bytes" and "code_bytes".
 
-    The workspace is what it allocates beside its arguments and its code: temporaries, and results that do not take the
-    place of donated arguments (result_bytes).
+    The workspace is what it allocates in addition to its arguments and its code: temporaries, and results that do not
+    take the place of donated arguments (result_bytes).
     """
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)

@@ -84,9 +84,10 @@ class CheckedProgram:
     Attributes:
       name: name of its row in the report.
       mesh: mesh to compile under; it determines the chip that kernels are written for.
-      is_step: it is a forward pass or a head, not a kernel by itself.
+      is_step: it is a forward pass or an epilogue, not a kernel by itself.
       is_largest: it is the forward pass that determines the workspace.
-      arguments: shapes with shardings.
+      function: to be traced and compiled.
+      arguments: of the function: shapes with shardings.
       donate: indices of donated arguments.
       work: bytes and operations for the roofline.
       must_not_copy: arrays it must not copy.
@@ -356,6 +357,10 @@ class StagePrograms:
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
     def _must_not_copy(self, num_logits: int, kv: Any) -> MustNotCopy:
+        """Return the arrays that a step must not copy: the pool `kv`, weights, and large state and adapter pools.
+
+        num_logits: rows of the step's logits, which are no state though they may have a state's type.
+        """
         named = list(zip(self._names, self.params, strict=True))
         pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]
         matrices = [(name, leaf) for name, leaf in named if _is_matrix(leaf.shape) and not name.startswith(POOLS)]
@@ -381,6 +386,8 @@ class StagePrograms:
         return MustNotCopy({**{rows // count: "a layer's pool" for count in parts}, elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
+        """Return the shapes of a replica's RaggedBatch of a bucket."""
+
         def int32(*shape: int) -> Any:  # a shape stands for an array
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 

@@ -16,6 +16,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _line(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row in the table; None for a figure that it does not have."""
     return {
         "target": row["target"],
         "program": row["program"],

@@ -32,7 +32,12 @@ _LEAST = {"gpu": 16}  # least rows of a reached expert: the tile of a tensor cor
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes to move and operations to do that a step, or one layer's attention, needs at least."""
+    """Least work of a step, or of one layer's attention.
+
+    Attributes:
+      num_bytes: bytes to move between memory and the chip.
+      flops: operations, of which a multiplication and an addition are two.
+    """
 
     num_bytes: int
     flops: int

@@ -43,6 +43,7 @@ _SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "rms_norm_eps": 1e-5, "head_dim
 
 
 def _llama_rope(factor: float) -> RopeScaling | None:
+    """Return Llama 3.1's scaling of rotary frequencies by `factor`."""
     return RopeScaling.from_hf(
         {
             "rope_type": "llama3",
@@ -208,6 +209,7 @@ def model_config(
 
 
 def _named(name: str, *, whole: bool) -> ModelConfig:
+    """Return the shape of a model that is not a GGUF file; arguments and errors as of model_config."""
     known, _, layers = name.lower().partition(":")
     if known in SHAPES and not layers:
         return SHAPES[known]

@@ -23,10 +23,13 @@ class Gpu:
     """A GPU in the terms of XLA's GpuTargetConfigProto (openxla/xla, backends/gpu/target_config/specs).
 
     Attributes:
+      description: name of the card.
       capability: compute capability, (major, minor).
       accelerated: whether it has instructions of its own generation only (sm_90a, sm_100a).
       cores: streaming multiprocessors.
       fpus: float32 units of each.
+      clock_ghz: clock rate.
+      l2_bytes: size of the L2 cache.
       shared_per_core, shared_per_block: bytes of shared memory, in total and the maximum of a block.
     """
 
@@ -53,6 +56,7 @@ class Target:
       flops: dense bfloat16 operations a second of one device.
       fast_bytes: VMEM of a TPU core, shared memory of a GPU's block.
       num_devices: devices that share the model.
+      gpu: figures for XLA's compiler; None for a target that is no GPU.
       plain_attention: reason why attention is plain XLA there; "" if it must be a kernel.
       no_profile: reason why blocks of TPU kernels cannot be profiled; "" if they can.
     """

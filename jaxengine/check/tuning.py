@@ -10,7 +10,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxengine.check import inspect
-from jaxengine.check.children import environment
+from jaxengine.check.children import environment, replies, tail
 from jaxengine.check.devices import target_devices
 from jaxengine.check.targets import CLOCKS, Target, find_target
 from jaxengine.models.quantization.tuning import Candidate, Problem, product_candidates
@@ -58,19 +57,11 @@ def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
         if target.backend == "tpu":
             variables["LIBTPU_INIT_ARGS"] = _DUMPS.format(dumps)
         request = {"target": target.name, "problems": problems, "log": str(log), "dumps": str(dumps)}
-        with log.open("wb") as errors:
-            command = [sys.executable, "-m", "jaxengine.check.tuning"]
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=variables, text=True)
-        assert process.stdin is not None and process.stdout is not None
-        with process:
-            with process.stdin as stdin:
-                json.dump(request, stdin)
-            for line in process.stdout:
-                yield json.loads(line)
-        if process.returncode:
-            tail = " ".join(log.read_text(errors="replace").split())[-400:]
-            raise RuntimeError(f"the compiler's process ended with status {process.returncode}: {tail}")
+        for message in replies(request, variables, log, "jaxengine.check.tuning"):
+            if message.get("event") != "exit":
+                yield message
+            elif message["code"]:
+                raise RuntimeError(f"the compiler's process ended with status {message['code']}: {tail(log)}")
 
 
 def _device_of(target: Target) -> Any:
@@ -83,6 +74,10 @@ def _device_of(target: Target) -> Any:
 
 
 def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float | None]) -> dict[str, Any]:
+    """Measure all candidates of a problem; return a result of `tune`.
+
+    measure: returns the microseconds of a candidate, None for one that is not feasible.
+    """
     choices = product_candidates(_PLATFORMS[target.backend])
     assert choices is not None
     costs = {}
@@ -145,6 +140,7 @@ def main() -> int:
         return candidate.cost({**known[key], **chip})
 
     def compiled_figures(candidate: Candidate) -> dict[str, Any]:
+        """Compile a candidate's function; return its figures, {} if the compiler refuses it."""
         for path in dumps.glob("**/*"):
             if path.is_file():
                 path.unlink()

@@ -55,6 +55,7 @@ def read_control_vectors(named: Mapping[str, str] | None, model: ModelConfig) ->
 
 
 def _for_model(path: str, model: ModelConfig) -> ControlVector:
+    """Return `read_control_vector` of a file. Raises ModelFileError also for other sizes or layers than the model's."""
     found = read_control_vector(path)
     size = next(iter(found.values())).size
     if size != model.hidden_size:
@@ -66,6 +67,7 @@ def _for_model(path: str, model: ModelConfig) -> ControlVector:
 
 
 def _layer(path: str, tensor: TensorInfo) -> int:
+    """Return N of a tensor direction.N. Raises ModelFileError for another name."""
     match = _DIRECTION.fullmatch(tensor.name)
     if match is None or int(match[1]) == 0:
         raise ModelFileError(path, "is no direction.N of a layer N >= 1: this is no control vector", tensor.name)
@@ -73,6 +75,7 @@ def _layer(path: str, tensor: TensorInfo) -> int:
 
 
 def _values(path: str, tensor: TensorInfo, descriptor: int) -> np.ndarray:
+    """Read a tensor of one axis, of any storage format, as f32[D]. Raises ModelFileError."""
     if len(tensor.shape) != 1:
         raise ModelFileError(path, f"must have one axis, got {list(tensor.shape)}", tensor.name)
     values = dequantize(tensor.format, os.pread(descriptor, tensor.num_bytes, tensor.start)).astype(np.float32)

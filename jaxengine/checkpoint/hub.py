@@ -52,6 +52,7 @@ def list_files(name: str, *, revision: str | None, token: str | bool | None) -> 
 
 
 def _refusal(param: str, name: str, revision: str | None, error: Exception) -> ConfigError:
+    """Return the ConfigError for an error of the hub's client, with advice. Arguments: as of `download`."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -210,6 +210,7 @@ def find_model(config: EngineConfig) -> Path:
 
 
 def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSource:
+    """Open a GGUF file. keep_tables: as of open_model. Raises ConfigError or ModelFileError."""
     if config.load_format not in ("auto", "gguf", "dummy"):
         raise ConfigError("load_format", config.load_format, f"auto, gguf or dummy for a file, {path}")
     if path.name.endswith((".safetensors", ".safetensors.index.json", "config.json")):
@@ -237,6 +238,10 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
 
 
 def _rope_factors(file: GGUFFile) -> RopeFactors:
+    """Read the factors of rotary frequencies that a file stores as tensors; () for each that it lacks.
+
+    Raises ModelFileError for other than lists of at most MAX_HEAD_DIM.
+    """
     present, read = set(file.names()), []
     for name in (ROPE_FACTORS, ROPE_SHORT, ROPE_LONG):
         shape = file.shape(name) if name in present else (0,)
@@ -247,6 +252,7 @@ def _rope_factors(file: GGUFFile) -> RopeFactors:
 
 
 def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
+    """Open a Hugging Face folder, or one that `convert` wrote. Raises ConfigError or ModelFileError."""
     if not path.is_dir():
         raise ModelFileError(path, "must be a regular file or a folder")
     converted = (path / LAYOUT_FILE).is_file()

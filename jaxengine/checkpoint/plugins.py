@@ -62,6 +62,7 @@ def _load_entry(entry: EntryPoint) -> None:
 
 
 def _load_named(name: str) -> None:
+    """Load the plugin `name`, a file or a module, unless this process has it. Raises ConfigError."""
     path = Path(name).expanduser().resolve() if is_file_name(name) else None
     key = name if path is None else str(path)
     if key in _LOADED or (path is not None and _is_imported(path)):

@@ -167,6 +167,10 @@ def check_width(model: PoolingModel, hidden_size: int) -> None:
 
 
 def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool) -> bool:
+    """Whether the model pools. Raises ConfigError for options that contradict the model or each other.
+
+    name, own_task: of the architecture, as of `_task`. says_so: the model's files describe a pooling model.
+    """
     converts = config.convert in (EMBED, CLASSIFY)
     if config.runner == "generate":
         if own_task is not None:
@@ -221,6 +225,10 @@ def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
 
 
 def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
+    """Read how many labels are scored, and which tokens' logits stand for them if the model has no head for labels.
+
+    token_id: as of read_pooling. Raises ModelConfigError.
+    """
     tokens = fields.value("classifier_from_token", None)
     if tokens is None:
         labels = fields.mapping("id2label")
@@ -276,6 +284,7 @@ def _labels(fields: ConfigFields) -> dict[int, str]:
 
 
 def _read_matryoshka(fields: ConfigFields) -> tuple[int, ...] | None:
+    """Return the sizes to which embeddings may be cut; () for any size, None for none. Raises ModelConfigError."""
     sizes = fields.value("matryoshka_dimensions", None)
     if sizes is None:
         return () if fields.boolean("is_matryoshka", False) else None

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from jaxengine.models.config.hf import CONFIG_FILE
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE
 
-# Scheme -> the package that its file system needs besides fsspec, and what installs it.
+# Scheme -> the package that its file system needs in addition to fsspec, and what installs it.
 SCHEMES = {
     "s3": ("s3fs", "jaxengine[s3]"),
     "gs": ("gcsfs", "jaxengine[gcs]"),
@@ -110,12 +111,13 @@ class RemoteFolder:
             return target
         folder.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix="remote-", dir=folder))
-        for name, content in found.items():
-            (made / name).write_bytes(content)
         try:
+            for name, content in found.items():
+                (made / name).write_bytes(content)
             os.replace(made, target)
-        except OSError:  # another process has just made it
-            if not target.is_dir():
+        except OSError:
+            shutil.rmtree(made, ignore_errors=True)
+            if not target.is_dir():  # else another process has just made it
                 raise
         return target
 
@@ -199,6 +201,7 @@ class RemoteFile:
         """Close the file, of which nothing is open between two reads."""
 
     def _fetch(self, start: int, stop: int) -> bytes:
+        """Fetch the bytes from `start` to `stop`, again after a failure. Raises OSError after _ATTEMPTS failures."""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(_WAIT_SECONDS * 2 ** (attempt - 1))

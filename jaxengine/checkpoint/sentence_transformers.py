@@ -198,6 +198,9 @@ def _read_dense(folder: Path, path: str) -> Dense:
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Read (texts that are prepended to inputs, by name; name of the default one, None without one). Raises
+    ModelFileError.
+    """
     raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
     # PyLate's names for what it prepends.

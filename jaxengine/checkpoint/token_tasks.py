@@ -80,6 +80,7 @@ def with_token_labels(pooler: Pooler, num_labels: int) -> Pooler:
 
 
 def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> PoolingModel:
+    """Return the model with bge-m3's tasks: embeddings of tokens, and their weights. Raises ModelConfigError."""
     first, last = fields.integer("bos_token_id", 0, minimum=0), fields.integer("eos_token_id", 2, minimum=0)
     size = fields.integer("hidden_size", 1024)
     heads = tuple(TokenHead(task, size if task == TOKEN_EMBED else 1, name) for task, name in M3_HEADS)

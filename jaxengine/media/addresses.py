@@ -12,7 +12,7 @@ from jaxengine.turns import FairThreads
 
 # Names being looked up at once. A resolver may take a minute to give up, and cannot be interrupted.
 _LOOKUPS = FairThreads(8, "look up names")
-# Not every Python that we run on knows all of these as not global. IANA's registries of special addresses, without the
+# Some supported versions of Python take some of these for global. IANA's registries of special addresses, without the
 # anycast addresses in them that nobody serves files from; the deprecated relays of 6to4; and the address at which
 # Azure's machines find their host.
 _SPECIAL_IPV4 = tuple(

@@ -10,7 +10,10 @@ PIECE_BYTES = 1 << 16
 
 
 def decode(text: bytes) -> bytes:
-    """Decode base64 that consists of whole groups of four characters. Raises binascii.Error."""
+    """Decode base64 that consists of whole groups of four characters, of which only the last may be padded.
+
+    Raises binascii.Error for any other text.
+    """
     *starts, last = range(0, len(text) or 1, PIECE_BYTES)
     if text.find(b"=", 0, last) >= 0:
         raise binascii.Error("padding before the end")

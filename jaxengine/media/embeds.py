@@ -32,7 +32,12 @@ _TYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 @dataclass(frozen=True, eq=False)
 class GivenEmbeds:
-    """Embeddings as received: a file, its base64, or an array. grid: (time, height, width) as received, in patches."""
+    """Embeddings as received, unchecked.
+
+    Attributes:
+      data: bytes of a file, its base64, or an array.
+      grid: (time, height, width) in patches; None if not given.
+    """
 
     data: Any
     grid: Any = None
@@ -40,8 +45,11 @@ class GivenEmbeds:
 
 @dataclass(frozen=True, eq=False)
 class Embeds:
-    """Embeddings as checked: f32[rows, E], finite. grid: (time, height, width) in patches before merging; None if not
-    given.
+    """Checked embeddings.
+
+    Attributes:
+      values: f32[rows, E], finite.
+      grid: (time, height, width) in patches before merging; None if not given.
     """
 
     values: np.ndarray
@@ -95,6 +103,7 @@ def decoded(data: Any, most: int) -> bytes:
 
 
 def _read_file(data: bytes) -> np.ndarray:
+    """Read the only array of a .npy or safetensors file; bfloat16 becomes float32. Raises MediaError."""
     if data.startswith(b"\x93NUMPY"):
         return _read_npy(data)
     try:
@@ -115,6 +124,7 @@ def _read_file(data: bytes) -> np.ndarray:
 
 
 def _read_npy(data: bytes) -> np.ndarray:
+    """Read an array from the bytes of a .npy file without unpickling. Raises MediaError."""
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
@@ -148,6 +158,7 @@ def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal[
 
 
 def _read_grid(grid: Any) -> tuple[int, int, int] | None:
+    """Return a grid, given as three whole numbers from 1 to 65,535; None for None. Raises MediaError for others."""
     if grid is None:
         return None
     listed = grid.reshape(-1).tolist() if isinstance(grid, np.ndarray) else grid

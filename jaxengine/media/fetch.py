@@ -102,6 +102,7 @@ def _from_base64(text: bytes) -> bytes:
 
 
 def _read_local(url: str, options: MediaOptions) -> bytes:
+    """Read the file of a file: address. Raises MediaError, also for one outside of allowed_local_media_path."""
     root = _local_root(options)
     parts = urllib.parse.urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
@@ -147,6 +148,7 @@ def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, in
 
 
 def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
+    """Fetch an http or https address (`scheme`); arguments and errors as of `fetch`."""
     host, port, path = _allowed_host(url, scheme, options)
     until = time.monotonic() + options.media_fetch_timeout
     connection: http.client.HTTPConnection | None = None
@@ -154,7 +156,9 @@ def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
         sock = _connect(host, port, options, until)
         # The connection exists already: http.client must not open one.
         connection = http.client.HTTPConnection(host, port)
-        connection.sock = sock = _secured(sock, host) if scheme == "https" else sock
+        connection.sock = sock
+        if scheme == "https":
+            connection.sock = sock = _secured(sock, host)
         connection.request("GET", path, headers=_headers(host, port, scheme))
         response = connection.getresponse()
         sock.hurry()
@@ -184,6 +188,9 @@ def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
 
 
 def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
+    """Read the body of a response, to its end. Raises MediaError for a status other than 200, a compressed body, more
+    than `limit` bytes, and fewer than announced.
+    """
     if 300 <= response.status < 400:
         raise MediaError(f"is a redirect (status {response.status}); give the address of the file itself")
     if response.status != 200:
@@ -215,9 +222,10 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
     error: OSError | None = None
     proxy = _proxy(options, until)
     for family, kind, protocol, _, address in found:
-        sock = _Socket(family, kind, protocol) if proxy is None else _Socket(*proxy[:3])
-        sock.until = until
+        sock: _Socket | None = None
         try:
+            sock = _Socket(family, kind, protocol) if proxy is None else _Socket(*proxy[:3])
+            sock.until = until
             sock.settimeout(sock.left())
             if proxy is None:
                 sock.connect(address)
@@ -225,9 +233,10 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
                 sock.connect(proxy[4])
                 _tunnel(sock, str(address[0]), port)
             return sock
-        except OSError as failure:
-            sock.close()
-            if isinstance(failure, TimeoutError):
+        except (OSError, MediaError) as failure:
+            if sock is not None:
+                sock.close()
+            if isinstance(failure, (TimeoutError, MediaError)):
                 raise
             error = failure
     raise error or MediaError("is on an unknown host")

@@ -58,12 +58,12 @@ _MAX_VALUES = 200_000
 _BYTES = (1, 2, 6, 7)
 # Limit of a progressive JPEG's scans, each of which covers all pixels; encoders write about ten.
 _MAX_SCANS = 100
-# Limit of scans times pixels: so many scans of the largest picture.
+# Limit of scans times pixels: so many scans of the largest image.
 _FULL_SCANS = 12
 _SCAN = b"\xff\xda"
 # Limit of a PNG's colour profiles, each of which is decompressed; one is allowed.
 _MAX_PROFILES = 8
-# EXIF orientations, 2 to 8, and the transforms that put the picture upright.
+# EXIF orientations, 2 to 8, and the transforms that put the image upright.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -227,16 +227,17 @@ def _check_entries(data: bytes) -> None:
 
 
 def _check_tiff(image: Any, options: MediaOptions) -> None:
+    """Raise MediaError for a TIFF whose compression is not allowed, or whose tiles have too many pixels."""
     compression = image.info.get("compression")
     if compression not in _COMPRESSIONS:
         raise MediaError(f"is a TIFF compressed by {compression!r}; allowed: {', '.join(_COMPRESSIONS)}")
-    # A tile is decoded as a whole, however little of it the picture shows.
+    # A tile is decoded as a whole, however little of it the image shows.
     sides = [image.tag_v2.get(tag, 1) for tag in (_WIDTH, _LENGTH, _TILE_WIDTH, _TILE_LENGTH)]
     if any(type(side) is not int or side < 1 for side in sides):
         raise MediaError("is a TIFF without whole numbers for its sizes")
     width, height, tile_width, tile_length = sides
     num_tiles = -(-width // tile_width) * -(-height // tile_length)
-    # As many again may lie outside of the picture: its last row and column of tiles.
+    # As many again may lie outside of the image: its last row and column of tiles.
     tile = tile_width * tile_length
     if tile > options.max_image_pixels or num_tiles * tile > 2 * options.max_image_pixels:
         raise MediaError(f"is a TIFF with tiles of {tile_width} x {tile_length} pixels, {num_tiles} of them")
@@ -282,6 +283,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _on_colour(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Return the image as RGB, its transparent pixels blended with the RGB colour `background`."""
     rgba = image.convert("RGBA")
     under = Image.new("RGB", image.size, background)
     under.paste(rgba, mask=rgba.getchannel("A"))
@@ -289,6 +291,7 @@ def _on_colour(image: Image.Image, background: tuple[int, int, int]) -> Image.Im
 
 
 def _from_array(value: np.ndarray, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
+    """Convert an array, in a form that read_image takes, to uint8 [H, W, 3]. Raises MediaError for others."""
     channels = value.shape[2] if value.ndim == 3 else 1
     if value.dtype != np.uint8 or value.ndim not in (2, 3) or channels not in (1, 3, 4):
         problem = f"is an array of {value.dtype} and shape {list(value.shape)}"

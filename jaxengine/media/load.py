@@ -1,7 +1,7 @@
 """Fetches, decodes and preprocesses the images, videos and sounds of a prompt on threads, off the event loop.
 
 Limits how many are processed at once per process, and how many may wait. Clients take turns (turns.py): none of them
-has more than half of the threads or of the places in line.
+has more than half of the threads or of the places in the queue.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ _T = TypeVar("_T")
 
 
 class MediaLoader:
-    """Thread pools that fetch and decode media, one per process. Images are uint8 [H, W, 3], videos frames.Video."""
+    """Thread pools that fetch, decode and preprocess media, one instance per process.
+
+    Loaded images are uint8 [H, W, 3], videos frames.Video, and sounds samples.Sound or samples.Spectrogram.
+    """
 
     def __init__(self, options: MediaOptions):
         quiet_pillow()
         self._options = options
         count = options.media_loading_thread_count
         self._decoders = FairThreads(count, "decode media")
-        # Separate threads: slow hosts must not delay pictures that have arrived.
+        # Separate threads: slow hosts must not delay images that have arrived.
         self._fetchers = FairThreads(count, "fetch media")
         # Separate threads: preprocessing may wait for a file to be decoded.
         self._processors = FairThreads(count, "process media")
@@ -102,11 +105,13 @@ class MediaLoader:
             raise OverloadedError(f"{others + own} images, videos and sounds wait to be read; try again later")
 
     def _count_done(self, owner: str | None) -> None:
+        """Count one part of a client less as waiting."""
         self._num_waiting[owner] -= 1
         if not self._num_waiting[owner]:
             del self._num_waiting[owner]
 
     def _submit(self, parts: Sequence[MediaPart]) -> list[Future[Any]]:
+        """Queue the parts of one prompt, which share its budgets; return a future of each loaded item."""
         budget = PixelBudget(self._options.max_media_pixels), SecondsBudget(self._options.max_audio_seconds)
         return [
             self._fetchers.submit(self._fetch, part, budget)
@@ -116,6 +121,7 @@ class MediaLoader:
         ]
 
     def _fetch(self, part: MediaPart, budget: _Budget) -> Any:
+        """Fetch the address of a part, and have another thread decode the content. Raises RequestError."""
         try:
             data = fetch(part.source, self._options)
         except MediaError as error:
@@ -123,6 +129,7 @@ class MediaLoader:
         return self._decoders.submit(self._read, part, data, budget).result()
 
     def _read(self, part: MediaPart, source: Any, budget: _Budget) -> Any:
+        """Decode `source`, the part's own or what was fetched from it. Raises RequestError."""
         try:
             if isinstance(source, str):
                 source = fetch(source, self._options)
@@ -182,6 +189,7 @@ _IS_LIST: dict[str, Callable[[Any], bool]] = {IMAGE: _is_images, VIDEO: _is_vide
 
 
 def _by_modality(parts: Sequence[MediaPart], read: Sequence[Any]) -> MultiModalData:
+    """Group loaded items, one for each part, by modality; modalities without items are left out."""
     data: MultiModalData = {}
     for modality in _ALL:
         if found := [value for part, value in zip(parts, read, strict=True) if part.modality == modality]:
@@ -196,6 +204,7 @@ def _cancel(futures: Sequence[Future[Any]]) -> None:
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, step: Any) -> None:
+    """Have an event loop call `step` from its own thread; do nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(step)
     except RuntimeError:  # the loop, and with it the counter, has ended

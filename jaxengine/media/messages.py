@@ -12,7 +12,10 @@ from jaxengine.media.parts import MediaModel, MediaPart, collect_media
 
 
 class MediaReader:
-    """Collects and loads media. model: the model's media capabilities, None for a text-only model; options: limits."""
+    """Collector and loader of the media in messages.
+
+    model: the model's media capabilities; None for a text-only model. options: limits.
+    """
 
     def __init__(self, model: MediaModel | None, options: MediaOptions):
         self._model = model

@@ -20,7 +20,14 @@ _EXIF_TEXT, _XMP_TEXT = "Raw profile type exif", "XML:com.adobe.xmp"
 
 
 class Entry(NamedTuple):
-    """Entry of a TIFF directory. kind: type of its values; field: the four bytes with the value or its offset."""
+    """Entry of a TIFF directory.
+
+    Attributes:
+      tag: number of what it says.
+      kind: type of its values.
+      count: number of its values.
+      field: the four bytes with the value, or with its offset in the file.
+    """
 
     tag: int
     kind: int
@@ -66,6 +73,7 @@ def orientation_in(info: Mapping[Any, Any]) -> int | None:
 
 
 def _in_exif(exif: memoryview) -> int | None:
+    """Return the orientation in EXIF data, unchecked; None if it has none."""
     exif = exif[6:] if exif[:6] == b"Exif\0\0" else exif
     order = _ORDERS.get(bytes(exif[:4]), "")
     for entry in first_directory(exif):

@@ -1,4 +1,4 @@
-"""Pictures, videos and sounds in chat messages, in the forms of several APIs.
+"""Images, videos and sounds in chat messages, in the forms of several APIs.
 
 They are taken out of the messages and replaced by {"type": "image"}, {"type": "video"} and {"type": "audio"}, which
 chat templates expect. Nothing is fetched or decoded.
@@ -43,7 +43,8 @@ class MediaPart:
 
     Attributes:
       modality: "image", "video" or "audio".
-      source: an address (data:, https:, file:), or a value for read_image, read_video or read_sound.
+      source: an address (data:, https:, file:), embeds.GivenEmbeds, or a value for read_image, read_video or
+        read_sound.
       where: its path for errors, "messages[1].content[2].image_url".
       param: the field of the request that contains it.
     """
@@ -85,7 +86,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
     A value that is not an address can only come from Python, and is one for read_image, read_video or read_sound.
 
     Raises RequestError for a part that cannot be used, before anything is fetched, and for one of another type, such as
-    a file, unless a text-only model gets no media beside it.
+    a file; messages without media to a text-only model are not checked for these.
     """
     parts: list[MediaPart] = []
     if not isinstance(messages, (list, tuple)):

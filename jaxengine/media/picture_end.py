@@ -1,4 +1,4 @@
-"""Finds where an image's file ends, so that bytes behind it need not be kept.
+"""Finds where an image's file ends, so that bytes after it need not be kept.
 
 Decoders ignore such bytes, and so do hashes of pixels. Of a file that cannot be followed to its end, all bytes count.
 """
@@ -15,7 +15,7 @@ from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import read_data
 from jaxengine.media.file_types import image_type
 
-# Blocks of a file to follow. Pictures have fewer; a file of empty blocks would take seconds.
+# Blocks of a file to follow. Images have fewer; a file of empty blocks would take seconds.
 _MOST_BLOCKS = 200_000
 # Bytes to encode at a time, a multiple of three.
 _ENCODED_BYTES = PIECE_BYTES // 4 * 3
@@ -117,6 +117,7 @@ def _bmp(data: bytes) -> int | None:
     return first + (width * bits + 31) // 32 * 4 * abs(height)
 
 
+# By type, the function data -> length of the file at its beginning; None or an error if it is cut off or damaged.
 _ENDS: dict[str, Callable[[bytes], int | None]] = {
     "PNG": _png,
     "JPEG": _jpeg,

@@ -17,7 +17,7 @@ class Processed(NamedTuple):
       patches, columns, rows: as in jaxengine.scheduler.media.MediaItem.
       num_rows: number of embeddings in the prompt.
       grid: size in patches before merging: time, height, width.
-      seconds: for videos of families that use it, the time of each temporal step of the grid.
+      seconds: for videos of families that use it, the time of each temporal step of the grid; empty otherwise.
     """
 
     patches: np.ndarray
@@ -76,10 +76,13 @@ class MediaProcessor(Protocol):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an item for the tower.
 
-        value: uint8 [H, W, 3] for an image, jaxengine.media.videos.Video for a video, jaxengine.media.samples.Sound
-          for a sound. options: mm_processor_kwargs of
-          the engine, overridden by the request's. most: see check_room. Raises RequestError for an option that is
-          unknown or out of range, and for an image that the family does not take or that has too many patches.
+        value: uint8 [H, W, 3] for an image, jaxengine.media.frames.Video for a video, jaxengine.media.samples.Sound
+          for a sound.
+        options: mm_processor_kwargs of the engine, overridden by the request's.
+        most: as of check_room.
+
+        Raises RequestError for an option that is unknown or out of range, and for an item that the family does not
+        take or that has too many patches.
         """
         ...
 
@@ -92,10 +95,10 @@ class MediaProcessor(Protocol):
         ...
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest possible item, of a sound one window, or if `size`, (height, width) in pixels, is not
-        None, an item of this size.
+        """Return the largest possible item (of sounds: one window), for memory plans and limits.
 
-        For memory plans and limits: its pixel values are meaningless and may be missing, patches with F = 0.
+        size: (height, width) in pixels of an image or frames to preprocess instead; None for the largest. The values
+        of `patches` are meaningless, and may be missing: f32[P, 0].
         """
         ...
 

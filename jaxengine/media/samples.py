@@ -12,18 +12,18 @@ RATE = 16_000
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """Samples f32[N] of one channel, RATE a second, from -1 to 1."""
+    """Sound of one channel. samples: f32[N], RATE a second, from -1 to 1."""
 
     samples: np.ndarray
 
     @property
     def seconds(self) -> float:
-        """Return its duration."""
+        """Return its duration in seconds."""
         return len(self.samples) / RATE
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrogram:
-    """Part of a sound's spectrogram as its model's processor makes it, f32[frames, bins]."""
+    """Part of a sound's spectrogram, as its model's processor computes it. frames: f32[P, bins]."""
 
     frames: np.ndarray

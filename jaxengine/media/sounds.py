@@ -7,6 +7,7 @@ FFmpeg is limited as for videos: one container chosen by its first bytes, no oth
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,13 +50,17 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
     if isinstance(value, (tuple, list)) and len(value) == 2 and not np.isscalar(value[0]):
         value, rate = value
     if isinstance(value, list):
-        value = np.asarray(value)
+        try:
+            value = np.asarray(value)
+        except (ValueError, OverflowError):  # lists of different lengths, numbers beyond 64 bits
+            raise MediaError(f"is a list of no numbers; allowed are {FORMS}") from None
     if not isinstance(value, np.ndarray):
         raise MediaError(f"is a {type(value).__name__}; allowed are {FORMS}")
     return _at_rate(_mono(value), _checked_rate(rate), budget)
 
 
 def _decode(data: bytes, budget: SecondsBudget) -> Sound:
+    """Decode a file by its type. Raises MediaError; `budget` as of read_sound."""
     name = sound_type(data)
     if name is None:
         raise MediaError(
@@ -188,7 +193,9 @@ def _mono(values: np.ndarray) -> np.ndarray:
 
 
 def _checked_rate(rate: Any) -> int:
-    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.number)) or rate != int(rate):
+    """Return a rate, samples a second, as an int. Raises MediaError for other than a whole number in the limits."""
+    is_real = isinstance(rate, (int, float, np.integer, np.floating)) and not isinstance(rate, bool)
+    if not is_real or not math.isfinite(rate) or rate != int(rate):
         raise MediaError(f"has the rate {str(rate)[:50]}; allowed are whole numbers of samples a second")
     if not MIN_RATE <= rate <= MAX_RATE:
         raise MediaError(f"has the rate {int(rate)}; allowed are {MIN_RATE} to {MAX_RATE} samples a second")
@@ -201,6 +208,7 @@ def _at_rate(samples: np.ndarray, rate: int, budget: SecondsBudget) -> Sound:
 
 
 def _checked(samples: np.ndarray) -> Sound:
+    """Return the sound of samples f32[N] at RATE. Raises MediaError for none, and for infinite ones and NaN."""
     if not len(samples):
         raise MediaError("has no samples")
     if not np.isfinite(samples).all():

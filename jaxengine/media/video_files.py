@@ -49,6 +49,7 @@ def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Vid
 
 
 def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget) -> Video:
+    """Decode an opened container of the type `name`; other arguments and errors as of decode_video."""
     if not container.streams.video:
         raise MediaError(f"is a {name} file without a video in it")
     stream = container.streams.video[0]

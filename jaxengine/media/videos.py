@@ -67,6 +67,7 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
+    """Decode an animated image, frame by frame, to a video; arguments and errors as of read_video."""
     image, file = open_image(data, options)
     name = image.format or "animation"
 
@@ -105,6 +106,7 @@ def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video
 
 
 def _count(image: Any, name: str) -> int:
+    """Return the number of frames of an animation of the type `name`. Raises MediaError for none or too many."""
     try:
         total = getattr(image, "n_frames", 1)
     except MediaError:
@@ -124,6 +126,7 @@ def _seconds(image: Any) -> float:
 
 
 def _joined(pictures: Sequence[Any], options: MediaOptions, budget: PixelBudget) -> np.ndarray:
+    """Return images, each as of read_image, as frames uint8 [N, H, W, 3]. Raises MediaError if their sizes differ."""
     check_count(len(pictures))
     frames = []
     for number, picture in enumerate(pictures):
@@ -138,6 +141,9 @@ def _joined(pictures: Sequence[Any], options: MediaOptions, budget: PixelBudget)
 
 
 def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget) -> None:
+    """Check decoded frames and take their pixels from the budget. Raises MediaError for other than uint8 [N, H, W, 3],
+    and for too many frames or pixels.
+    """
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
         problem = f"is an array of {frames.dtype} and shape {list(frames.shape)}"
         raise MediaError(f"{problem}; allowed is uint8 of shape [N, H, W, 3]")

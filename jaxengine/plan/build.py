@@ -16,6 +16,7 @@ from jaxengine.plan.chips import CHIPS, Chips, read_chips
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     add_model(parser, help="a Hugging Face folder, a GGUF file, or a hub id, of which no weights are downloaded")
     names = ", ".join(name for name, chip in CHIPS.items() if chip.target)
     parser.add_argument(
@@ -108,12 +109,14 @@ class _Stages:
         self.stages: list[Any] = []
 
     def meshes(self, layout: Any, split: Any) -> Sequence[Any]:
+        """Return the mesh of each stage over the devices."""
         from jaxengine.sharding.mesh import make_mesh
         from jaxengine.sharding.stages import devices_of_stages
 
         return [make_mesh(layout, part) for part in devices_of_stages(self._devices, split.pipeline)]
 
     def needs(self, stages: Sequence[Any], config: ResolvedConfig) -> list[Any]:
+        """Make the runners of these stages, compile the programs that determine their needs, and return these."""
         from jaxengine.runner.devices import shape_runner
         from jaxengine.runner.stage_runner import foreseen_needs
 

@@ -36,7 +36,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Chips:
-    """So many devices of a kind."""
+    """Devices of one kind: the kind, and how many there are."""
 
     chip: Chip
     count: int
@@ -46,6 +46,7 @@ class Chips:
 
 
 def _of_target(name: str, target: str) -> Chip:
+    """Return the Chip, called `name`, of one of TARGETS."""
     found = TARGETS[target]
     capability = "" if found.gpu is None else ".".join(map(str, found.gpu.capability))
     figures = found.hbm_bytes, found.hbm_bandwidth, found.flops
@@ -71,7 +72,8 @@ CHIPS = {
 
 
 def read_chips(text: str) -> Chips:
-    """`NAME` or `NAME:COUNT`, where NAME is one of CHIPS or a target of `jaxengine check`.
+    """Return the chips that a text names: `NAME` or `NAME:COUNT`, where NAME is one of CHIPS or a target of
+    `jaxengine check`, in upper or lower case.
 
     Raises ConfigError for another name, and for a count that is no whole number from 1 to MOST.
     """

@@ -18,6 +18,7 @@ DEFAULT_LENGTH = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser, with `run` as the function that executes it."""
     about = (
         "a Hugging Face folder, a GGUF file, a hub id (of which no weights are downloaded), or a shape that jaxengine "
         "check knows, such as llama-3.1-8b (default: the embedded SmolLM2-135M-Instruct)"
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name(path: str, chips: object, count: int) -> str:
-    """The file of a picture: with several sets of chips, each has its own, named after them."""
+    """Return the file of a drawing: `path` for one set of chips; of several (`count`), each has one named after it."""
     if count == 1:
         return path
     file = Path(path)

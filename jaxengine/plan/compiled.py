@@ -24,7 +24,7 @@ from jaxengine.sharding.stages import devices_of_stages
 
 
 def compiler_of(chips: Chips, model: str | None, options: Mapping[str, Any]) -> CompiledNeeds:
-    """The compiler of some chips. model, options: as given on the command line.
+    """Return the source of compiled needs for some chips. model, options: as given on the command line.
 
     Raises ConfigError for chips whose compiler is not installed, or that `jaxengine check` does not know.
     """
@@ -42,7 +42,7 @@ class OnCpu:
     """CPU devices of this machine, for which programs are compiled as an engine does here: it loads them afterwards."""
 
     def __init__(self, chips: Chips):
-        """Has jax make as many CPU devices, if it has not made any. Raises ConfigError for too few."""
+        """Have jax make as many CPU devices, if it has not made any. Raises ConfigError for too few."""
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", chips.count)

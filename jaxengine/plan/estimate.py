@@ -28,12 +28,14 @@ class _Compiler(NamedTuple):
     """Sizes of our programs as one compiler makes them.
 
     Attributes:
-      layer, expert_layer: bytes that a forward pass holds for a layer, without and with experts.
-      most_layers: layers of which a forward pass holds code; more share it.
-      sampler, score: bytes that an epilogue holds.
-      rows: of the inputs and outputs of a layer's products, what a forward pass has at once.
-      logits: copies of its logits that a sampler needs. least_rows: as if it had so many rows at least.
-      large: bytes of the weights of a layer from which on it has that much code; 0 if all layers have.
+      layer, expert_layer: bytes of code that a forward pass holds for a layer, without and with experts.
+      most_layers: layers of which a forward pass holds code; further ones share it.
+      sampler, score: bytes of code that an epilogue holds.
+      rows: share of the inputs and outputs of a layer's products that a forward pass holds at once.
+      logits: copies of its logits that a sampler needs.
+      least_rows: minimum of the rows of logits that these copies are counted for.
+      large: bytes of a layer's weights from which on it has the code of `layer`; smaller layers have less. 0 if all
+        layers have it.
     """
 
     layer: float
@@ -81,13 +83,17 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
 
 
 def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
-    """How much of a large layer's code a stage's layers have: on TPUs small ones are unrolled less."""
+    """Return the share of a large layer's code that a stage's layers have, up to 1: on TPUs small ones are unrolled
+    less.
+    """
     size = stage.sizes(0).weights / max(1, len(stage.programs.model.stage.layers))
     return min(1.0, math.sqrt(size / how.large)) if how.large else 1.0
 
 
 def _forward_workspace(stage: StageArrays, model: Any, how: _Compiler) -> float:
-    """Bytes of the largest forward pass: rows of one layer's products, and what it leaves."""
+    """Return the bytes that the largest forward pass needs while it runs: rows of one layer's products, and its results
+    for epilogues.
+    """
     programs = stage.programs
     bucket = max(programs.packer.buckets)
     work = product_work(model, bucket, programs.shape.config.dtype, programs.kv_shapes(programs.num_columns))
@@ -97,7 +103,7 @@ def _forward_workspace(stage: StageArrays, model: Any, how: _Compiler) -> float:
 
 
 def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler) -> float:
-    """Bytes that an epilogue needs while it runs: copies of its logits."""
+    """Return the bytes that an epilogue needs while it runs: copies of its logits. name, size: of the epilogue."""
     own = stage.programs.epilogues[name]
     if "logits" in own.arguments:
         rows = max(how.least_rows, size * own.width) * how.logits
@@ -107,8 +113,9 @@ def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler
 
 
 def _tower_rows(stage: StageArrays, part: str) -> tuple[float, int]:
-    """Bytes of inputs and outputs of the products of one layer of a tower, for one patch; and its layers. part: the
-    model's attribute that the tower is.
+    """Return (bytes of the inputs and outputs of the products of a tower's layer for one patch, number of its layers).
+
+    part: name of the model's attribute that is the tower.
     """
     model, widest, layers = stage.programs.model, 0, set()
     for param in declared_params(model):

@@ -44,7 +44,7 @@ _KINDS = {
 
 
 def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any = None) -> EngineConfig:
-    """Return the config with sizes in place of what it leaves open, and without `fit`; says in the log which.
+    """Return the config with sizes in place of what it leaves open, which are logged, and without `fit`.
 
     The first of these that fits is taken: the best split with the whole context, or with LEAST_LENGTH tokens of it;
     the same with half as many sequences and tokens a step, and so on; then the longest context that fits. A length
@@ -56,7 +56,7 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
       ConfigError: nothing fits, the model cannot be read, or a mesh is given.
     """
     if mesh is not None:
-        raise ConfigError("fit", True, "False beside a mesh, which says how the model is split")
+        raise ConfigError("fit", True, "False with a mesh, which says how the model is split")
     claim_card(config.gpu_memory_utilization or PLATFORMS["gpu"].memory_utilization)
     chips = chips_of(jax.devices() if devices is None else list(devices))
     config = replace(config, fit=False)
@@ -117,7 +117,7 @@ def _length(ranked: Ranked) -> int:
 
 
 def _holds_weights(ranked: Ranked) -> bool:
-    """Return whether the weights of a split leave room on its devices."""
+    """Whether the weights of a split leave room on its devices."""
     plan = ranked.plan
     return plan is not None and all(stage.sizes(0).weights < plan.budget for stage in plan.stages)
 

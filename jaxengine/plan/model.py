@@ -28,10 +28,12 @@ class PlannedModel:
     """An opened model, for the chips of one platform.
 
     Attributes:
+      source: its configuration and files.
       config: settled, parallel sizes aside.
+      platform: default options of the chips.
       items: by modality, (embeddings, patches) of the largest item.
-      file_bytes: of its weights on disk; 0 where they are not here.
-      note: what is not known of it; "" for nothing.
+      file_bytes: size of its weight files; 0 if they are not here.
+      note: remark for the report on what is assumed; "" for none.
     """
 
     source: ModelSource
@@ -42,7 +44,7 @@ class PlannedModel:
     note: str
 
     def resolved(self, **parallel: int | bool) -> ResolvedConfig:
-        """The config with these parallel sizes and all defaults. Raises ConfigError."""
+        """Return the config with these parallel sizes and all defaults. Raises ConfigError."""
         return replace(self.config, **parallel).resolved(self.source.config, self.platform, self.items)
 
     def close(self) -> None:
@@ -56,7 +58,7 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
     Of a hub id only the configuration and the tokenizer are downloaded, a GGUF file of the hub is downloaded whole.
 
     Raises ConfigError, ModelConfigError or ModelFileError as an engine, and ModelFileError for weights that an engine
-    would find wrong or missing, as far as the headers of the files tell.
+    would find wrong or missing, as far as the headers of the files show it.
     """
     name = config.model
     if name is not None and name.lower() in SHAPES and not Path(name).exists():
@@ -93,6 +95,7 @@ def _check_weights(source: ModelSource, dtype: str) -> None:
 
 
 def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedModel:
+    """Return the PlannedModel of a published shape, which has no files. Raises ConfigError."""
     shape = model_config(name, config.quantization, keep_tables=platform.keeps_tables)
     shape = as_it_sees(shape, config)
     longest = given_length(config.max_model_len) or shape.max_position_embeddings

@@ -41,12 +41,12 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.tensor * self.pipeline * self.data
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """The engine's options for it."""
+        """Engine options, by name, that split a model so."""
         sizes = {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
         return {**sizes, "data_parallel_size": self.data, "enable_expert_parallel": self.experts}
 
@@ -61,7 +61,7 @@ class CompiledNeeds(Protocol):
     """Source of the memory that programs take of a device, by their compiler."""
 
     def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
-        """The mesh of each stage."""
+        """Return the mesh of each stage."""
         ...
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
@@ -71,9 +71,10 @@ class CompiledNeeds(Protocol):
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A model on chips, split in one way.
+    """Plan of a model on chips, split in one way.
 
     Attributes:
+      chips, split: what was planned for.
       layout: mesh of one stage.
       config: resolved.
       stages: arrays of each pipeline stage.
@@ -135,6 +136,7 @@ class SplitPlan:
         return plan_budget(self.config, self.chips)
 
     def _held(self, index: int) -> dict[str, int]:
+        """Bytes of one device of the stage `index` by purpose, without what is left; none of 0 bytes."""
         stage, needs = self.stages[index], self.needs[index]
         arrays = stage.bytes_of(0 if self.memory is None else self.memory.num_pages)
         slots = sum(arrays.get(purpose, 0) for purpose in SLOTS_AND_SAMPLING)
@@ -175,12 +177,14 @@ class SplitPlan:
 
 
 def plan_budget(config: ResolvedConfig, chips: Chips) -> int:
-    """Bytes of a device that an engine with this config plans for."""
+    """Return the bytes of a device that an engine with this config plans for."""
     return budget_of(config, *device_bytes(config, chips))
 
 
 def device_bytes(config: ResolvedConfig, chips: Chips) -> tuple[int, int | None]:
-    """Memory of one device, and what jax's client has of it where an engine is the first in its process to use it."""
+    """Return (bytes of one device, how many of them jax's client reserves for an engine that is the first in its
+    process to use the device); the latter is None for other than CUDA devices, where it reserves none.
+    """
     chip = chips.chip
     if chip.platform == "cpu":
         return device_memory(SimpleNamespace(platform="cpu")) // chips.count, None
@@ -190,7 +194,7 @@ def device_bytes(config: ResolvedConfig, chips: Chips) -> tuple[int, int | None]
 
 
 def platform_for(chip: Chip) -> Platform:
-    """Default options of a chip, by the kernels that an engine runs on it."""
+    """Return the default options of a chip, which depend on the kernels that an engine runs on it."""
     return PLATFORMS[platform_of(SimpleNamespace(platform=chip.platform, compute_capability=chip.compute_capability))]
 
 
@@ -212,7 +216,9 @@ def plan_split(model: PlannedModel, chips: Chips, split: Split, compiled: Compil
 def _plan_length(
     model: PlannedModel, chips: Chips, split: Split, compiled: CompiledNeeds | None, length: dict[str, int]
 ) -> SplitPlan:
-    """`plan_split` with a max_model_len in place of the config's; empty for that."""
+    """Return what `plan_split` does, without a search for the length. length: max_model_len as an option; empty for the
+    config's.
+    """
     config = model.resolved(**split.options, **length)
     layout = config.mesh_layout(model.source.config)
     meshes = [abstract_mesh(layout)] * split.pipeline if compiled is None else compiled.meshes(layout, split)
@@ -238,7 +244,10 @@ def _plan_length(
 
 
 def _overfull(memory: MemoryPlan, total: int) -> ConfigError | None:
-    """The error of a plan whose pages are given and too many for the device; None if it fits. total: what it has."""
+    """Return the error of a plan whose pages are given and too many for the device; None if it fits.
+
+    total: bytes of the device.
+    """
     if memory.planned <= total:
         return None
     gib = 1 << 30

@@ -18,7 +18,10 @@ _GIB, _MIB = 2**30, 2**20
 
 
 def as_json(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None) -> Any:
-    """Return the plans of a model on chips as JSON values: the best split in full, the others as rows."""
+    """Return the plans of a model on chips as JSON values: the best split in full, all splits as rows.
+
+    Arguments: as of `text`.
+    """
     best = ranked[0]
     return {
         "chips": str(chips),
@@ -33,7 +36,11 @@ def as_json(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length:
 
 
 def text(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None) -> str:
-    """The same for people, lines of text."""
+    """Return the plans of a model on chips as lines of text for people.
+
+    ranked: plans of splits, the best first. length: tokens of a sequence to count. price: of a device's hour; None for
+    no costs.
+    """
     return "\n".join(_lines(model, chips, ranked, length, price))
 
 

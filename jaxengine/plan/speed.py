@@ -59,7 +59,7 @@ def speed_of(plan: SplitPlan, length: int) -> Speed | None:
 
 
 def cost_of(tokens_per_second: float, price_per_hour: float, count: int) -> float:
-    """Price of a million tokens. price_per_hour: of one device; count: of devices."""
+    """Return the price of a million tokens. price_per_hour: of one device; count: number of devices."""
     return price_per_hour * count / (tokens_per_second * _HOUR) * _MILLION
 
 

@@ -17,7 +17,13 @@ _EQUAL = 0.02
 
 @dataclass(frozen=True)
 class Ranked:
-    """A split with its plan, or with the reason why the model cannot be split so. speed: None where not known."""
+    """A split with its plan.
+
+    Attributes:
+      plan: None if the model cannot be split so.
+      speed: bounds; None where they are not known, and for a plan that does not fit.
+      error: reason why the model cannot be split so, or does not fit; None if an engine would start.
+    """
 
     split: Split
     plan: SplitPlan | None
@@ -33,8 +39,8 @@ class Ranked:
 def possible_splits(count: int, given: Mapping[str, object], *, has_experts: bool, drafts: bool) -> Iterator[Split]:
     """Yield the splits that use all `count` devices and agree with the engine options that are given.
 
-    With all three sizes given, that split alone, which may use fewer devices. drafts: what drafts needs weights, which
-    allows no pipeline.
+    With all three sizes given, only that split, which may use fewer devices. drafts: the draft method has weights,
+    which allows no pipeline.
     """
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     wanted = [given.get(name) for name in names]
@@ -90,7 +96,9 @@ def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compil
 
 
 def _order(one: Ranked) -> tuple[object, ...]:
-    """Key of what is better first. What cannot be split at all comes last, what lacks memory by how much."""
+    """Return the sorting key of the best first: those that fit, then those that lack memory, by how much, then those
+    that cannot be split so.
+    """
     if one.plan is None:
         return 2, 0, 0, one.split.pipeline
     if not one.fits:

@@ -63,8 +63,8 @@ def compared(
     Results that one side lacks are left out; logits must be there.
 
     Args:
-      arrays: of the record, which tell the place of each result. wanted: results as recorded; found: those of the
-        replay.
+      arrays: of the record, from which the place of each result follows.
+      wanted, found: results as recorded, and those of the replay.
       kv_dtype: dtype of the numbers in pages. state_layers: the layer of each array of recurrent states.
       features: of the step; without LOGPROBS the sampler's scores mean nothing. is_sampled: bool[rows], of the logits.
       tolerance: allowed difference, as a share of an array's largest magnitude.

@@ -39,6 +39,8 @@ class Report(NamedTuple):
 
 
 class _Ran(NamedTuple):
+    """A step that was run again: its results, names of the weights that differ from the record's, and the stage."""
+
     found: dict[str, np.ndarray]
     weights: list[str]
     stage: StageRunner
@@ -95,6 +97,10 @@ def replay(
 
 
 def _run(about: Mapping[str, Any], step: RecordedStep, backend: Backend, *, layers: bool, **options: Any) -> _Ran:
+    """Open the step's model on a backend and run the step. about, layers, options: as of open_stage.
+
+    Raises RecordError for a step that cannot be run here, and as open_stage.
+    """
     try:
         with backend.context():
             stage = open_stage(about, backend, layers=layers, **options)
@@ -158,6 +164,7 @@ def _between(
 
 
 def _summary(differences: Sequence[Difference], tolerance: float) -> list[str]:
+    """Return lines of text: how many arrays are the same, differ within the tolerance, and beyond it."""
     same = sum(each.is_same for each in differences)
     lines = [f"{len(differences)} arrays compared, {same} with all bits equal"]
     wrong = [each for each in differences if not each.is_within]
@@ -187,6 +194,7 @@ def _other_weights(about: Mapping[str, Any], step: RecordedStep, stage: StageRun
 
 
 def _bucket_of(stage: StageRunner, step: RecordedStep) -> Any:
+    """Return the stage's bucket of a recorded step."""
     tokens, seqs, width, sections = step.about["bucket"]
     buckets = stage.programs.packer.buckets
     key = (tokens, seqs, width, tuple(sections))

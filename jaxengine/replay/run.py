@@ -64,6 +64,8 @@ def _check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
 
 
 class _Run:
+    """One run of a recorded step on a stage."""
+
     def __init__(self, stage: StageRunner, step: RecordedStep, layout: str):
         self._stage, self._programs, self._arrays = stage, stage.programs, step.arrays
         self._layout = layout
@@ -157,18 +159,20 @@ class _Run:
         return DeviceState(slots, tokens, sampling)
 
     def _section(self, name: str, shapes: Any) -> Any:
+        """Return the recorded arrays `name`/0, 1, ... as a tree of device arrays like `shapes`."""
         leaves, tree = jax.tree.flatten(shapes)
         own = [_put(self._arrays[f"{name}/{at}"], leaf) for at, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, own)
 
     def _page_table(self) -> np.ndarray:
+        """Return the recorded page table with pages renumbered, 0 for pages that are not in the record."""
         table = self._arrays["state/page_table"].copy()
         _check(table, self._programs.state_shapes.slots.page_table)
         paged = len(paged_groups(self._programs.groups)) * self._num_slots
         for own, numbers in zip(table.reshape(self._num_ranks, -1, table.shape[-1]), self._pages, strict=True):
-            found = np.zeros(1 + int(max([own[:paged].max(), *numbers])), np.int32)
-            found[[*numbers]] = [*numbers.values()]
-            own[:paged] = found[own[:paged]]
+            pages, index = np.unique(own[:paged], return_inverse=True)
+            new = np.array([numbers.get(page, 0) for page in pages.tolist()], np.int32)
+            own[:paged] = new[index].reshape(own[:paged].shape)
         return table
 
     def _long(self, name: str, shape: Any, fill: int) -> jax.Array:
@@ -182,6 +186,7 @@ class _Run:
         return _put(whole, shape)
 
     def _states(self) -> Any:
+        """Return the recurrent states as a tree of device arrays, with the recorded rows, and zeros in all others."""
         leaves, tree = jax.tree.flatten(self._programs.state_shapes.slots.sections[_STATES])
         found = []
         for at, leaf in enumerate(leaves):
@@ -192,6 +197,7 @@ class _Run:
         return jax.tree.unflatten(tree, found)
 
     def _states_after(self, slots: Any) -> dict[str, np.ndarray]:
+        """Return the recorded rows of the states after the step, by the record's names; {} without states."""
         if _STATES not in slots.sections:
             return {}
         places = self._arrays["states/rank"], self._arrays["states/row"]
@@ -199,6 +205,10 @@ class _Run:
         return {f"after/states/{at}": self._by_rank(leaf)[places] for at, leaf in enumerate(leaves)}
 
     def _pool(self) -> Any:
+        """Return a pool with the recorded pages, converted to this platform's layout, at their new numbers.
+
+        Raises RecordError for pages of another shape.
+        """
         shapes = self._kv_shapes
         whole = np.zeros(shapes.data.shape, shapes.data.dtype)
         own = whole.reshape(self._num_ranks, -1, *whole.shape[1:])
@@ -229,11 +239,13 @@ class _Run:
         return ranks, np.array(rows, np.int64)
 
     def _by_rank(self, array: Any) -> np.ndarray:
+        """Return an array of all replicas [replicas * N, ...] on the host, as [replicas, N, ...]."""
         host = np.asarray(array)
         return host.reshape(self._num_ranks, len(host) // self._num_ranks, *host.shape[1:])
 
 
 def _put(array: np.ndarray, like: Any) -> jax.Array:
+    """Put an array on the devices with the sharding of `like`. Raises RecordError as `_check`."""
     _check(array, like)
     return jax.device_put(array, like.sharding)
 

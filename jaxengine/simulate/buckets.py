@@ -26,7 +26,12 @@ _TIE = 1e-9
 
 
 class Needs(NamedTuple):
-    """Steps by what they need: the number of steps for each size. Sizes are rows of decode steps, tokens of others."""
+    """Number of steps by the size that they need.
+
+    Attributes:
+      decode: of decode steps, whose sizes are rows.
+      mixed: of other steps, whose sizes are tokens.
+    """
 
     decode: Counter[int]
     mixed: Counter[int]
@@ -56,7 +61,9 @@ class Shapes:
 
 
 def needs_of(steps: Sequence[StepTime]) -> Needs:
-    """Return what steps need of their buckets."""
+    """Count steps by the size that they need: in decode steps the most rows of a replica; in others the most tokens,
+    and at least one more than rows.
+    """
     decode, mixed = Counter[int](), Counter[int]()
     for step in steps:
         if step.bucket.decode_only:
@@ -100,7 +107,7 @@ def choose(
 def _rounded(
     steps: Sequence[StepTime], decode: Callable[[int], float], mixed: Callable[[int], float]
 ) -> list[tuple[int, int, Callable[[int], float]]]:
-    """(size needed, size of the bucket, seconds) of each step."""
+    """Return (size needed, size of the bucket, seconds of a size) of each step."""
     found = []
     for step in steps:
         is_decode = step.bucket.decode_only
@@ -152,13 +159,13 @@ def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float
 
 
 def _cost_of(chosen: Sequence[int], sizes: np.ndarray, weight: np.ndarray, seconds: Callable[[int], float]) -> float:
-    """Seconds of all steps in the chosen sizes."""
+    """Return the seconds of all steps in the chosen sizes. weight: f64[n], steps that need each of `sizes`."""
     places = np.searchsorted(chosen, sizes)
     return float(sum(count * seconds(chosen[place]) for place, count in zip(places, weight, strict=True) if count))
 
 
 def _thinned(sizes: list[int]) -> list[int]:
-    """At most MOST_SIZES of sorted sizes, evenly, the last one included."""
+    """Return at most MOST_SIZES of the sorted sizes, evenly spread, the first and last included."""
     if len(sizes) <= MOST_SIZES:
         return sizes
     places = np.unique(np.linspace(0, len(sizes) - 1, MOST_SIZES).round().astype(int))

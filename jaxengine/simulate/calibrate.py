@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Output tokens of a load: steps of each decode shape.
 _STEPS = 24
 _PROMPT = 32
-# Options that say nothing of a step, or that nobody else should read.
+# Options that do not change a step's costs, or that must not be published.
 _LEFT_OUT = (
     "record_trace",
     "hf_token",
@@ -47,10 +47,11 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step as the simulator ran it and as the engine took it.
+    """A step with its times.
 
     Attributes:
-      seconds: on the device, as the host saw it.
+      step: as the simulator ran it.
+      seconds: on the device, as the host measured it.
       dispatch, after: the host's, as of HostCosts; after is None for the last step.
     """
 
@@ -270,7 +271,11 @@ def _host(measured: Sequence[MeasuredStep]) -> HostCosts:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return a constant and a slope, neither negative, by the medians of each abscissa."""
+    """Fit seconds = constant + slope * rows to points (rows, seconds); return (constant, slope), neither negative.
+
+    The line is fitted to the median of each number of rows, by least squares weighted by the number of points. Where it
+    would have a negative part, the constant is the weighted mean and the slope 0. (0, 0) without points.
+    """
     by_rows: dict[int, list[float]] = defaultdict(list)
     for rows, seconds in points:
         by_rows[rows].append(seconds)

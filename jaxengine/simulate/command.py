@@ -87,7 +87,7 @@ def _add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         "--restart-seconds", type=_wait, metavar="S", help="until another one takes their place (default: 60)"
     )
     parser.add_argument(
-        "--publish-seconds", type=_wait, metavar="S", help="until the router knows what is cached (default: 1)"
+        "--publish-seconds", type=_wait, metavar="S", help="until the router sees what is cached (default: 1)"
     )
 
 
@@ -166,6 +166,7 @@ def _fleet(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits)
 
 
 def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
+    """Choose step shapes for the trace; print and write them with the runs before and after. Raises ConfigError."""
     from jaxengine.config.compilation_config import CompilationConfig
     from jaxengine.results import table, write_json
     from jaxengine.simulate.buckets import choose
@@ -195,6 +196,7 @@ def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limit
 
 
 def _parallel(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
+    """Run the trace on every split; print and write the results, the best first. Raises ConfigError."""
     from jaxengine.results import table, write_json
     from jaxengine.simulate.report import as_json
     from jaxengine.simulate.splits import run_splits
@@ -211,7 +213,7 @@ def _parallel(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limi
 
 
 def _head(setup: Setup, trace: Trace) -> list[str]:
-    """Lines that say what is simulated, and by which costs."""
+    """Return lines of text that say what is simulated, and by which costs."""
     plan = setup.plan
     config = plan.config
     flags = f" with {plan.split.flags}" if plan.split.flags else ""
@@ -240,6 +242,7 @@ def _progress(what: str) -> None:
 
 
 def _read(text: str, least: float, most: float, allowed: str) -> float:
+    """Read a number from `least` to `most`. Raises ArgumentTypeError, which says what is `allowed`."""
     try:
         number = float(text)
     except ValueError:

@@ -128,6 +128,7 @@ class MeasuredCosts:
       decode, mixed: (T, seconds) of decode-only and of mixed buckets, by T; others are interpolated.
       per_key, per_pair: seconds per key that a step's rows see, and per pair of a query and a key of rows with prompt.
       errors: median and 90th percentile of the relative error of a step's seconds, on steps that were not fitted.
+      host: seconds of the host's work.
       num_steps: steps that were measured.
     """
 

@@ -1,6 +1,6 @@
 """Stand-in for the device: takes a step's messages as a ModelRunner does, and answers after the seconds of the costs.
 
-It understands nothing but packed messages, as compiled steps do, and the tokens that a trace says.
+It reads nothing but packed messages, as compiled steps do, and the tokens of the trace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxengine.simulate.costs import Costs, keys_and_pairs
 
 
 class VirtualTime:
-    """Clock of a simulation. now: seconds."""
+    """Clock of a simulation. now: its time in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -97,7 +97,7 @@ class SimulatedRunner:
         return self.packer.buckets
 
     def expect(self, request: Request, tokens: np.ndarray) -> None:
-        """Say what a request's tokens will be, its prompt's included, i32[n]; all after them are the last one."""
+        """Set the tokens of a request, i32[n]: its prompt's, then those that it gets; further ones equal the last."""
         self._texts[request.request_id] = tokens
 
     def forget(self, request: Request) -> None:
@@ -109,7 +109,10 @@ class SimulatedRunner:
         self._due += seconds
 
     def execute(self, step: StepInput) -> SimulatedStep:
-        """Dispatch a step: each stage computes it when it is free and the stage before is done."""
+        """Dispatch a step and return it, with its tokens; the clock goes on by the host's work until then.
+
+        Each stage computes the step as soon as it is free and the stage before is done.
+        """
         scheduler, layout = self.scheduler, self.packer.layouts[step.bucket]
         assert scheduler is not None
         pending = SimulatedStep(self, np.ones((self.num_ranks, layout.num_seqs), np.int32))

@@ -14,7 +14,12 @@ QUANTILES = (50, 90, 99)
 
 
 class Limits(NamedTuple):
-    """Limits of a request that counts for goodput: seconds to its first token, and between tokens in the mean."""
+    """Limits of a request that counts for goodput.
+
+    Attributes:
+      first_token: seconds to its first token.
+      interval: mean seconds between its tokens.
+    """
 
     first_token: float = float("inf")
     interval: float = float("inf")

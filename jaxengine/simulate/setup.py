@@ -25,9 +25,11 @@ _LENGTH = 1024
 
 @dataclass(frozen=True)
 class Setup:
-    """A model on chips, its splits in order, the best first, and the costs of a step.
+    """Subject of a simulation.
 
     Attributes:
+      model, chips: the model and its devices.
+      splits: the model's splits over the chips, the best first.
       measured: costs of a running engine; None for a roofline.
       efficiency, host: of a roofline.
       progress: called with what is being done, and how far it is.

@@ -14,7 +14,7 @@ from jaxengine.simulate.trace import Trace
 
 @dataclass(frozen=True)
 class SplitRun:
-    """A split's plan and what it gave."""
+    """The plan of a split, and the outcome of a trace on it."""
 
     plan: SplitPlan
     outcome: Outcome
@@ -24,7 +24,9 @@ class SplitRun:
         return row(self.plan.split.flags or "one device", self.outcome, limits)
 
     def key(self, limits: Limits) -> tuple[float, ...]:
-        """Key of what is better first: fewer refused, then goodput if there are limits, then the mean time to end."""
+        """Return the sorting key of the best first: by the number of refused requests, then by goodput if there are
+        limits, then by the mean time to the end of a request.
+        """
         found = as_json(self.outcome, limits)
         good = -round(found["good_requests_per_second"] or 0.0, 3) if limits.given else 0.0
         return found["refused"], good, found["end"]["mean"] or float("inf")

@@ -19,9 +19,11 @@ _MOST_TURNS = 10_000
 
 @dataclass(frozen=True)
 class Kind:
-    """Lengths of a kind of trace: log-normal, with these medians and shapes (the sigma of the logarithm).
+    """Lengths of a kind of trace, which are log-normal.
 
     Attributes:
+      prompt, output: medians in tokens of prompts (after their prefix) and of outputs.
+      prompt_shape, output_shape: sigma of their logarithms.
       shared, num_shared: tokens of the prefix that requests share, and how many such prefixes there are.
       turns, pause: requests of a conversation, each of which begins with all that was said before, and the seconds from
         one to the next; both in the mean, geometric and exponential. Its prefix is the n-th with a weight of 1 / n.
@@ -117,6 +119,8 @@ def _conversations(
 
 
 def _lengths(rng: np.random.Generator, count: int, scale: float) -> Callable[[float, float, int], np.ndarray]:
+    """Return a function (median, shape, most) -> `count` log-normal lengths i64[count] from 1 to `most`."""
+
     def draw(median: float, shape: float, most: int) -> np.ndarray:
         return np.clip(rng.lognormal(np.log(median * scale), shape, count), 1, most).astype(int)
 
@@ -124,4 +128,5 @@ def _lengths(rng: np.random.Generator, count: int, scale: float) -> Callable[[fl
 
 
 def _prefix(head: int, blocks: int) -> tuple[int, ...]:
+    """Return the hash ids of the shared prefix number `head`, of `blocks` blocks."""
     return tuple(range(head * blocks, (head + 1) * blocks))

@@ -33,7 +33,13 @@ STOP = 0
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival. block_size: tokens of a block of `hash_ids`. name: of the file or generator."""
+    """Requests and their arrivals.
+
+    Attributes:
+      name: of the file or generator.
+      requests: in order of arrival.
+      block_size: tokens of a block of `hash_ids`.
+    """
 
     name: str
     requests: tuple[TraceRequest, ...]
@@ -41,7 +47,7 @@ class Trace:
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
-        """Small numbers of the hash ids, from STOP + 1 on."""
+        """Return a small number for each hash id, from STOP + 1 on in the order in which they occur."""
         found: dict[int, int] = {}
         for request in self.requests:
             for block in request.hash_ids:
@@ -183,6 +189,7 @@ def _header(value: dict[str, Any]) -> int:
 
 
 def _own(value: dict[str, Any], block: int) -> TraceRequest:
+    """Read a request in our own form. block: tokens of a block. Raises _LineError."""
     most = _whole(value, "max_tokens", 1, MOST_TOKENS) if value.get("max_tokens") is not None else None
     request = TraceRequest(
         _number(value, "arrival", MOST_SECONDS),
@@ -197,6 +204,7 @@ def _own(value: dict[str, Any], block: int) -> TraceRequest:
 
 
 def _mooncake(value: dict[str, Any], block: int) -> TraceRequest:
+    """Read a request in Mooncake's form, whose times are milliseconds. block: tokens of a block. Raises _LineError."""
     request = TraceRequest(
         _number(value, "timestamp", 1e3 * MOST_SECONDS) / 1e3,  # milliseconds
         _whole(value, "input_length", 1, MOST_TOKENS),
@@ -208,6 +216,7 @@ def _mooncake(value: dict[str, Any], block: int) -> TraceRequest:
 
 
 def _azure(text: str) -> TraceRequest:
+    """Read a request from a line of Azure's CSV. Raises _LineError."""
     fields = next(csv.reader([text]))
     if len(fields) != len(AZURE):
         raise _LineError(f"has {len(fields)} fields", f"{len(AZURE)}: {', '.join(AZURE)}")
@@ -252,6 +261,7 @@ def _hash_ids(value: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _fitting(request: TraceRequest, total: int, block: int) -> TraceRequest:
+    """Return the request. Raises _LineError if it has more hash ids than `total` tokens have blocks."""
     most = -(-total // block)
     if len(request.hash_ids) > most:
         raise _LineError(

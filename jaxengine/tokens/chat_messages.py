@@ -84,12 +84,14 @@ def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence
 
 
 def _merged(instructions: Sequence[Message], others: Sequence[Message]) -> list[Message]:
+    """Return one message with the texts of all instructions, an empty line between them, and `others` after it."""
     if not instructions:
         return [*others]
     return [{**instructions[0], "content": "\n\n".join(each["content"] for each in instructions)}, *others]
 
 
 def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
+    """Yield what `ways_to_write` says of missing contents and arguments, the instructions as they are."""
     none_first = _ASKS_FOR_NONE.search(template) is not None
     contents: tuple[Mapping[str, Any], ...] = ({"content": None} if none_first else {}, {"content": ""})
     calls = (_with_objects, lambda call: call)
@@ -131,6 +133,7 @@ def kind(value: Any) -> str:
 
 
 def _checked_message(message: Any, where: str) -> Message:
+    """Check one message and return its copy, as checked_messages. where: its path in errors. Raises RequestError."""
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
     role, content = message.get("role"), message.get("content")

@@ -123,6 +123,7 @@ def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any],
 
 
 def _check_options(add_generation_prompt: Any, continue_final_message: Any, tools: Any) -> None:
+    """Raise RequestError for arguments of render_chat of another type, and for two that exclude each other."""
     options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, value in options.items():
         if type(value) is not bool:
@@ -137,6 +138,7 @@ def _check_options(add_generation_prompt: Any, continue_final_message: Any, tool
 
 
 def _choose(templates: str | Mapping[str, str] | None, chat_template: Any, tools: Any) -> str:
+    """Return the source of the template to use; arguments as of render_chat. Raises RequestError."""
     if chat_template is not None and (not isinstance(chat_template, str) or not chat_template):
         text = f"chat_template must be a text that is not empty, got {kind(chat_template)}"
         raise RequestError(text, param="chat_template", value=chat_template)
@@ -153,6 +155,7 @@ def _choose(templates: str | Mapping[str, str] | None, chat_template: Any, tools
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with CONTINUE_MARK after its text. Raises RequestError for one that does not end with text."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + CONTINUE_MARK}
@@ -164,6 +167,10 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_mark(text: str) -> str:
+    """Return what a rendered text has before CONTINUE_MARK, without white space at its end if the template strips it.
+
+    Raises RequestError for a text without the mark.
+    """
     at = text.rfind(CONTINUE_MARK.strip())
     if at < 0:
         raise RequestError("the chat template leaves out the last message", param="continue_final_message", value=True)

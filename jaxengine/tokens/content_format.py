@@ -35,7 +35,7 @@ def with_contents(
       placeholder: returns the text for one of MEDIA_TYPES, for a template that takes texts; None for a text-only model,
         whose texts stay unchanged.
 
-    Raises RequestError for an image if it is None and the template takes texts.
+    Raises RequestError for media if `placeholder` is None and the template takes texts.
     """
     has_media = any(isinstance(message.get("content"), list) for message in messages)
     if not has_media and placeholder is None:
@@ -102,8 +102,8 @@ def _as_parts(message: Message) -> Message:
 
 
 def _with_texts(message: Message, unknown: set[str], placeholder: Callable[[str], str]) -> Message:
-    """Replace media of types that a template does not know by text: videos for one that only handles images, such as
-    SmolVLM's, and sounds.
+    """Replace the parts of a message whose type is in `unknown`, types that the template does not know, by text: videos
+    for one that only takes images, such as SmolVLM's, and sounds.
     """
     content = message.get("content")
     if not isinstance(content, list):

@@ -42,9 +42,11 @@ class _Metadata:
         self._values, self.path = values, path
 
     def fail(self, what: str, key: str) -> ModelFileError:
+        """Return the error for a value. what: its fault."""
         return ModelFileError(self.path, what, f"tokenizer.ggml.{key}")
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Return the value of tokenizer.ggml.KEY, which must be of the type `kind`; `default` if it is missing."""
         value = self._values.get(f"tokenizer.ggml.{key}")
         if value is None:
             return default
@@ -53,18 +55,21 @@ class _Metadata:
         return value
 
     def texts(self, key: str) -> list[str]:
+        """Return a list of strings that is not empty."""
         values = self.get(key, list)
         if not values or not all(type(value) is str for value in values):
             raise self.fail("must be a list of strings that is not empty", key)
         return values
 
     def numbers(self, key: str, length: int) -> np.ndarray | None:
+        """Return an array of `length` numbers; None if it is missing."""
         values = self.get(key, np.ndarray)
         if values is not None and len(values) != length:
             raise self.fail(f"must have one entry for each of {length} tokens, got {len(values)}", key)
         return values
 
     def token_id(self, key: str, size: int) -> int | None:
+        """Return a token id below `size`; None if it is missing."""
         number = self.get(key, int)
         if number is not None and not 0 <= number < size:
             raise self.fail(f"must be from 0 to {size - 1}, got {number}", key)
@@ -72,7 +77,7 @@ class _Metadata:
 
 
 def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
-    """Build the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it asks for.
+    """Build the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it requests.
 
     values: the file's metadata by key. path: of the file, for errors.
 

@@ -1,7 +1,7 @@
 """Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or a vocabulary alone, and related files.
 
 Vocabularies that are read alone are BERT's vocab.txt, SentencePiece's tokenizer.model and tiktoken's ranks. The files
-are only data: code that they name (auto_map) is not run, and classes (tokenizer_class) only tell vocabularies apart.
+are only data: code that they name (auto_map) is not run, and classes (tokenizer_class) only distinguish vocabularies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PIECES_CLASSES = (
 )
 RANKS = {"TikTokenTokenizer": KIMI, "QWenTokenizer": QWEN}
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
-ADDED = "added_tokens.json"  # beside a vocabulary; a tokenizer.json has these tokens itself
+ADDED = "added_tokens.json"  # in addition to a vocabulary; a tokenizer.json has these tokens itself
 ADDED_TOKENS = "added_tokens_decoder"  # tokens by id, in tokenizer_config.json
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
@@ -209,6 +209,10 @@ def _check_ids(entries: Any, path: Path) -> None:
 
 
 def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) -> SpecialTokens:
+    """Return the ids of the tokens that `config` (tokenizer_config.json), or else special_tokens_map.json, names.
+
+    Raises ModelFileError for a bos or eos token that the vocabulary does not have.
+    """
     ids: dict[str, int | None] = {}
     fallback = read_object(folder, SPECIAL) or {}
     for role in ("bos", "eos", "unk", "pad"):
@@ -222,6 +226,7 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
 
 
 def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
+    """Return the eos_token_id of generation_config.json, one or a list; () without it. Raises ModelFileError."""
     value = (read_object(folder, GENERATION) or {}).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -232,6 +237,7 @@ def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
 
 
 def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str] | None:
+    """Return the template, or templates by name, as read_hf_tokenizer. Raises ModelFileError."""
     template = read_text(folder, TEMPLATE, MAX_JSON_BYTES)
     if template is None:
         template = config.get("chat_template")

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens by role; None for an unused role. `turn_ends`: ids, in addition to eos,
-    that end an answer.
+    """Ids of special tokens by role; None for a role without a token.
+
+    Attributes:
+      bos, eos: beginning and end of a text.
+      unk: unknown piece of text.
+      pad: padding.
+      turn_ends: further ids that end an answer.
     """
 
     bos: int | None = None

@@ -18,9 +18,7 @@ _MAX_REASON = 300
 
 
 class Render(msgspec.Struct, tag=True, array_like=True):
-    """Request to render a template with variables (JSON). Both are UTF-8 that may contain surrogates, as JSON texts
-    may.
-    """
+    """Request to render the template `source` with `variables`, a JSON object; both as `packed` encodes text."""
 
     source: bytes
     variables: bytes
@@ -31,7 +29,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class Rendered(msgspec.Struct, tag=True, array_like=True):
-    """The rendered text, in the same UTF-8."""
+    """The rendered text, as `packed` encodes it."""
 
     text: bytes
 
@@ -50,10 +48,12 @@ Answer = Ready | Rendered | Refused
 
 
 def packed(text: str) -> bytes:
+    """Encode text as UTF-8, lone surrogates included."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def unpacked(raw: bytes) -> str:
+    """Decode what `packed` has encoded."""
     return raw.decode("utf-8", "surrogatepass")
 
 

@@ -23,21 +23,13 @@ from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.template_end import template_end
 from jaxengine.tokens.template_renderer import TemplateRenderer
+from jaxengine.tokens.vocabularies.byte_pairs import CHAR_OF_BYTE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def _byte_of_char() -> dict[str, int]:
-    """Return the byte that each character spells: printable Latin-1 characters are themselves, other bytes are U+0100
-    and up, in order.
-    """
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
-
-
-BYTE_OF_CHAR = _byte_of_char()
+_BYTE_OF_CHAR = {char: byte for byte, char in CHAR_OF_BYTE.items()}
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -234,7 +226,7 @@ class Tokenizer:
         if known is None:
             token = self.backend.id_to_token(token_id) or ""
             try:
-                known = bytes(BYTE_OF_CHAR[char] for char in token)
+                known = bytes(_BYTE_OF_CHAR[char] for char in token)
             except KeyError:
                 known = token.encode()
             self._token_bytes[token_id] = known

@@ -1,5 +1,6 @@
-"""BERT's tokenizer from a vocab.txt, the words and their pieces by line, as repositories older than tokenizer.json have
-it."""
+"""BERT's tokenizer from a vocab.txt, a word or piece of a word on each line, as repositories older than tokenizer.json
+have it.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def word_piece_tokenizer(
     """Build BERT's tokenizer.
 
     Args:
-      vocab: ids by word, or by piece of a word behind ##.
+      vocab: ids by word, or by ## and a piece of a word that does not begin it.
       tokens: by role, as TOKENS, of which those of the first three roles are in `vocab`.
       lowers: words are lower-cased first.
       strips_accents: accents are taken off; None: as lowers.
@@ -93,6 +94,7 @@ def word_piece_tokenizer(
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool | None, path: Path) -> Any:
+    """Return a flag of tokenizer_config.json, `default` if it is missing or null. Raises ModelFileError for others."""
     value = config.get(name)
     if value is not None and type(value) is not bool:
         raise ModelFileError(path, f"must be true or false, got {str(value)[:100]}", name)

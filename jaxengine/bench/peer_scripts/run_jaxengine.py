@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
 def load(job):
+    """Load the engine of a job; return its version and the function that runs a workload, as of peer.serve."""
     import jaxengine
     from jaxengine.bench import engine_run, workloads
 

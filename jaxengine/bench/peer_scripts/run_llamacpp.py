@@ -45,6 +45,9 @@ def convert(source: str, target: Path, variant: str) -> None:
 
 
 def load(job):
+    """Write the weights of a job if needed; return the engine's version and the function that runs a workload, as of
+    peer.serve.
+    """
     path = Path(job["gguf"])
     if job["variant"] != "q4_1":
         path = Path(job["folder"]) / f"{path.stem}.{job['variant']}.gguf"

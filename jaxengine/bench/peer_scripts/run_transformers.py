@@ -36,6 +36,7 @@ class FirstToken(transformers.generation.streamers.BaseStreamer):
 
 
 def load(job):
+    """Load the model of a job; return the version and the function that runs a workload, as of peer.serve."""
     torch.set_num_threads(job["threads"])
     folder, name = os.path.split(job["gguf"])
     # Dequantised at load: packed weights would be unpacked in every matmul, which is slower than reading them unpacked.
@@ -47,6 +48,7 @@ def load(job):
     ).eval()
 
     def generate(prompts: list[list[int]], max_tokens: int, **options) -> int:
+        """Generate for one batch of prompts; return the number of new tokens."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -62,6 +64,7 @@ def load(job):
         return (out.shape[1] - width) * len(prompts)
 
     def shared(workload: Workload) -> int:
+        """Compute the workload's prefix once and generate from it; return the number of new tokens."""
         prompts = workload["prompts"]
         cache = transformers.DynamicCache(config=model.config)
         model(torch.tensor([prompts[0][: workload["prefix"]]]), past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -36,6 +36,9 @@ def convert(source: str, target: Path, variant: str) -> None:
 
 
 def load(job):
+    """Convert the weights of a job if needed and load the engine; return its version and the function that runs a
+    workload, as of peer.serve.
+    """
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job['threads'] - 1}"
     folder = Path(job["folder"]) / f"{Path(job['gguf']).stem}.{job['variant']}.hf"
     if not folder.exists():

@@ -27,8 +27,8 @@ class Gemma3Processor(UnitProcessor):
 
     Attributes:
       scans: whether pan and scan adds crops by default.
-      crops, crop_size, ratio: limits for pan and scan: most crops, fewest pixels of a crop's side, least ratio of the
-        image's sides.
+      crops, crop_size, ratio: limits of pan and scan: the maximum number of crops, the minimum of a crop's side in
+        pixels, and the minimum of the longer side of an image over its shorter one.
     """
 
     defaults = {

@@ -37,7 +37,7 @@ _IDS = {"image": 258_880, "video": 258_884, "boi": 255_999, "eoi": 258_882}
 
 
 class Settings(NamedTuple):
-    """Preprocessing settings of one modality; budget: most embeddings of an image or frame."""
+    """Preprocessing settings of one modality: its pixel transform, and the most embeddings of an image or frame."""
 
     pixels: Pixels
     budget: int
@@ -66,6 +66,9 @@ class Gemma4Processor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _read_settings(self, folder: Path, modality: str) -> Settings:
+        """Read a modality's settings from the checkpoint's folder. Raises ModelFileError for those that do not fit the
+        tower.
+        """
         path, fields = _found(folder, modality)
         fields = fields.with_defaults(
             do_normalize=False,
@@ -198,6 +201,7 @@ class Gemma4Processor(GridProcessor):
         return high * self.factor, wide * self.factor
 
     def _in_patches(self, height: int, width: int, budget: int) -> tuple[int, int]:
+        """Return what `_resized_size` returns as (rows, columns) of patches."""
         high, wide = self._resized_size(height, width, budget)
         return high // self.tower.patch_size, wide // self.tower.patch_size
 

@@ -82,5 +82,5 @@ class Gemma4SoundProcessor(SoundProcessor):
         return columns.astype(np.int32), np.where(rows < self.num_rows(sound), rows, -1).astype(np.int32)
 
     def _frames(self, sound: Sound) -> int:
-        """Return the frames of a sound, of the longest one at most."""
+        """Return the number of spectrogram frames of a sound, of which at most the first _LONGEST samples count."""
         return self.mel.num_frames(min(len(sound.samples), _LONGEST))

@@ -13,7 +13,7 @@ from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.scheduler.errors import RequestError
 
-# Limit of the ratio of a picture's sides.
+# Limit of the ratio of an image's sides.
 MAX_ASPECT_RATIO = 200
 
 

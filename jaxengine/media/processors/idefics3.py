@@ -17,7 +17,7 @@ from jaxengine.media.processors.units import UnitProcessor, boolean_option, read
 from jaxengine.models.config.fields import ConfigFields
 
 _STANDARD, _LANCZOS = (0.5, 0.5, 0.5), 1
-_MAX_EDGE = 4096  # limit of a scaled picture's longer side
+_MAX_EDGE = 4096  # limit of a scaled image's longer side
 
 
 class Idefics3Processor(UnitProcessor):

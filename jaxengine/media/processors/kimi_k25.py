@@ -139,7 +139,9 @@ class KimiK25Processor(KimiVLProcessor):
         return self.largest_of(LARGEST_FRAMES, self.frame_limit, size)
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the tower's rows: those of one place in the frames of a chunk follow each other."""
+        """Return the order and windows of the tower's rows, as GridProcessor.order: within a chunk, the rows at one
+        position of all of its frames follow each other.
+        """
         time, cells, most = grid[0], grid[1] * grid[2] // self.tower.merge, self.tower.most_frames
         rows = np.arange(time * cells).reshape(time, cells)
         order = np.concatenate([rows[first : first + most].T.reshape(-1) for first in range(0, time, most)])
@@ -198,7 +200,7 @@ class KimiK25Processor(KimiVLProcessor):
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
 
     def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return sizes as of KimiVLProcessor; an image that is too long is scaled down, too."""
+        """Return sizes as KimiVLProcessor.scaled; an image with a side that is too long is scaled down, not refused."""
         check_ratio(height, width)
         patch, most = self.tower.patch_size, self.most_side * self.tower.patch_size
         found = max(1, height // patch) * max(1, width // patch)

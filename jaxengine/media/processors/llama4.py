@@ -96,7 +96,9 @@ class Llama4Processor(UnitProcessor):
         return [*pieces, self.placeholder_id(), *tile, self._id(_END)]
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
-        """Normalise in bfloat16, as transformers does for this family whatever the model's dtype."""
+        """Normalise uint8[..., 3] to f32[..., 3], rounded to bfloat16 at each operation, as transformers does for this
+        family whatever the model's dtype.
+        """
         pixels, half = self.pixels, ml_dtypes.bfloat16
         scaled = (units.astype(np.float32) * np.float32(pixels.scale)).astype(half).astype(np.float32)
         mean, std = (np.asarray(each, half).astype(np.float32) for each in (pixels.mean, pixels.std))

@@ -96,7 +96,7 @@ class LlavaNextProcessor(LlavaProcessor):
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         if grid is not None:
             raise RequestError("embeddings of an image of this model have no grid", param="image")
-        return 1, 1, num_rows  # a picture may have any number
+        return 1, 1, num_rows  # an image may have any number
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
         """Return the (rows, columns) of `tilings` that keeps most of an image's pixels, and the smallest of such.

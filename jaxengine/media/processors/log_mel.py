@@ -23,14 +23,17 @@ _FLOOR, _RANGE = 1e-10, 8.0
 
 
 def read_features(folder: Path, num_bins: int) -> ConfigFields:
-    """Return a checkpoint's settings of spectrograms. Raises ModelFileError for others than these and `num_bins`."""
+    """Return a checkpoint's settings of spectrograms, as `required_features`: those of this module and `num_bins` mel
+    bins are the only ones allowed.
+    """
     wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
     return required_features(folder, **wanted, dither=0.0)
 
 
 def required_features(folder: Path, **wanted: Any) -> ConfigFields:
-    """Return a checkpoint's settings of spectrograms. Raises ModelFileError for others than `wanted`, where they are
-    given.
+    """Return the fields of a checkpoint's feature extractor; empty without one.
+
+    wanted: values by field. Raises ModelFileError if the checkpoint gives another value for one of these fields.
     """
     whole = read_object(folder, WHOLE) or {}
     fields = ConfigFields(whole.get(_FEATURES[0]) or read_object(folder, _FEATURES[1]) or {})

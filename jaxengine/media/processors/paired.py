@@ -13,7 +13,7 @@ from jaxengine.scheduler.media import AUDIO
 
 
 class PairedProcessor:
-    """MediaProcessor that gives sounds to one processor and all else to another.
+    """MediaProcessor that passes sounds to one processor and all else to another.
 
     Options (mm_processor_kwargs) are those of images: sounds have none.
     """

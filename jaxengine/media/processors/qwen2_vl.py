@@ -41,7 +41,7 @@ _OPTIONS = ("min_pixels", "max_pixels", "size")
 
 
 class Bounds(NamedTuple):
-    """Least and most pixels of a resized image or frame."""
+    """Inclusive limits of the number of pixels of a resized image or frame: least, most."""
 
     least: int
     most: int
@@ -49,7 +49,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Preprocessing settings of one modality, image or video."""
+    """Preprocessing settings of one modality, image or video: its pixel transform, and the bounds of its sizes."""
 
     pixels: Pixels
     bounds: Bounds
@@ -65,7 +65,7 @@ class Qwen2VLProcessor(GridProcessor):
 
     modalities: tuple[str, ...] = ("image", "video")
     around_name: ClassVar[str] = "vision"  # prefix of the config fields of tokens around a placeholder
-    # transformers' defaults of missing settings, and of the bounds of pictures and frames.
+    # transformers' defaults of missing settings, and of the bounds of images and frames.
     defaults: ClassVar[Mapping[str, Any]] = {
         "image_mean": list(CLIP_MEAN),
         "image_std": list(CLIP_STD),
@@ -90,6 +90,7 @@ class Qwen2VLProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _read_sizes(self, folder: Path, modality: str, *places: tuple[str, str]) -> Sizes:
+        """Read a modality's settings from the first of `places`, as of read_settings. Raises ModelFileError."""
         path, found = read_settings(folder, *places)
         fields = found.with_defaults(**self.defaults, temporal_patch_size=2, merge_size=2)
         tower = self.tower

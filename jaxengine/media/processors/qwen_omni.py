@@ -113,6 +113,10 @@ def _processor(
     model_config: ModelConfig,
     tokenizer: Any,
 ) -> MediaProcessor:
+    """Return the processor of the towers that model_config has: of both, or the only one's own.
+
+    images, sounds: classes of the two. Other arguments are those of the classes.
+    """
     thinker = {**_IDS, **config_json, **(config_json.get("thinker_config") or {})}
     # Qwen2.5-Omni calls them otherwise.
     ids = {f"{kind}_token_id": thinker.get(f"{kind}_token_index") for kind in ("image", "video", AUDIO)}

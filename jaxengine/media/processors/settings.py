@@ -23,7 +23,7 @@ WHOLE = "processor_config.json"
 IMAGES, VIDEOS = ("image_processor", "preprocessor_config.json"), ("video_processor", "video_preprocessor_config.json")
 OPTIONS = "mm_processor_kwargs"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Limits of pixels of a side, and of a picture, in settings and requests.
+# Limits of pixels of a side, and of an image, in settings and requests.
 MAX_SIDE, MAX_PIXELS = 1 << 14, 1 << 28
 # Limit of the numbers of a pixel transform, with which float32 holds its results.
 _MOST = 1e6
@@ -88,6 +88,9 @@ class Pixels:
 
 
 def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[float, ...]:
+    """Read a number for each of the three colours; a single one counts for all. Raises ModelConfigError for one that is
+    not from `least` to _MOST.
+    """
     value = fields.value(name)
     listed = value if isinstance(value, (list, tuple)) else [value] * 3
     if len(listed) != 3 or any(type(one) not in (int, float) or not least <= one <= _MOST for one in listed):
@@ -104,7 +107,7 @@ def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 
 def bad_option(name: str, value: Any, allowed: str) -> RequestError:
-    """Make the error of an invalid value in mm_processor_kwargs."""
+    """Return the error for an invalid value of the option `name` of mm_processor_kwargs. allowed: what it must be."""
     return RequestError(f"{OPTIONS}.{name} must be {allowed}, got {str(value)[:100]!r}", param=OPTIONS, value=value)
 
 

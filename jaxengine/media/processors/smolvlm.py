@@ -51,7 +51,7 @@ class SmolVLMProcessor(Idefics3Processor):
     def _read_videos(self, folder: Path) -> int | None:
         """Read video_edge from the checkpoint's settings of videos.
 
-        None if they are invalid, or frames are preprocessed differently from pictures: such videos are not supported.
+        None if they are invalid, or frames are preprocessed differently from images: such videos are not supported.
         """
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
@@ -105,7 +105,7 @@ class SmolVLMProcessor(Idefics3Processor):
         each, side = self.tower.unit // self.tower.merge, self.side // self.patch
         frame = Processed(_NOTHING, _NOTHING, _NOTHING, each, (1, side, side))
         whole, left = "", iter(enumerate(pictures))
-        shown: list[Processed] = []  # the item of each picture placeholder
+        shown: list[Processed] = []  # the item of each image placeholder
         owners: list[tuple[str, int]] = []  # and its modality and number
         for number, before in enumerate(texts):
             for index, item in islice(left, before.count(image)):

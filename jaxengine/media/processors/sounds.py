@@ -119,7 +119,7 @@ class SoundProcessor:
         return self
 
     def found(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Return i64[n]: where a prompt has placeholders."""
+        """Return the indices i64[n] of the placeholders in a prompt's token ids."""
         return np.flatnonzero(np.asarray(token_ids, np.int64) == self.token_id)
 
     def length(self, item: Processed) -> int:
@@ -219,7 +219,9 @@ class Qwen3SoundProcessor(SoundProcessor):
         return np.where(np.arange(num_frames) < held, 0, -1)[None].astype(np.int32), self._rows(sound)
 
     def _rows(self, sound: Sound) -> np.ndarray:
-        """Return i32[P / merge]: of a chunk's rows, those that begin with one of its frames are embeddings."""
+        """Return i32[num_chunks * num_slots]: the index in the prompt of the embedding of each row of the tower; -1 for
+        rows that begin after the last frame of the chunk or of the sound.
+        """
         chunk, held = self.chunk, self.num_samples(sound) // HOP
         first = np.arange(-(-held // chunk))[:, None] * chunk
         begins = np.arange(self.tower.num_slots) * self.tower.stride
@@ -255,7 +257,7 @@ class Qwen3ASRProcessor(Qwen3SoundProcessor):
 
 
 def _frames_of(sound: Sound) -> int:
-    """Return the number of frames that a sound has begun."""
+    """Return the number of frames of HOP samples that a sound has, a last partial one included."""
     return -(-len(sound.samples) // HOP)
 
 

@@ -64,9 +64,9 @@ class UnitProcessor:
     """
 
     modalities: tuple[str, ...] = ("image",)
-    # Whether pictures are represented by text that must be tokenized.
+    # Whether images are represented by text that must be tokenized.
     needs_tokenizer = False
-    # Limit of units whose embeddings may be passed instead of a picture.
+    # Limit of units whose embeddings may be passed instead of an image.
     most_given: float = np.inf
     # transformers' defaults of missing settings.
     defaults: Mapping[str, Any] = {}

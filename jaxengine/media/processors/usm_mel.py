@@ -24,11 +24,14 @@ class UsmMel:
     """Spectrograms of windows of `window` samples, HOP apart, of which the first is centred at the first sample.
 
     Attributes:
-      num_bins: of a spectrum. window, length: samples of a window, and those to which it is filled up with zeros.
-      lowest, highest: frequencies in hertz. emphasis: share of the sample before that is subtracted from each;
-        whole_first: whether the first one of a window loses the same share of itself, and not of the one before it.
-      scale: factor of samples. floor: what is added before the logarithm. mean, deviation: f64[num_bins], by which
-        logarithms are shifted and then divided.
+      num_bins: mel bins of a spectrum.
+      window, length: samples of a window, and those to which it is filled up with zeros.
+      lowest, highest: limits of the mel bins in hertz.
+      emphasis: preemphasis: share of the preceding sample that is subtracted from each.
+      whole_first: from the first sample of a window the same share of itself is subtracted, not of its predecessor.
+      scale: factor of samples.
+      floor: added to magnitudes before the logarithm.
+      mean, deviation: a number for each bin, which is subtracted from logarithms, and by which they are then divided.
     """
 
     num_bins: int
@@ -91,6 +94,7 @@ class UsmMel:
         return found
 
     def _emphasised(self, windows: np.ndarray) -> np.ndarray:
+        """Apply preemphasis to windows f32[N, window + 1] of overlapping samples; return [N, window]."""
         if self.emphasis <= 0:
             return windows[:, :-1]
         if not self.whole_first:

@@ -10,12 +10,13 @@ import numpy as np
 
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.processors.log_mel import HOP, log_mel, read_features
+from jaxengine.media.processors.settings import check_options
 from jaxengine.media.samples import RATE, Sound, Spectrogram
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.media import AUDIO, TranscriptRules
 
 GENERATION = "generation_config.json"
@@ -27,13 +28,13 @@ class WhisperProcessor:
     """Preprocessing of sounds for one Whisper checkpoint; implements MediaProcessor.
 
     Attributes:
-      num_frames: of a window, 3,000; num_bins: of its spectrum.
+      num_frames: frames of the spectrogram of a window, 3,000; num_bins: mel bins of a frame.
       languages: token ids of languages by their codes, {"en": 50259}; empty for a model of English alone.
       tasks: token ids by task, of TASKS; empty likewise.
       start, no_timestamps: token ids that begin a transcript, and that ask for one without timestamps.
-      previous: token id before the text that a transcript continues, None for none.
-      no_speech: token id that says that nothing is said, None for none.
-      rules: of transcripts.
+      previous: token id before the text that a transcript continues; None if the vocabulary has none.
+      no_speech: token id that stands for a window without speech; None if the vocabulary has none.
+      rules: constraints on the tokens of transcripts.
       has_alignment: whether the checkpoint says which heads align words with the sound.
     """
 
@@ -58,6 +59,7 @@ class WhisperProcessor:
         self.settings = f"{type(self).__name__} {self.num_frames} {self.num_bins}"
 
     def _read(self, fields: ConfigFields) -> None:
+        """Set the attributes that follow from generation_config.json (`fields`). Raises ModelConfigError."""
         self.start = fields.integer("decoder_start_token_id", minimum=0)
         self.no_timestamps = fields.integer("no_timestamps_token_id", minimum=0)
         ids = fields.mapping("lang_to_id") or {}
@@ -85,9 +87,7 @@ class WhisperProcessor:
         return ""
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        if options:
-            problem = f"mm_processor_kwargs has {show_value(next(iter(options)))}; this model has no such arguments"
-            raise RequestError(problem, param="mm_processor_kwargs")
+        check_options(options, ())
         if isinstance(value, Sound):
             if len(value.samples) > self.num_frames * HOP:
                 most_seconds = self.num_frames * HOP // RATE
@@ -113,7 +113,8 @@ class WhisperProcessor:
         return Processed(np.zeros((self.num_frames, 0), np.float32), *self._place(), 1, (1, self.num_frames, 1))
 
     def with_options(self, options: Mapping[str, Any]) -> WhisperProcessor:
-        """Return this processor: a window has one size."""
+        """Return this processor, which has no options. Raises RequestError for any."""
+        check_options(options, ())
         return self
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:

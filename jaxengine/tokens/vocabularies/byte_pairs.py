@@ -18,7 +18,7 @@ MAX_VOCABULARY_CHARS = 1 << 22
 def byte_pair_tokenizer(
     vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], splitting: Splitting
 ) -> Tokenizer:
-    """Build a tokenizer without special tokens.
+    """Build a byte-pair tokenizer without special tokens, with a splitting's pre-tokenizer, normalizer and decoder.
 
     vocabulary: ids by token, spelt as `splitting` says. merges: pairs of tokens whose union is one, the best first.
     """
@@ -66,8 +66,9 @@ def merges_of_ranks(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def splits_in_two(tokens: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield every pair of tokens whose union is a token, token by token in their order, the shortest first part
-    first."""
+    """Yield every pair of tokens whose concatenation is a token, token by token in their order, the shortest first part
+    first.
+    """
     for token in tokens:
         for cut in range(1, len(token)):
             if token[:cut] in tokens and token[cut:] in tokens:
@@ -76,12 +77,12 @@ def splits_in_two(tokens: Collection[str]) -> Iterator[tuple[str, str]]:
 
 def spelt(tokens: Iterable[bytes]) -> list[str]:
     """Spell each run of bytes with one printable character a byte, as GPT-2 does (Radford et al. 2019)."""
-    return [token.decode("latin-1").translate(_SPELLING) for token in tokens]
+    return [token.decode("latin-1").translate(CHAR_OF_BYTE) for token in tokens]
 
 
-def _spelling() -> dict[int, str]:
-    """Return characters by byte: printable Latin-1 characters are themselves, the others are U+0100 and
-    up, in order.
+def _char_of_byte() -> dict[int, str]:
+    """Return the character that spells each byte: printable Latin-1 characters stand for themselves, and U+0100 and up,
+    in order, for the other bytes.
     """
     alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
     plain = [byte for byte in range(256) if chr(byte) in alphabet]
@@ -89,4 +90,4 @@ def _spelling() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {byte: chr(0x100 + at) for at, byte in enumerate(others)}
 
 
-_SPELLING = _spelling()
+CHAR_OF_BYTE = _char_of_byte()

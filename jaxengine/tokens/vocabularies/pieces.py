@@ -140,7 +140,7 @@ def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
     steps: list[Any] = [normalizers.Precompiled(pieces.char_map)] if pieces.char_map else []
     if pieces.strips:
         # Not \s: a mark of the end of a line is a character like others, unless the map makes it a space. Runs first,
-        # as looking for the end of the text behind each space of a run takes time by the square of its length.
+        # as looking for the end of the text after each space of a run takes time by the square of its length.
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
     splits: list[Any] = []
     if pieces.adds_space and pieces.only_first:

@@ -31,7 +31,13 @@ ROLES = {"unk": 0, "bos": 1, "eos": 2, "pad": -1}
 
 
 class SentencePieceModel(NamedTuple):
-    """Content of a file: its pieces, whether they are unigrams (else BPE), and tokens by role."""
+    """Content of a tokenizer.model file.
+
+    Attributes:
+      pieces: the vocabulary.
+      is_unigram: it is a unigram model, else BPE.
+      tokens: special tokens by role: unk_token, bos_token, eos_token, pad_token, as far as there are.
+    """
 
     pieces: Pieces
     is_unigram: bool
@@ -39,8 +45,11 @@ class SentencePieceModel(NamedTuple):
 
 
 def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
-    """Read the content of a `tokenizer.model` file at `path`. Raises ModelFileError for another file, and for a model
-    that is neither unigram nor BPE or that marks the ends of words."""
+    """Read a tokenizer.model file. source: its bytes; path: for errors.
+
+    Raises ModelFileError for another file, and for a model that is neither unigram nor BPE, or that marks where words
+    end, or not where they begin.
+    """
     names: list[str] = []
     scores: list[float] = []
     types: list[int] = []

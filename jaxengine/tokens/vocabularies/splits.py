@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-# Stands between expressions: those behind it see the bytes of the text, spelt as by GPT-2.
+# Stands between expressions: those after it see the bytes of the text, spelt as by GPT-2.
 BYTES = ""
 
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -87,6 +87,11 @@ def test_an_adapter_is_downloaded(tmp_path, monkeypatch):
     found = Path(local_adapter("memory://adapters/one"))
     assert found.parent == tmp_path and {file.name for file in found.iterdir()} == set(ADAPTER_FILES)
     assert all((found / name).read_bytes() == (folder / name).read_bytes() for name in ADAPTER_FILES)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(remote.os, "replace", lambda made, target: (_ for _ in ()).throw(OSError("no space")))
+        store.pipe_file(f"/adapters/one/{ADAPTER_FILES[0]}", b"{}")
+        local_adapter("memory://adapters/one")
+    assert [*tmp_path.iterdir()] == [found]
     store.rm("/adapters", recursive=True)
     with pytest.raises(ModelFileError, match="lora_path 'memory://adapters/one' cannot be read"):
         local_adapter("memory://adapters/one")

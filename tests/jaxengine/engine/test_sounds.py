@@ -92,6 +92,8 @@ def test_spectrograms_and_languages(llm):
         sound = Sound(whisper.sound_of(llm.name, case))
         frames = processor.process("audio", sound, {}).patches
         np.testing.assert_allclose(frames[::7], found[f"{case}_features"], atol=2e-5)
+    with pytest.raises(RequestError, match="mm_processor_kwargs has 'size'; this model has none"):
+        processor.with_options({"size": 1})
     languages = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[whisper.EN, whisper.DE])
     sounds = [whisper.sound_of(llm.name, case) for case in "ab"]
     text, data = "<|startoftranscript|>", [{"multi_modal_data": {"audio": each}} for each in sounds]

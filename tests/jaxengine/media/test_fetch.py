@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import math
 import socket
 import ssl
 import subprocess
@@ -236,6 +237,13 @@ def test_what_was_looked_up_is_what_is_connected_to(names, server, monkeypatch):
     port = server.server_address[1]
     assert fetch(f"http://MEDIA.example.:{port}/png", OPEN) == PNG
     assert looks == ["127.0.0.1"] and connected == [("127.0.0.1", port)]
+
+
+def test_an_address_whose_family_has_no_sockets_is_skipped(server, monkeypatch):
+    """As of IPv6 on a machine without it."""
+    found = module.look_up("127.0.0.1", server.server_address[1], math.inf)
+    monkeypatch.setattr(module, "look_up", lambda *_: [(999, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1)), *found])
+    assert fetch(f"{server.url}/png", OPEN) == PNG
 
 
 class Slow:

@@ -106,6 +106,9 @@ def test_what_a_sound_must_not_be():
         (np.zeros((9, 5), np.float32), r"shape \[9, 5\]"),
         (np.zeros(5, bool), "is an array of bool"),
         ((np.zeros(5), True), "has the rate True"),
+        ((np.zeros(5), float("nan")), "has the rate nan"),
+        ((np.zeros(5), float("inf")), "has the rate inf"),
+        ([[0.0], [0.0, 1.0], [0.0]], "is a list of no numbers"),
         ("text", "is a str; allowed are"),
         (b"OggS" + bytes(100), f"is in the form Ogg{'' if find_spec('av') else ', for which .* no decoder'}"),
     ):
