@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-import jax
-
 from jaxengine.pallas_kernels.cards import card_of_trace
 
 
@@ -224,9 +222,8 @@ def tuning_of(platform: str) -> Tuning:
             triton_attention=replace(table.triton_attention, num_ctas=2 * card.num_sms),
             triton_products=replace(table.triton_products, num_ctas=card.num_sms),
         )
-    if platform == "gpu":
-        if num_sms := getattr(jax.devices()[0], "core_count", None):
-            table = replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))
-        if (card := card_of_trace()) is not None and card.num_sms:
-            table = replace(table, hopper_products=replace(table.hopper_products, num_ctas=card.num_sms))
+    if platform == "gpu" and (card := card_of_trace()) is not None and card.num_sms:
+        attention = replace(table.hopper_attention, num_ctas=card.num_sms)
+        products = replace(table.hopper_products, num_ctas=card.num_sms)
+        table = replace(table, hopper_attention=attention, hopper_products=products)
     return table

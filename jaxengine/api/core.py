@@ -73,7 +73,8 @@ class EngineCore:
             opened = open_resolved(config, devices, mesh, mesh_axes)
             self.config = opened.config
             self.model_path = opened.source.path
-            self.inputs = input_processor(opened.source, self.config)
+            with opened.source.closing_on_error():
+                self.inputs = input_processor(opened.source, self.config)
             self.runner = load_runner(*opened, peers=self._cluster or ALONE)
         except BaseException as error:
             if self._cluster is not None:

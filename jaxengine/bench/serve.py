@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.command_line import output_file, positive_int
+from jaxengine.config.key_file import read_api_key
 
 if TYPE_CHECKING:
     from jaxengine.bench.serve_load import Load, Traffic
@@ -141,7 +142,8 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
     from jaxengine.bench.serve_load import Load, Traffic
 
     try:
-        server = Server.at(args.url, _key(args.api_key_file), args.ca_file)
+        key = None if args.api_key_file is None else read_api_key(args.api_key_file)
+        server = Server.at(args.url, key, args.ca_file)
     except BadUrlError as error:
         raise BenchError(str(error)) from None
     model, longest = args.model, args.max_model_len
@@ -189,15 +191,6 @@ async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
     if prompts == "auto" and not load.text and sample.error in ("http 400", "http 422", "http 500"):
         return await _probed(traffic, replace(load, text=True), prompts)
     raise BenchError(f"a first request failed ({sample.error}): {sample.message}")
-
-
-def _key(path: str | None) -> str | None:
-    if path is None:
-        return None
-    lines = Path(path).read_text().split()
-    if not lines:
-        raise BenchError(f"--api-key-file is {path!r}, which contains no key")
-    return lines[0]
 
 
 def _plain(rate: float) -> float | str:

@@ -79,6 +79,15 @@ class ModelSource:
         if self.weights is not None and not isinstance(self.weights, Path):
             self.weights.close()
 
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Context manager that closes the weight files if its block fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def files_beside_weights(self) -> list[Path]:
         """Return configuration, tokenizer and template files of a model folder. Raises ModelFileError for a link out of
         the folder.

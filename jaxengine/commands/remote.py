@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.errors import ConfigError
-from jaxengine.config.key_file import read_api_key
+from jaxengine.config.key_file import check_header, read_api_key
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.version import __version__
@@ -97,6 +97,8 @@ def remote_model(
         if key is not None:
             raise ConfigError("api_key_file", args.api_key_file, "absent with --api-key")
         key = read_api_key(args.api_key_file)
+    elif key is not None:
+        check_header("api_key", key)
     return RemoteModel(args.url, args.model_name, key, sampling_options)
 
 

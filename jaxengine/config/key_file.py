@@ -13,14 +13,23 @@ _LEAST, _MOST = 16, 4096
 
 
 def read_api_key(file: str) -> str:
-    """Return a server's API key, the first word in a client's file. Raises ConfigError for a file without one."""
+    """Return a server's API key, the first word in a client's file. Raises ConfigError for a file without one, and for
+    a key that no header can carry.
+    """
     try:
         words = Path(file).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("api_key_file", file, f"a text file with the key ({error})") from None
     if not words:
         raise ConfigError.because("api_key_file", f"{file} contains no key", "write one into it")
+    check_header("api_key_file", words[0])
     return words[0]
+
+
+def check_header(option: str, key: str) -> None:
+    """Raise ConfigError, which names the option and not the key, unless a key can be sent in an HTTP header."""
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError.because(option, f"{option} gives a key that no HTTP header can carry", "use printable ASCII")
 
 
 def read_key(option: str, file: str) -> bytes:

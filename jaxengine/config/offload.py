@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,10 @@ class KVTransferConfig:
             return value
         value = json_object(_NAME, value)
         if set(value) == set(KVTransferConfig.__dataclass_fields__):  # this record as a dict, from another process
-            handover = value["handover"]
-            return KVTransferConfig(**{**value, "handover": None if handover is None else KVHandover(**handover)})
+            found = KVTransferConfig.read(_as_vllm(value))
+            if asdict(found) != dict(value):
+                raise ConfigError(_NAME, value, f"{asdict(found)}, or vLLM's form")
+            return found
         _check("kv_connector", value.get("kv_connector"), _CONNECTORS)
         extra = value.get("kv_connector_extra_config") or {}
         if not isinstance(extra, Mapping):
@@ -76,6 +78,21 @@ class KVTransferConfig:
         if tiers and spec != _SPECS[1]:
             raise ConfigError(f"{_NAME}.secondary_tiers", tiers, f"nothing with {spec}; {_SPECS[1]} has them")
         return KVTransferConfig(size, policy, threshold, _root_dir(tiers))
+
+
+def _as_vllm(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a KVTransferConfig's fields in vLLM's form. Raises ConfigError for a handover that is none."""
+    size, handover = record["cpu_bytes_to_use"], record["handover"]
+    if handover is None:
+        extra = {name: record[name] for name in ("cpu_bytes_to_use", "eviction_policy", "store_threshold")}
+        if (folder := record["root_dir"]) is not None:
+            extra |= {"spec_name": _SPECS[1], "secondary_tiers": [{"type": "fs", "root_dir": folder}]}
+        return {"kv_connector": _OFFLOADING, "kv_connector_extra_config": extra}
+    if not isinstance(handover, Mapping) or set(handover) != {*AT_TOP, *IN_EXTRA}:
+        raise ConfigError(f"{_NAME}.handover", handover, f"a dict of {', '.join((*AT_TOP, *IN_EXTRA))}, or None")
+    top = {name: handover[name] for name in AT_TOP} | {"kv_buffer_size": size}
+    extra = {name: handover[name] for name in IN_EXTRA}
+    return {"kv_connector": _NIXL, **top, "kv_connector_extra_config": extra}
 
 
 def _root_dir(tiers: Any) -> str | None:

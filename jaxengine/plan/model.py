@@ -73,11 +73,8 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
         config = replace(config, load_format="dummy")
         note = "shapes follow from config.json; there are no weights here"
     source, config = settle_model(config, platform)
-    try:
+    with source.closing_on_error():
         _check_weights(source, platform.dtype if config.dtype == "auto" else config.dtype)
-    except BaseException:
-        source.close()
-        raise
     if not note:
         file_bytes = sum(file.stat().st_size for file in _weight_files(source.path))
     return PlannedModel(source, config, platform, item_sizes(source, config), file_bytes, note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,35 +134,39 @@ def open_stages(
 ) -> list[StageRunner]:
     """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one.
 
-    Closes the source when all weights are loaded. devices: of all stages, stage after stage. mesh: in the engine's
+    Closes the source at the end, also on an error. devices: of all stages, stage after stage. mesh: in the engine's
     axes, if the caller's mesh says how attention heads are split; else None. progress(done, total, what): called with
     the bytes of weights loaded, those of all, and the tensor's name.
 
     Raises ConfigError for a model that cannot be split in this way, ModelFileError for weights that do not fit, and the
     errors of jaxengine.runner.extensions.drafts.open.open_drafting.
     """
-    layout = config.mesh_layout(source.config)
-    if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
-        raise ConfigError("mesh", dict(mesh.shape), f"{wanted} for a model of {source.config.num_kv_heads} kv heads")
-    meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
-    stages, place = split_stages(source, config, platform, layout, meshes), executables_of(config)
-    total = sum(size for stage in stages for model in stage.models for size in _sizes(model))
-    runners, done = [], 0
-    for stage in stages:
-        programs, own = stage.programs, []
-        params = load_weights(source, programs.model, programs.mesh, config, _part_of(progress, done, total))
-        params = with_pools(programs.model, params, programs.mesh)
-        done += sum(_sizes(programs.model))
-        if stage.draft is not None:
-            from jaxengine.runner.extensions.drafts.drafter import Drafter
+    with ExitStack() as opened:
+        opened.callback(source.close)
+        layout = config.mesh_layout(source.config)
+        if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
+            raise ConfigError(
+                "mesh", dict(mesh.shape), f"{wanted} for a model of {source.config.num_kv_heads} kv heads"
+            )
+        meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
+        stages, place = split_stages(source, config, platform, layout, meshes), executables_of(config)
+        for draft in [stage.draft for stage in stages if stage.draft is not None]:
+            opened.callback(draft.source.close)
+        total = sum(size for stage in stages for model in stage.models for size in _sizes(model))
+        runners, done = [], 0
+        for stage in stages:
+            programs, own = stage.programs, []
+            params = load_weights(source, programs.model, programs.mesh, config, _part_of(progress, done, total))
+            params = with_pools(programs.model, params, programs.mesh)
+            done += sum(_sizes(programs.model))
+            if stage.draft is not None:
+                from jaxengine.runner.extensions.drafts.drafter import Drafter
 
-            draft, part = stage.draft, _part_of(progress, done, total)
-            weights = load_weights(draft.source, draft.programs.model, programs.mesh, config, part)
-            own = [Drafter(draft.programs, weights, place)]
-            draft.source.close()
-        runners.append(StageRunner(programs, params, place, own))
-    source.close()
-    return runners
+                draft, part = stage.draft, _part_of(progress, done, total)
+                weights = load_weights(draft.source, draft.programs.model, programs.mesh, config, part)
+                own = [Drafter(draft.programs, weights, place)]
+            runners.append(StageRunner(programs, params, place, own))
+        return runners
 
 
 def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]) -> MemoryPlan:
@@ -173,6 +178,9 @@ def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform,
     layout = config.mesh_layout(source.config)
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
     stages = split_stages(source, config, platform, layout, meshes)
+    for draft in [stage.draft for stage in stages if stage.draft is not None]:
+        if draft.source.path != source.path:  # else its weights are in the model's own files, which stay open
+            draft.source.close()
     runners = [shape_runner(stage, config.compile_cache_dir) for stage in stages]
     needs = foreseen_needs(runners, config)
     shared = jax.local_device_count() if devices[0].platform == "cpu" else 0

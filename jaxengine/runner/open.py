@@ -75,14 +75,16 @@ def open_resolved(
     if config.max_model_len == AUTO_LENGTH:
         source, resolved = _with_longest(config, OpenedModel(source, resolved, platform, devices, None))
     if config.bundle is not None:
-        resolved = with_bundle(source, resolved, devices)
+        with source.closing_on_error():
+            resolved = with_bundle(source, resolved, devices)
     return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
 
 
 def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, ResolvedConfig]:
     """Open the model of a config and fill in what the config leaves open. Raises as `open_resolved`."""
     source, config = settle_model(config, platform)
-    return source, config.resolved(source.config, platform, item_sizes(source, config))
+    with source.closing_on_error():
+        return source, config.resolved(source.config, platform, item_sizes(source, config))
 
 
 def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSource, ResolvedConfig]:
@@ -94,10 +96,10 @@ def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSourc
     source, resolved = opened.source, opened.config
     while True:
         try:
-            plan_shapes(source, resolved, opened.platform, opened.devices)
+            with source.closing_on_error():
+                plan_shapes(source, resolved, opened.platform, opened.devices)
             break
         except TooLong as error:
-            source.close()
             if error.fits < 2:
                 raise
             # A shorter page table takes less memory: what fits now is never less than error.fits.
@@ -112,7 +114,8 @@ def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource,
     No devices are needed. The source stays open. Raises as `open_resolved`.
     """
     source = open_model(config, keep_tables=platform.keeps_tables)
-    config = settled(config, source)
+    with source.closing_on_error():
+        config = settled(config, source)
     # What was downloaded is here now: code that gets this config needs neither the hub nor the token.
     tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
@@ -130,18 +133,20 @@ def load_runner(
     *,
     peers: Peers = ALONE,
 ) -> ModelRunner:
-    """Load the weights, compile, and return the runner; closes the source. Every process of an engine does this.
+    """Load the weights, compile, and return the runner; closes the source, also on an error. Every process of an engine
+    does this.
 
     source, config, platform, devices, mesh: from `open_resolved`. peers: the engine's other processes; ALONE for none.
 
     Raises ConfigError for sizes or memory that do not fit, and ModelFileError for weights that do not.
     """
     show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
-    scales = known_scales(source, config) if coded else None
-    if coded and scales is None and peers is not ALONE:
-        problem = "kv_cache_scales are not in the checkpoint, and several processes measure none"
-        advice = "give a file that `jaxengine calibrate` wrote, or unit"
-        raise ConfigError.because("kv_cache_scales", problem, advice)
+    with source.closing_on_error():
+        scales = known_scales(source, config) if coded else None
+        if coded and scales is None and peers is not ALONE:
+            problem = "kv_cache_scales are not in the checkpoint, and several processes measure none"
+            advice = "give a file that `jaxengine calibrate` wrote, or unit"
+            raise ConfigError.because("kv_cache_scales", problem, advice)
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
     unused = proven(stages, config, platform, show)

@@ -58,8 +58,14 @@ class AdapterSources:
             if len(self._searches) >= _MOST_SEARCHES:
                 raise OverloadedError(f"{_MOST_SEARCHES} adapters are being looked for; try again later")
             search = self._searches[name] = asyncio.create_task(self._search(engine, name))
-            search.add_done_callback(lambda _: self._searches.pop(name, None))
+            search.add_done_callback(lambda ended: self._end(name, ended))
         return await asyncio.shield(search)
+
+    def _end(self, name: str, search: asyncio.Task[bool]) -> None:
+        """Forget a search that has ended, and log its error, which nobody gets if all its callers have left."""
+        self._searches.pop(name, None)
+        if not search.cancelled() and (error := search.exception()) is not None:
+            logger.debug("adapter %s: %s", name, error)
 
     async def _search(self, engine: EngineClient, name: str) -> bool:
         """Load the adapter of a name if there is one, else remember a name that the hub does not have; return whether

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import secrets
 import threading
 import time
@@ -24,6 +25,8 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
+# Names of subfolders: the first byte of their keys.
+_SUBFOLDER = re.compile("[0-9a-f]{2}")
 _MAGIC = b"jaxengine kv 1\n\0"
 _CHECKSUM_BYTES = 16
 # Largest number of blocks that wait to be written; further ones are dropped.
@@ -235,7 +238,8 @@ class DiskTier:
         self._next_scan = time.monotonic() + _SCAN_SECONDS
         try:
             with os.scandir(self.folder) as found:
-                folders = [each for each in found if each.is_dir(follow_symlinks=False) and len(each.name) == 2]
+                named = (each for each in found if _SUBFOLDER.fullmatch(each.name))
+                folders = [each for each in named if each.is_dir(follow_symlinks=False)]
         except OSError:
             return
         news: list[tuple[float, bytes, int]] = []

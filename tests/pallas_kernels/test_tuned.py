@@ -64,6 +64,7 @@ def test_a_chip_that_is_not_known_has_the_usual_sizes(table):
     device = AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         assert tuned.product_sizes("gpu", 64, 4096, 6144, 32, "uint8") == HopperProducts(num_ctas=148)
+        assert tuned.tuning_of("gpu").hopper_attention.num_ctas == 148  # of the mesh, not of a card of this machine
 
 
 @pytest.mark.parametrize("chip", TABLE)

@@ -5,7 +5,9 @@ As transformers does it for Whisper, times and words are the same. Shape letters
 
 from __future__ import annotations
 
+import re
 import string
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +15,8 @@ import numpy as np
 
 # Codes of languages that are written without spaces.
 _UNSPACED = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
+# A mark of a number or an apostrophe, where tokens are cut within a word, and marks before a number that belong to it.
+_INSIDE, _BEFORE_NUMBER = re.compile(r".?(\d[.,:]\d|\w['\u2019]\w).?"), "-.\u2212"
 # Punctuation that belongs to the word after it, and to the word before it.
 _BEFORE, _AFTER = "\"'“¡¿([{-", "\"'.。,，!！?？:：”)]}、"
 _BROKEN = "\ufffd"
@@ -59,13 +63,33 @@ def token_positions(alignment: np.ndarray) -> np.ndarray:
 def find_words(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], times: np.ndarray, language: str
 ) -> Iterator[Word]:
-    """Yield the words of a text, without the punctuation around them.
+    """Yield the words of a text, without the punctuation around them. 3.14 and l'eau are one each, real-time is two.
 
     tokens: of the text alone. times: f64[N, 2], when each begins and ends. language: its code.
     """
+    words: list[tuple[str, list[int]]] = []
     for text, members in group_words(decode, tokens, language):
-        if word := text.strip().lstrip(_BEFORE).rstrip(_AFTER).strip():
+        last = words[-1][0] if words else ""
+        if _INSIDE.fullmatch(last[-2:] + text[:2]):
+            words[-1] = last + text, words[-1][1] + members
+        else:
+            words.append((text, members))
+    for text, members in words:
+        if word := _bare(text):
             yield Word(word, round(float(times[members[0], 0]), 2), round(float(times[members[-1], 1]), 2))
+
+
+def _bare(text: str) -> str:
+    """Return a text without white space and punctuation (Unicode's categories P) at its ends; the sign or point of a
+    number that begins it stays.
+    """
+    whole = text.strip()
+    kept = [at for at, each in enumerate(whole) if not (each.isspace() or unicodedata.category(each).startswith("P"))]
+    if not kept:
+        return ""
+    first, last = kept[0], kept[-1] + 1
+    is_signed = whole[first].isdecimal() and first == 1 and whole[0] in _BEFORE_NUMBER and text[:1] == " "
+    return whole[first - is_signed : last]
 
 
 def group_words(

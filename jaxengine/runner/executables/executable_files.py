@@ -337,9 +337,13 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
         while rest:
             part = rest.pop()
             next_at = _step(at, part)
-            status = os.fstat(next_at)
-            if stat.S_ISLNK(status.st_mode):
-                target = Path(os.readlink("", dir_fd=next_at))
+            try:
+                status = os.fstat(next_at)
+                target = Path(os.readlink("", dir_fd=next_at)) if stat.S_ISLNK(status.st_mode) else None
+            except BaseException:
+                os.close(next_at)
+                raise
+            if target is not None:
                 os.close(next_at)
                 links += 1
                 if status.st_uid not in (user, ROOT):

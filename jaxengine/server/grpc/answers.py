@@ -14,6 +14,7 @@ FINISH_REASONS = {
     "length": pb.FinishInfo.LENGTH,
     "abort": pb.FinishInfo.ABORTED,
     "error": pb.FinishInfo.ERROR,
+    "repetition": pb.FinishInfo.REPETITION,
 }
 
 

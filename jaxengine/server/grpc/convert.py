@@ -20,6 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxengine.media.embeds import EMBEDS, GRID
 from jaxengine.media.parts import MediaPart, PlacedPart
+from jaxengine.requests.extra_args import ALIGNMENT
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.param_limits import MAX_TOKEN_IDS, RequestOutputKind
 from jaxengine.requests.run_in_thread import with_media
@@ -232,6 +233,8 @@ class RequestReader:
                 # A trace has a token any number of times; what bounds it is the context.
                 longest = MAX_TOKEN_IDS if param == "trace_decode_token_ids" else vocab_size
                 values[param] = _plain(field, value, param, longest)
+        if ALIGNMENT in values.get("extra_args", {}):
+            raise RequestError("extra_args has alignment, which answers over gRPC do not have", param="extra_args")
         if values.get("n", 1) > max_n:
             raise RequestError(f"n is {values['n']}; allowed are 1 to {max_n}", param="n", value=values["n"])
         response = request.response

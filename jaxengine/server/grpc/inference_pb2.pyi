@@ -302,11 +302,13 @@ class FinishInfo(_message.Message):
         STOP: _ClassVar[FinishInfo.FinishReason]
         ABORTED: _ClassVar[FinishInfo.FinishReason]
         ERROR: _ClassVar[FinishInfo.FinishReason]
+        REPETITION: _ClassVar[FinishInfo.FinishReason]
     NOT_FINISHED: FinishInfo.FinishReason
     LENGTH: FinishInfo.FinishReason
     STOP: FinishInfo.FinishReason
     ABORTED: FinishInfo.FinishReason
     ERROR: FinishInfo.FinishReason
+    REPETITION: FinishInfo.FinishReason
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -7,19 +7,22 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from jaxengine.requests.extra_args import ALIGNMENT
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, at_most
 
 
-def _without_transfer(value: Any) -> Any:
-    """Return the value. Raises ValueError for an object with kv_transfer_params."""
+def _of_processors(value: Any) -> Any:
+    """Return the value. Raises ValueError for an object with kv_transfer_params or an alignment."""
     if isinstance(value, dict) and "kv_transfer_params" in value:
         raise ValueError("kv_transfer_params is a field of the request")
+    if isinstance(value, dict) and ALIGNMENT in value:
+        raise ValueError("answers over HTTP have no alignment: /v1/audio/transcriptions gives the times of words")
     return value
 
 
 # Parameters of logits processors; what else SamplingParams.extra_args may have is a field of its own here.
-ExtraArgs = Annotated[JsonObject, at_most(MAX_OPTIONS), BeforeValidator(_without_transfer)]
+ExtraArgs = Annotated[JsonObject, at_most(MAX_OPTIONS), BeforeValidator(_of_processors)]
 TransferParams = Annotated[JsonObject, at_most(MAX_OPTIONS)]
 
 

@@ -194,12 +194,15 @@ class GGUFFile:
 
     def _named(self, tensors: tuple[TensorInfo, ...]) -> dict[str, TensorInfo]:
         """Return the tensors by their canonical names, and put factors of matrices into `_factors`. Raises
-        ModelFileError for a name that two tensors have, and for shapes that are not possible.
+        ModelFileError for a name that two tensors have, for shapes that are not possible, and for a factor without its
+        matrix.
         """
         named: dict[str, TensorInfo] = {}
+        scaled: dict[str, TensorInfo] = {}
         for info in tensors:
             for name, part in self._parts(info):
                 if name.endswith(_INPUT_SCALE):  # activations are not rounded
+                    scaled[name.removesuffix(_INPUT_SCALE) + ".weight"] = part
                     continue
                 if name.endswith(_SCALE) and not name.endswith(tuple(self._layout.factors.values())):
                     whole = name.removesuffix(_SCALE) + ".weight"
@@ -218,6 +221,9 @@ class GGUFFile:
                 if heads is not None and info.shape[0] % (2 * heads):
                     text = f"{info.shape[0]} rows are no even number for {heads} heads"
                     raise ModelFileError(self.path, text, info.name)
+        for whole, part in (scaled | self._factors).items():
+            if whole not in named:
+                raise ModelFileError(self.path, f"is a factor of {whole}, which is not in the file", part.name)
         return named
 
     def _parts(self, info: TensorInfo) -> Iterable[tuple[str, TensorInfo]]:
@@ -230,7 +236,7 @@ class GGUFFile:
             is_row = len(info.shape) == 1 and self._layout.is_row(info.name)
             return [(names[0], replace(info, shape=(1, *info.shape)) if is_row else info)]
         count, *shape = info.shape
-        shape = shape or [1] * names[0].endswith(_SCALE)
+        shape = shape or [1] * names[0].endswith((_SCALE, _INPUT_SCALE))
         cut = shape[-1] % (info.format.values * (len(names) if len(shape) == 1 else 1)) if shape else 0
         if not shape or count > MAX_EXPERTS or shape[0] % len(names) or cut:
             parts = f", each in {len(names)} equal parts," if len(names) > 1 else ""

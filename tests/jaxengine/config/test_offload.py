@@ -11,6 +11,7 @@ import pytest
 
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.offload import KVTransferConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT
@@ -18,6 +19,10 @@ from tests.tables import each_row
 
 GIB = 1 << 30
 FILE = str(TINY_CHECKPOINT / "config.json")
+
+
+# A record as another process gets it.
+RECORD = dataclasses.asdict(KVTransferConfig(GIB, root_dir="/tmp"))
 
 
 def transfer(**extra) -> dict:
@@ -34,6 +39,8 @@ def test_both_forms_of_vllm():
         config = EngineConfig.from_options(kv_transfer_config=given)
         assert config.kv_offloading_bytes == short.kv_offloading_bytes == 2 * GIB
         assert config.kv_offloading_folder == short.kv_offloading_folder == Path("/tmp")
+        again = EngineConfig.from_options(kv_transfer_config=dataclasses.asdict(config)["kv_transfer_config"])
+        assert again.kv_transfer_config == config.kv_transfer_config
     more = transfer(cpu_bytes_to_use=1.0 * GIB, eviction_policy="arc", store_threshold=2)
     found = EngineConfig.from_options(kv_transfer_config=more).kv_transfer_config
     assert found is not None
@@ -66,6 +73,9 @@ def test_both_forms_of_vllm():
         ({"kv_transfer_config": transfer() | {"kv_role": "kv_producer"}}, "kv_role is 'kv_producer'"),
         ({"kv_transfer_config": transfer() | {"kv_buffer_device": "cpu"}}, "has kv_buffer_device"),
         ({"kv_transfer_config": transfer()}, "cpu_bytes_to_use is None"),
+        ({"kv_transfer_config": RECORD | {"cpu_bytes_to_use": "8"}}, "cpu_bytes_to_use is '8'"),
+        ({"kv_transfer_config": RECORD | {"root_dir": 1}}, "root_dir is 1"),
+        ({"kv_transfer_config": RECORD | {"handover": {"kv_port": 1}}}, "kv_transfer_config.handover is"),
         ({"kv_transfer_config": transfer(cpu_bytes_to_use="8")}, "cpu_bytes_to_use is '8'"),
         ({"kv_transfer_config": transfer(cpu_bytes_to_use=1, block_size=64)}, "kv_connector_extra_config.block_size"),
         ({"kv_transfer_config": transfer(cpu_bytes_to_use=1, spec_name="My")}, "spec_name is 'My'"),

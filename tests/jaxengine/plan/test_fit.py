@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -92,7 +93,9 @@ def test_where_nothing_is_chosen(tiny_options):
         with pytest.raises(ConfigError, match="fit"):
             EngineConfig(**tiny_options, **options)
     config = EngineConfig(**tiny_options, fit=True)
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(ConfigError, match="fit is True; allowed: False"):
         open_resolved(config)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
     with pytest.raises(ConfigError, match="beside a mesh"):
         fit.fitted(config, mesh=object())

@@ -34,7 +34,17 @@ def test_words_have_no_punctuation_around_them():
     words = list(find_words(TOKENIZER.decode, ids, times, "en"))
     assert [word.text for word in words] == ["He", "said", "Well", "ever", "pay", "now"]
     assert words[:2] == [("He", 0.0, 3.0), ("said", 3.0, 9.0)]  # with the colon
-    for text in ("", " ", " - ?!"):
+    for language, text, expected in (
+        ("en", " It's 3.14, -5 or $5 (99%) in real-time 'n' roll.", "It's 3.14 -5 or $5 99 in real time n roll"),
+        ("en", " 1,000,000 at 12:30; Covid-19\u2026", "1,000,000 at 12:30 Covid 19"),
+        ("fr", " \u00ab L'\u00e9t\u00e9 \u00bb, dit-il", "L'\u00e9t\u00e9 dit il"),
+        ("hi", " \u0928\u092e\u0938\u094d\u0924\u0947\u0964", "\u0928\u092e\u0938\u094d\u0924\u0947"),
+        ("zh", "\u300c\u4f60\u597d\u300d\uff0c3.5\u3002", "\u4f60 \u597d 3.5"),
+    ):
+        ids = TOKENIZER.encode(text).ids
+        own = find_words(TOKENIZER.decode, ids, np.zeros((len(ids), 2)), language)
+        assert " ".join(word.text for word in own) == expected
+    for text in ("", " ", " - ?!", " \u2014 % \u300d"):
         none = TOKENIZER.encode(text).ids
         assert not list(find_words(TOKENIZER.decode, none, np.zeros((len(none), 2)), "en"))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 
 import grpc
 import pytest
@@ -140,6 +142,29 @@ async def test_a_models_name_finds_an_adapter(engine, admin, tmp_path, monkeypat
     for name, value in (("lora_dirs", str(tmp_path / "none")), ("lora_hub_owners", "../x")):
         with pytest.raises(ConfigError, match=f"{name} is"):
             adapter_sources.AdapterSources(ServerConfig(**{name: (value,)}))
+
+
+async def test_the_error_of_a_search_without_callers_is_no_asyncio_error(monkeypatch):
+    told, begun, go_on = [], threading.Event(), threading.Event()
+
+    def fails(self, name):
+        begun.set()
+        go_on.wait(10)
+        raise ConfigError("lora_dirs", name, "nothing")
+
+    monkeypatch.setattr(adapter_sources.AdapterSources, "_path_of", fails)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    sources = adapter_sources.AdapterSources(ServerConfig())
+    caller = asyncio.create_task(sources.find(None, "x"))
+    await asyncio.to_thread(begun.wait, 10)
+    caller.cancel()
+    await asyncio.wait([caller])
+    go_on.set()
+    while sources._searches:
+        await asyncio.sleep(0.01)
+    del caller
+    gc.collect()
+    assert told == []
 
 
 async def test_over_grpc(engine, admin):

@@ -146,6 +146,15 @@ def test_rests_of_killed_writers_are_removed(make, monkeypatch):
     assert len(make()) == 1 and not rest.exists()
 
 
+def test_other_subfolders_do_not_matter(make):
+    tier = make()
+    write(tier, [1])
+    for name in ("zz", "\u0661\u0662", key(1).hex()[:2].upper()):
+        (tier.folder / name).mkdir()
+    tier._scan()
+    assert list(tier._known) == list(make()._known) == [key(1)]
+
+
 def test_a_key_that_is_dropped_while_its_file_is_written_has_none(make, monkeypatch):
     tier, replace = make(), os.replace
 

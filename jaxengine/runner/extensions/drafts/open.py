@@ -20,7 +20,6 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.eagle3 import Eagle3Source
 from jaxengine.models.layers.next_token import NextTokenSource
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.registry import build_eagle3, build_model, build_next_token, model_for_hf, read_eagle3
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
@@ -86,14 +85,11 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
         error.args = (f"{NAME}.model: {error.args[0]}",)
         error.param = NAME
         raise
-    try:
+    with draft.closing_on_error():
         if isinstance(draft.config, Eagle3Config):
             check_head(draft.config, model)
         else:
             check_draft_model(draft.config, model)
-    except ConfigError:
-        draft.close()
-        raise
     return draft
 
 
@@ -126,7 +122,8 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
     if chosen.method == DRAFT_MODEL:
         draft = open_draft(config, model)
         build = Build(config.dtype, layout, Stage(0, draft.config.num_layers))
-        return OpenedDraft(_split(chosen.method, lambda: build_model(draft.config, build)), draft, DraftPrograms)
+        with draft.closing_on_error():
+            return OpenedDraft(_split(chosen.method, lambda: build_model(draft.config, build)), draft, DraftPrograms)
     weights = source.weights
     if chosen.method == EAGLE3:
         if not issubclass(model_for_hf(model.architecture), Decoder):
@@ -134,7 +131,8 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
             raise ConfigError.because(NAME, problem, "leave it out, or give another method")
         draft = _as_read(open_draft(config, model), None if isinstance(weights, Path) else weights)
         shape: Any = draft.config
-        head = _split(chosen.method, lambda: build_eagle3(shape, Build(config.dtype, layout)))
+        with draft.closing_on_error():
+            head = _split(chosen.method, lambda: build_eagle3(shape, Build(config.dtype, layout)))
         return OpenedDraft(head, draft, HeadPrograms)
     if isinstance(weights, Path):
         problem = f"{NAME}.method is {chosen.method!r}, and a folder that jaxengine convert wrote has no such layer"
@@ -154,11 +152,8 @@ def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
     if head.weights is None:
         return head
     assert isinstance(head.config, Eagle3Config) and not isinstance(head.weights, Path)
-    try:
+    with head.closing_on_error():
         weights = Eagle3Source(head.weights, head.config, model)
-    except ModelFileError:
-        head.close()
-        raise
     return replace(head, config=weights.config, weights=weights)
 
 

@@ -100,13 +100,13 @@ class _Message:
                 raise self._body.as_asked(error) from None
 
     def _end(self, output: CompletionOutput) -> None:
-        """Set the stop reason of an output that has ended; "pause_turn" if it was aborted. Raises ApiError (500) for
-        one that ended with an error.
+        """Set the stop reason of an output that has ended; "pause_turn" if it was aborted, "end_turn" if it repeated
+        itself. Raises ApiError (500) for one that ended with an error.
         """
         reason, stop = output.finish_reason, output.stop_reason
         if reason == "length":
             self._stop["stop_reason"] = "max_tokens"
-        elif reason == "stop":
+        elif reason in ("stop", "repetition"):
             # A stop token is not one of the requested sequences.
             sequence = stop if isinstance(stop, str) else None
             self._stop = {"stop_reason": "stop_sequence" if sequence else "end_turn", "stop_sequence": sequence}

@@ -318,7 +318,7 @@ def test_a_home_open_to_others_costs_the_cache_and_not_the_start(home, caplog):
     assert names(folder) == [] and "mode 777" in caplog.text
 
 
-def test_descriptors_are_closed_with_their_owner(folder):
+def test_descriptors_are_closed_with_their_owner(folder, monkeypatch):
     def count():
         return len(os.listdir("/proc/self/fd"))
 
@@ -328,3 +328,8 @@ def test_descriptors_are_closed_with_their_owner(folder):
         files = ExecutableFiles(str(folder))
     assert count() == before
     del files
+    before = count()
+    with monkeypatch.context() as patched:
+        patched.setattr(executable_files.os, "fstat", refuse(OSError("no status")))
+        files = ExecutableFiles(str(folder))
+    assert not files.can_keep() and count() == before

@@ -16,8 +16,10 @@ from google.protobuf.message import Message
 
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.request import FinishReason
 from jaxengine.server.grpc import admin_pb2 as admin_pb
 from jaxengine.server.grpc import inference_pb2 as pb
+from jaxengine.server.grpc.answers import FINISH_REASONS
 from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestReader, Wanted, field_of
 from jaxengine.server.grpc.server import ADMIN, INFERENCE
 from jaxengine.server.http.chat.protocol import ChatRequest
@@ -110,7 +112,7 @@ WRONG: dict[str, list[Any]] = {
     "stopping.stop_token_ids": [[49152]],
     "stopping.stop_strings": [[""], ["x"] * 17],
     "decoding.json": ["", "{", "3", '{"$ref": "http://x/y"}', "[" * 100_000],
-    "decoding.extra_args": [{"no_such": 1}, {"x": math.nan}],
+    "decoding.extra_args": [{"no_such": 1}, {"x": math.nan}, {"alignment": [0, 1]}],
     "decoding.trace_decode_token_ids": [[5], [49152]],
     "response.logprob_token_ids": [[49152], list(range(129))],
     "response.capture": [["residual"], ["layers.3"], ["residual:1"]],  # the engine has none
@@ -175,6 +177,10 @@ def test_every_field_is_in_a_table():
     chat = {f"messages.{name}" for name in options}
     assert fields == {*SAMPLING, *OTHERS, *ELSEWHERE, *chat}
     assert set(SAMPLING) == set(SAMPLING_FIELDS)
+
+
+def test_every_finish_reason_has_a_value():
+    assert set(FINISH_REASONS) == set(FinishReason)
 
 
 def test_every_sampling_parameter_of_http_is_in_grpc():

@@ -133,6 +133,7 @@ def test_every_field_of_sampling_params_is_known():
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
         ({"kv_transfer_params": [1]}, "kv_transfer_params"),
         ({"sampling_params": {"extra_args": {"kv_transfer_params": {}}}}, "sampling_params"),
+        ({"sampling_params": {"extra_args": {"alignment": [0, 1]}}}, "sampling_params"),
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )

@@ -202,6 +202,9 @@ def test_the_command_writes_what_the_server_tells(server, tmp_path, capsys):
     assert "url is 'file:///etc'" in capsys.readouterr().err
     assert main(["trace", str(file), "--url", server.base_url, "--api-key-file", "/dev/null"]) == 2
     assert "/dev/null contains no key" in capsys.readouterr().err
+    (key := tmp_path / "key").write_text("\u043a\u043b\u044e\u0447")
+    assert main(["trace", str(file), "--url", server.base_url, "--api-key-file", str(key)]) == 2
+    assert "no HTTP header can carry" in capsys.readouterr().err
 
 
 def test_the_ring_is_bounded_and_cheap():

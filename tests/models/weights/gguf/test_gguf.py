@@ -300,6 +300,14 @@ REFUSED = {
         file_with(("blk.0.attn_v.scale", (2,), GGML_F32, bytes(8))),
         "must be one factor of model.layers.0.self_attn.v_proj.weight",
     ),
+    "factor of no matrix": (
+        file_with(("blk.0.attn_v.scale", (1,), GGML_F32, bytes(4))),
+        "factor of model.layers.0.self_attn.v_proj.weight, which is not in the file",
+    ),
+    "factor of no inputs": (
+        file_with(("blk.0.attn_v.input_scale", (1,), GGML_F32, bytes(4))),
+        "factor of model.layers.0.self_attn.v_proj.weight, which is not in the file",
+    ),
     "odd head": (file_with(tensor("blk.0.attn_q.weight", 12, 32)[0]), "no even number for 4 heads"),
     "cut in the data": (SMALL[:-32], "cut short"),
     "cut in the header": (SMALL[:200], "announced|cut short"),
@@ -415,6 +423,7 @@ def test_factors_of_matrices_multiply_them(opened):
         ("blk.0.attn_v.scale", (1,), GGML_F32, floats(np.array([0.5]))),
         ("blk.0.attn_v.input_scale", (1,), GGML_F32, floats(np.array([7.0]))),
         ("blk.0.ffn_up_exps.scale", (3,), GGML_F32, floats(np.array([1.0, -2.0, 4.0]))),
+        ("blk.0.ffn_up_exps.input_scale", (3,), GGML_F32, floats(np.ones(3))),
     ]
     entries = [entry for entry, _ in tensors]
     file = opened(gguf_bytes({"general.architecture": (STRING, "qwen3moe"), **HEADS}, entries + factors))
