@@ -45,11 +45,11 @@ class _Known:
     def read(self, stats: dict[str, Any]) -> None:
         """Read what a replica has published, unless it was read before, and forget prompts of long ago."""
         self._forget()
-        if stats is self._stats or not stats:
+        if not stats or stats == self._stats:  # Ray sends those of all replicas when any publishes
             return
         self._stats = stats
         before, self._published = self._published, set(np.frombuffer(stats["digests"], ">u8").tolist())
-        self.index.learn(self.name, self._published)
+        self.index.learn(self.name, self._published - before)
         self.index.forget(self.name, [digest for digest in before - self._published if digest not in self._counts])
         self.adapters = {name: bytes.fromhex(digest) for name, digest in stats["adapters"].items()}
         self.weights, self.page_size = bytes.fromhex(stats["weights"]), stats["page_size"]
