@@ -95,15 +95,11 @@ class Request:
       wait: why it is not to run yet; one with a slot waits for nothing.
       status: where it stands; arrival_index: number of requests that the scheduler got before it, -1 until then.
       output_token_ids: i32[n], its output as of the time when it last lost its slot; current only while it has none.
-      status: where it stands; arrival_index: number of requests that the scheduler got before it, -1 until then.
-      output_token_ids: i32[n], its output as of the time when it last lost its slot; current only while it has none.
       tag: a number of the caller's own, which comes back with the request's tokens.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
       rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
       num_external_tokens: those of them that had been brought there for it from outside of the devices.
-      num_preemptions: times that it lost its slot for want of pages or was recomputed.
-      finish_reason, stop_reason: of Scheduler.finish; None until it has ended.
       num_preemptions: times that it lost its slot for want of pages or was recomputed.
       finish_reason, stop_reason: of Scheduler.finish; None until it has ended.
       queued_time: when the engine got it, the same clock; None until then.

@@ -2,7 +2,7 @@
 
 Each replica has some of 256 prefixes of 30 pages, the n-th with a weight of 1 / n, and pages that nobody else has.
 A row is a number of replicas. `known` and `new` are the median microseconds of a choice for prompts that begin with
-such a prefix, and for others; `digest` are those of noting that a replica has a page or has it no longer.
+such a prefix, and for others; `digest` is the mean of noting that a replica has a page or has it no longer.
 """
 
 from __future__ import annotations

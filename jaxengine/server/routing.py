@@ -46,7 +46,12 @@ class Replicas:
         return int(np.isfinite(self._queues[1]).sum())
 
     def add(self, name: str) -> int:
-        """Add a replica without requests, adapters and pages; return its number. name: the same for all who route."""
+        """Add a replica without requests, adapters and pages; return its number.
+
+        name: the same for all who route. Raises ValueError if a replica of this name is there already.
+        """
+        if name in self._number_of:
+            raise ValueError(f"name is {name!r}; a replica of this name is there already")
         absent = np.flatnonzero(np.isinf(self._queues[0]))
         if not len(absent):
             more = max(8, len(self._digests))

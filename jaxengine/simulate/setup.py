@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from jaxengine.config.compilation_config import CompilationConfig
@@ -50,7 +51,14 @@ class Setup:
 
     def costs(self, plan: SplitPlan) -> Costs:
         """Return the costs of a plan's steps. Raises ConfigError for a chip without figures."""
-        return self.measured or RooflineCosts(plan, self.efficiency, self.host)
+        if self.measured is not None:
+            return self.measured
+        return self._roofline if plan is self.plan else RooflineCosts(plan, self.efficiency, self.host)
+
+    @cached_property
+    def _roofline(self) -> RooflineCosts:
+        """Costs of the best split's plan, whose buckets are counted once for all runs."""
+        return RooflineCosts(self.plan, self.efficiency, self.host)
 
     def num_pages(self, plan: SplitPlan) -> int:
         """Return the pages of a replica: those of the engine that was measured, unless options say how many."""

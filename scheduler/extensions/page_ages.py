@@ -35,12 +35,10 @@ class PageAge:
     """Age of a page that can be found. Times are of time.monotonic.
 
     Attributes:
-      digest: the key by which it is found.
       filled: when it could be found first.
       found: when requests began with it, the last times.
     """
 
-    digest: bytes
     filled: float
     found: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
 
@@ -67,30 +65,33 @@ class RankAges(RankExtension):
     """Listener of one replica's pages.
 
     Attributes:
-      ages: of the observed pages, by their number.
+      ages: of the observed pages, by their number; numbers: of these pages, by the digest.
     """
 
     def __init__(self, parent: PageAges, rank: Rank):
         self.ages: dict[int, PageAge] = {}
+        self.numbers: dict[bytes, int] = {}
         self._parent, self._draw = parent, random.Random(rank.index)
         rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
         if self._draw.random() < self._parent.sample:
-            self.ages[page] = PageAge(digest, time.monotonic())
+            self.ages[page] = PageAge(time.monotonic())
+            self.numbers[digest] = page
 
     def dropped(self, digest: bytes) -> None:
-        for page in [page for page, age in self.ages.items() if age.digest == digest]:
+        if (page := self.numbers.pop(digest, None)) is not None:
             del self.ages[page]
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
         now = time.monotonic()
-        for page in pages:
-            if (age := self.ages.pop(page, None)) is not None:
-                self._parent.evicted(now, age)
+        for digest in digests:
+            if (page := self.numbers.pop(digest, None)) is not None:
+                self._parent.evicted(now, self.ages.pop(page))
 
     def forgotten(self) -> None:
         self.ages.clear()
+        self.numbers.clear()
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
         now = time.monotonic()

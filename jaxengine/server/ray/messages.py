@@ -71,16 +71,16 @@ class Hint:
     ):
         self.key, self.session, self.adapter = key, session, adapter
         self.token_ids, self.cache_salt = token_ids, cache_salt
-        self._digests: dict[tuple[bytes, bytes], list[int]] = {}
+        self._digests: dict[tuple[int, bytes, bytes], list[int]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hint, ()
 
     def digests(self, page_size: int, adapter: bytes, weights: bytes) -> list[int]:
         """Return the short digests of the prompt's pages. Arguments: as of `prompt_digests`."""
-        found = self._digests.get((adapter, weights))
+        found = self._digests.get((page_size, adapter, weights))
         if found is None:
             salt = self.cache_salt
             found = prompt_digests(self.token_ids, page_size, cache_salt=salt, adapter=adapter, weights=weights)
-            self._digests[adapter, weights] = found
+            self._digests[page_size, adapter, weights] = found
         return found

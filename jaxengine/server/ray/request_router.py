@@ -45,11 +45,11 @@ class _Known:
     def read(self, stats: dict[str, Any]) -> None:
         """Read what a replica has published, unless it was read before, and forget prompts of long ago."""
         self._forget()
-        if stats is self._stats or not stats:
+        if not stats or stats == self._stats:  # Ray sends those of all replicas when any publishes
             return
         self._stats = stats
         before, self._published = self._published, set(np.frombuffer(stats["digests"], ">u8").tolist())
-        self.index.learn(self.name, self._published)
+        self.index.learn(self.name, self._published - before)
         self.index.forget(self.name, [digest for digest in before - self._published if digest not in self._counts])
         self.adapters = {name: bytes.fromhex(digest) for name, digest in stats["adapters"].items()}
         self.weights, self.page_size = bytes.fromhex(stats["weights"]), stats["page_size"]
@@ -106,7 +106,7 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
         return [[chosen], [each for each in candidate_replicas if each is not chosen]]
 
     def _update(self, candidates: list[RunningReplica]) -> None:
-        """Make the index that of these replicas, with their queues now and what they have published."""
+        """Make the index that of these replicas, with what they have published and their queues as far as known."""
         # Ray makes another list when replicas come, go or publish.
         if candidates is not self._candidates:
             names = {each.replica_id: each.replica_id.unique_id for each in candidates}
@@ -118,6 +118,7 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
                 self._known[each.replica_id].read(each.routing_stats)
             self._candidates = candidates
             self._by_number = {self._index.number(names[each.replica_id]): each for each in candidates}
+        # Ray forgets lengths after a while; it asks a chosen replica whose length it does not know.
         length = self.replica_queue_len_cache.get
         self._index.set_queues(list(self._by_number), [length(each.replica_id) or 0 for each in candidates])
 

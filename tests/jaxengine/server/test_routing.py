@@ -50,8 +50,15 @@ def test_a_replica_is_chosen_by(digests, adapter, replicas, chosen):
 
 
 def test_there_must_be_replicas():
+    """Of one name at most one at a time: the number of a former one would be chosen for ever."""
     with pytest.raises(ValueError, match="no replicas"):
         choose([], None, None, [])
+    index = Replicas()
+    index.add("r")
+    with pytest.raises(ValueError, match="name is 'r'"):
+        index.add("r")
+    index.remove("r")
+    assert index.add("r") == 0 and len(index) == 1
 
 
 def test_the_index_chooses_as_the_plain_form():
