@@ -46,7 +46,7 @@ DELTA_COLUMNS = ("row", "column", "page")
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Layout of a step's message: the place of each field in its flat int32 buffer.
+    """Layout of a step's message: the offset of each field in its flat int32 buffer.
 
     Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
     jaxengine.scheduler.token_params, the same for all replicas), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and

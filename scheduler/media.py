@@ -128,7 +128,7 @@ class Media:
                 found[page] = found.get(page, b"") + item.digest + where.tobytes()
         return found
 
-    def places(self, start: int, count: int) -> np.ndarray:
+    def mrope_positions(self, start: int, count: int) -> np.ndarray:
         """Return i32[3, count]: rope_positions of the `count` tokens from `start` on; -1 for tokens after the prompt,
         and for all if the model has no M-RoPE.
         """

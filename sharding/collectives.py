@@ -48,7 +48,9 @@ def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
 
 
 def keep_tokens(x: jax.Array, axis: str, part: str) -> jax.Array:
-    """Slice x, gathered for `axis`, to the result of `gather_tokens` for `part`, whose devices are a subset."""
+    """Slice x [T, ...], a result of `gather_tokens` for `axis`, to the result for `part`, over whose devices tokens are
+    split in fewer parts: [T / n, ...].
+    """
     over = tuple(name for name in _other_tokens(axis) if name not in _other_tokens(part))
     size = x.shape[0] // lax.axis_size(over) if over else 0
     return lax.dynamic_slice_in_dim(x, lax.axis_index(over) * size, size) if over else x
@@ -159,7 +161,7 @@ def exchange_rows(x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, 
         most = min(x.shape[0], out.shape[0])  # most rows that one device can send to another
 
         def packed(sizes: jax.Array) -> jax.Array:
-            """Return the offsets of slices that are packed by device, with room for `most` rows each."""
+            """Return the offsets i32 [n] of slices of `sizes` i32 [n] rows, packed by device, `most` rows for each."""
             sizes = sizes.reshape(devices, own)
             part = jnp.arange(devices, dtype=jnp.int32)[:, None] * most
             return (part + jnp.cumsum(sizes, axis=1) - sizes).ravel()
@@ -180,12 +182,12 @@ def stack_parts(x: jax.Array, axis: str) -> jax.Array:
 
 
 def stack_ranks(x: jax.Array) -> jax.Array:
-    """Stack x of every replica, [replicas, ...], on all devices."""
+    """Stack x [...] of every replica: [replicas, ...], the same on all devices."""
     return stack_parts(x, "batch")
 
 
 def sum_parts(x: jax.Array, axis: str) -> jax.Array:
-    """Sum x over the parts of `axis`."""
+    """Sum x [...] elementwise over all devices that hold a part of `axis`; the same shape, on each of them."""
     over = split_over(axis)
     return lax.psum(x, over) if over else x
 

@@ -67,7 +67,7 @@ _ALIVE_SECONDS = 1.0
 
 
 class ClusterError(RuntimeError):
-    """Raised if the processes of an engine did not join, or one of them is lost."""
+    """Raised if the processes of an engine did not join, if one of them is lost, and for an invalid message."""
 
 
 @dataclass(frozen=True)

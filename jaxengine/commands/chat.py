@@ -136,7 +136,10 @@ def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piec
 
 
 def _obey(conversation: Conversation, command: str, text: str | None) -> None:
-    """Carry out a command of the user, given without its slash; `text` follows it, None for nothing."""
+    """Carry out a command of the user on `conversation` and print what was done; print an error for an unknown command.
+
+    command: without its slash. text: what follows it, None for nothing.
+    """
     if command == "image" and text:
         conversation.images.append(text)
         print("It will be sent with the next message.")

@@ -36,8 +36,10 @@ class CompilationConfig:
     """Step shapes that are compiled before serving (vLLM: captured CUDA graphs).
 
     Attributes:
-      cudagraph_capture_sizes: numbers of sequences of decode-only steps; max_num_seqs is always included.
-      prefill_sizes: token counts of steps with prefill; max_num_batched_tokens is always included.
+      cudagraph_capture_sizes: numbers of sequences of decode-only steps, None for the platform's;
+        max_num_seqs is always included.
+      prefill_sizes: token counts of steps with prefill, None for the platform's; max_num_batched_tokens is always
+        included.
       mode: None or 3; every step is compiled as a whole, so lower modes do not exist (`enforce_eager` skips warm-up).
         A CompilationMode and its name mean its number; the argument `level` is the earlier name of mode.
     """

@@ -236,7 +236,7 @@ class GrammarWorker:
         self._send(Open(key, sequence.kind, sequence.text, sequence.options, tokens, trace))
 
     def _send_advance(self, key: int, tokens: list[int]) -> None:
-        """Have the process take tokens and compute the mask after them and along the sequence's guess."""
+        """Have the process take tokens and compute the masks after them and after each of the sequence's drafts."""
         if not self._masking:
             self._masking_since = time.monotonic()
         self._masking.append(key)

@@ -5,8 +5,8 @@ process while the device runs the forward pass before the token that it constrai
 grammars that take long to compile are served by a process of their own, so that no other waits for them. A grammar that
 begins after reasoning is compiled like any other, and its first mask kept until then. Where a grammar allows only one
 token, that token and those that must follow are known before they are sampled, and so are their masks. Masks along
-guessed tokens are computed with the mask before them. This module decides what a grammar's end or failure means for its
-request.
+proposed drafts are computed with the mask before them. This module decides what a grammar's end or failure means for
+its request.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Known:
       forced: the next tokens, each the only one allowed at its position.
       words: mask of the tokens that may follow the forced ones, i32[num_words], None for every token.
       is_end: none may follow the forced ones.
-      guessed: each token of a guess that continues there, with the mask after it.
+      guessed: each proposed draft that continues there, with the mask after it.
       num_free: how many of the next tokens may be any.
       taken: tokens that the request has sampled since this became known.
     """

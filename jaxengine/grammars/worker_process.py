@@ -81,7 +81,7 @@ class Advance(msgspec.Struct, tag=True, array_like=True):
     Attributes:
       key: of the sequence.
       tokens: the tokens that it has taken since the last message.
-      guess: tokens that may follow these.
+      guess: proposed drafts that may follow these.
     """
 
     key: int
@@ -108,7 +108,7 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
       num_tokens: tokens that it has taken, after which `forced` come.
       forced: tokens that must follow, each the only one allowed at its position.
       words: mask of the tokens allowed after `forced`; empty, with nothing forced, if the grammar can only end there.
-      guessed: if `forced` are the first tokens of the guess, the masks after each further one that is allowed.
+      guessed: if `forced` are the first proposed drafts, the masks after each further one that is allowed.
       seconds: time that it took.
     """
 
@@ -273,9 +273,9 @@ class Matchers:
         self, matcher: llguidance.LLMatcher, words: bytes, guess: list[int]
     ) -> tuple[list[int], bytes, list[bytes]]:
         """Return the tokens that must follow a mask, each the only one that the mask at its position allows, the mask
-        after them, and the masks after further tokens of the guess.
+        after them, and the masks after further proposed drafts.
 
-        words: the mask at the matcher's position; guess: tokens that may follow from there. At most _MAX_AHEAD tokens,
+        words: the mask at the matcher's position; guess: drafts that may follow from there. At most _MAX_AHEAD tokens,
         and no longer than the time that is left for it. The matcher stays at its position: a failure ahead is reported
         only when the matcher gets there.
         """

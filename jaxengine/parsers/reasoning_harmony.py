@@ -29,8 +29,8 @@ class HarmonyFormat:
         return HarmonyReasoningParser(() if calls is None else calls.functions)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output; a constraint
-        may be written between the two words. See registry.ReasoningFormat.waits_for.
+        """Return reasoning_end of structured_outputs, the channel name and <|message|> of the answer, between which the
+        model may write a constraint; {} for a continued answer. See registry.ReasoningFormat.waits_for.
         """
         return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
 

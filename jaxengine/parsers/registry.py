@@ -108,8 +108,8 @@ class ReasoningFormat(Protocol):
         ...
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`; {}
-        without reasoning.
+        """Return the fields of structured_outputs for such an output as in `open`: reasoning_end and, where reasoning
+        is optional, reasoning_begin; {} without reasoning.
         """
         ...
 

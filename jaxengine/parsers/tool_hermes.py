@@ -72,7 +72,9 @@ class HermesToolParser(StateParser):
         self._state = self._before_object
 
     def _before_object(self, text: str, at: int) -> int:
-        """State after the opening word, before the brace of a call; other text is content, with the word."""
+        """State after the opening word, before the brace of a call; other text is content, with the word. Reads `text`
+        from `at`; returns the position after what it read.
+        """
         at, found = self._opening.read(text, at)
         if found:
             self._call.read("{", 0)
@@ -83,7 +85,9 @@ class HermesToolParser(StateParser):
         return at
 
     def _object(self, text: str, at: int) -> int:
-        """State in the object of a call; an object that is no call becomes content."""
+        """State in the object of a call; an object that is no call becomes content. Reads `text` from `at`; returns the
+        position after what it read.
+        """
         at, progress = self._call.read(text, at)
         if progress is Progress.REJECTED:
             self._reject()
@@ -110,7 +114,9 @@ class HermesToolParser(StateParser):
         return at
 
     def _after_object(self, text: str, at: int) -> int:
-        """State after the object, where the closing word may follow."""
+        """State after the object, where the closing word may follow. Reads `text` from `at`; returns the position after
+        what it read.
+        """
         at, found = self._closing.read(text, at)
         if found is not None:
             self._state = self._content

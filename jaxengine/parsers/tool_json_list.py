@@ -69,7 +69,9 @@ class JsonListToolParser(StateParser):
         self._before, self._opening, self._state = word, Opening("["), self._before_list
 
     def _before_list(self, text: str, at: int) -> int:
-        """State before the opening bracket; other text is content, with the word before it."""
+        """State before the opening bracket; other text is content, with the word before it. Reads `text` from `at`;
+        returns the position after what it read.
+        """
         at, found = self._opening.read(text, at)
         if found:
             self._before += self._opening.held[:-1]
@@ -82,7 +84,9 @@ class JsonListToolParser(StateParser):
         return at
 
     def _list(self, text: str, at: int) -> int:
-        """State in the list of calls; a list without any becomes content."""
+        """State in the list of calls; a list without any becomes content. Reads `text` from `at`; returns the position
+        after what it read.
+        """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
             self._state = self._broken
@@ -95,7 +99,9 @@ class JsonListToolParser(StateParser):
         return at
 
     def _after_list(self, text: str, at: int) -> int:
-        """State after the list, where the closing word may follow."""
+        """State after the list, where the closing word may follow. Reads `text` from `at`; returns the position after
+        what it read.
+        """
         at, found = self._closing.read(text, at)
         if found is not None:
             self._state = self._content

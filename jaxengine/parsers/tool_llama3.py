@@ -61,7 +61,9 @@ class Llama3ToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """State in content, up to a character that may begin a tag or a call."""
+        """State in content, up to a character that may begin a tag or a call. Reads `text` from `at`; returns the
+        position after what it read.
+        """
         start = _START.search(text, at)
         end = len(text) if start is None else start.start()
         self._out.content(text[at:end])
@@ -74,7 +76,9 @@ class Llama3ToolParser(StateParser):
         return self._open(text, end)
 
     def _tag(self, text: str, at: int) -> int:
-        """State in what may be <|python_tag|>; reads one character."""
+        """State in what may be <|python_tag|>; reads one character. Reads `text` from `at`; returns the position after
+        what it read.
+        """
         if text[at] != _TAG[self._num_of_tag]:
             self._out.content(_TAG[: self._num_of_tag])
             self._state = self._content
@@ -107,7 +111,9 @@ class Llama3ToolParser(StateParser):
         return at + 1
 
     def _reading(self, text: str, at: int) -> int:
-        """State in an object or a list that may be a call."""
+        """State in an object or a list that may be a call. Reads `text` from `at`; returns the position after what it
+        read.
+        """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
             self._state = self._broken

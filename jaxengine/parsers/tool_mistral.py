@@ -74,7 +74,9 @@ class MistralToolParser(StateParser):
         return at
 
     def _after_marker(self, text: str, at: int) -> int:
-        """State after the marker, where a bracket begins the older form and other text a name."""
+        """State after the marker, where a bracket begins the older form and other text a name. Reads `text` from `at`;
+        returns the position after what it read.
+        """
         if text[at].isspace():
             self._word.append(text[at])
             return at + 1
@@ -103,7 +105,9 @@ class MistralToolParser(StateParser):
         return at + 1
 
     def _arguments(self, text: str, at: int) -> int:
-        """State in the arguments of a call in the newer form."""
+        """State in the arguments of a call in the newer form. Reads `text` from `at`; returns the position after what
+        it read.
+        """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
         if not right:
@@ -113,7 +117,9 @@ class MistralToolParser(StateParser):
         return end
 
     def _list(self, text: str, at: int) -> int:
-        """State in the list of calls of the older form; a list without any becomes content."""
+        """State in the list of calls of the older form; a list without any becomes content. Reads `text` from `at`;
+        returns the position after what it read.
+        """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
             self._state = self._broken
@@ -124,7 +130,9 @@ class MistralToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: they continue until the next marker."""
+        """State in arguments that are not valid JSON: they continue until the next marker. Reads `text` from `at`;
+        returns the position after what it read.
+        """
         plain, at, found = self._begin.read(text, at)
         self._out.arguments(plain)
         if found:

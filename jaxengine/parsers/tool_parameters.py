@@ -219,7 +219,7 @@ class ParameterToolParser(StateParser):
 
     def _content(self, text: str, at: int) -> int:
         """State outside of calls and sections: text is content until an opening word. A section's closing word is
-        dropped after one, and content otherwise.
+        dropped after one, and content otherwise. Reads `text` from `at`; returns the position after what it read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -251,7 +251,9 @@ class ParameterToolParser(StateParser):
         self._held, self._word, self._room, self._state = held, [], _MAX_NAME, self._in_call_name
 
     def _in_call_name(self, text: str, at: int) -> int:
-        """State in a function's name; text that is no name, or is too long, is content."""
+        """State in a function's name; text that is no name, or is too long, is content. Reads `text` from `at`; returns
+        the position after what it read.
+        """
         plain, read, word = self._call_name.read(text[at : at + self._room], 0)
         self._word.append(plain)
         self._room -= read
@@ -318,7 +320,9 @@ class ParameterToolParser(StateParser):
         return at
 
     def _in_name(self, text: str, at: int) -> int:
-        """State in a parameter's name, up to the word that ends it."""
+        """State in a parameter's name, up to the word that ends it. Reads `text` from `at`; returns the position after
+        what it read.
+        """
         plain, at, word = self._name.read(text, at)
         self._word.append(plain)
         if word:
@@ -356,7 +360,9 @@ class ParameterToolParser(StateParser):
         return name.partition('"')[0], {"": None, "true": _STRING}.get(says_string, _NO_STRING)
 
     def _in_value(self, text: str, at: int) -> int:
-        """State in a value, up to a word that may end it."""
+        """State in a value, up to a word that may end it. Reads `text` from `at`; returns the position after what it
+        read.
+        """
         assert self._arguments is not None
         plain, at, word = self._value_end.read(text, at)
         self._arguments.add(plain)

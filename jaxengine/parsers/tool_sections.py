@@ -162,7 +162,7 @@ class SectionToolParser(StateParser):
 
     def _content(self, text: str, at: int) -> int:
         """State outside of calls and sections: text is content until an opening word. A section's closing word is
-        dropped after one, and content otherwise.
+        dropped after one, and content otherwise. Reads `text` from `at`; returns the position after what it read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -194,7 +194,9 @@ class SectionToolParser(StateParser):
         self._held, self._head, self._room, self._state = held, [], _MAX_HEAD, self._in_head
 
     def _in_head(self, text: str, at: int) -> int:
-        """State in the head of a call; text that is no head, or is too long, is content."""
+        """State in the head of a call; text that is no head, or is too long, is content. Reads `text` from `at`;
+        returns the position after what it read.
+        """
         plain, read, word = self._middle.read(text[at : at + self._room], 0)
         self._head.append(plain)
         self._room -= read
@@ -206,7 +208,9 @@ class SectionToolParser(StateParser):
         return at + read
 
     def _before_object(self, text: str, at: int) -> int:
-        """State before the arguments, which may be missing; other text makes all of it content."""
+        """State before the arguments, which may be missing; other text makes all of it content. Reads `text` from `at`;
+        returns the position after what it read.
+        """
         at, found = self._opening.read(text, at)
         if found is False:
             self._reject("".join(self._head) + self._opening.held)
@@ -225,7 +229,9 @@ class SectionToolParser(StateParser):
         return at
 
     def _arguments(self, text: str, at: int) -> int:
-        """State in the arguments, JSON that is passed on as it comes."""
+        """State in the arguments, JSON that is passed on as it comes. Reads `text` from `at`; returns the position
+        after what it read.
+        """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
         if not right:
@@ -235,7 +241,9 @@ class SectionToolParser(StateParser):
         return end
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: they continue until the word after them."""
+        """State in arguments that are not valid JSON: they continue until the word after them. Reads `text` from `at`;
+        returns the position after what it read.
+        """
         plain, at, word = self._end.read(text, at)
         self._out.arguments(plain)
         self._turn_to(word)

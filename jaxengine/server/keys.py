@@ -58,7 +58,10 @@ class Keys:
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return the SHA-256 of a key, b"" for none: a name of its holder that does not reveal it."""
+    """Return the SHA-256 of a key, 32 bytes: a name of its holder that does not reveal it.
+
+    key: b"" for a caller without one, whose digest is NO_KEY.
+    """
     # Digests have equal lengths, so that the comparison time does not depend on the key's.
     return hashlib.sha256(key).digest()
 

@@ -95,8 +95,8 @@ class DiskTier:
         return True
 
     def read(self, key: bytes) -> np.ndarray | None:
-        """Return the block of a key, read-only; None if there is no file with the key and the right checksum. A file
-        with other ones is removed.
+        """Return the block u8[n] of a key, read-only; None if there is no file with the key and the right checksum. A
+        file with other ones is removed.
         """
         path = self._path(key)
         try:

@@ -195,7 +195,7 @@ class ConfigFields:
         return float(value)
 
     def boolean(self, name: str, default: Any = _REQUIRED) -> bool:
-        """Read true or false."""
+        """Read true or false; the default, too, must be one of them."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, "true or false")

@@ -79,9 +79,9 @@ class Row(NamedTuple):
       about: first sentence of its documentation.
       form: its layers and ends, where the configuration says nothing else.
       names: beginnings of the names of weights outside of layers, and the model's. suffixes: the same for ends.
-      spelled: names of fields that it spells otherwise, and what others call them.
+      spelled: from the names of fields as this family spells them to those that most families use.
       defaults: values of fields that a configuration may leave out.
-      only: values of fields that nothing else is read for.
+      only: the values of fields that are refused with any other; they may be absent.
       eps: field with the epsilon of norms.
       rope: function from the fields and the head dimension to the rope of all layers.
       bias, output_bias, mlp_bias: whether projections before attention, after it, and those of the MLP have biases; or

@@ -74,8 +74,8 @@ class NotedSounds(Sounds):
 
 
 def standardised(weights: jax.Array, span: Span) -> jax.Array:
-    """Return weights f32[T, S] with mean 0 and standard deviation 1 over the tokens of the span, at each position; 0
-    where they do not differ.
+    """Return weights f32[T, S] with mean 0 and standard deviation 1 over the tokens of the span, for each of the S
+    positions; 0 where they do not differ, and for tokens outside of the span.
     """
     token = jnp.arange(len(weights))[:, None]
     is_token, count = (span.first <= token) & (token < span.end), span.end - span.first

@@ -182,7 +182,10 @@ class QuantizedWeight(nnx.Module):
         return rounded_rows(x, dynamic_scales(largest, dtype, kind=self.activation.scales), dtype)
 
     def _largest(self, x: jax.Array, size: int) -> jax.Array:
-        """Return the largest magnitudes from which scales of rows x [M, size] follow, f32 [M, n]."""
+        """Return the largest magnitudes of rows x [M, size], for scales that are computed from them, f32 [M, n].
+
+        n is 1 without groups, of all devices' parts of a row; else size / gcd(group, size), equal within a group.
+        """
         assert self.activation is not None
         group = self.activation.group
         if group is None:

@@ -284,8 +284,8 @@ def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> 
 
 
 def read_merge_ratio(fields: ConfigFields, name: str, vit: VitConfig) -> int:
-    """Read the field `name`, one divided by the number that `read_merge` returns; a half if absent. Raises
-    ModelConfigError.
+    """Return the number of patches along a side that become one row, as `read_merge`: one divided by the field `name`,
+    2 if it is absent. Raises ModelConfigError.
     """
     ratio = fields.number(name, 0.5)
     if not 1 / MAX_SIDE <= ratio <= 1 or 1 / ratio != int(1 / ratio):

@@ -117,7 +117,10 @@ def _pool(
 
 
 def _scale(shape: Any, dtype: Any, rng: np.random.Generator) -> jax.Array | None:
-    """Return scales with which codes of `dtype` stand for values of about 1; None for no scales."""
+    """Return random scales with which codes of `dtype` stand for values of about 1.
+
+    shape: an array of their shape and dtype; None, which is returned, for no scales.
+    """
     return None if shape is None else uniform(rng, shape.shape, shape.dtype, 1 / typical(dtype))
 
 

@@ -43,7 +43,7 @@ def gated_delta_rule(
 
 
 def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
-    """Repeat q or k (`part`) along `axis` to the number of heads of `like`."""
+    """Repeat the heads of q or k (`part`), its axis `axis`, to the number that `like` has along the same axis."""
     return jnp.repeat(part, like.shape[axis] // part.shape[axis], axis=axis)
 
 

@@ -31,7 +31,9 @@ _OF_NEW_TEXT, _LEFT = 0.5, 0.85
 
 @dataclass
 class _Retries:
-    """Trials of the widths that lost against `best`: steps since the last trial, and steps from that to the next."""
+    """Trials of the widths that lost against `best`: steps since the last trial, steps from that to the next, and
+    whether the next one is of a wider width rather than a narrower one.
+    """
 
     best: int
     since: int = 0

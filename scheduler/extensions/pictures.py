@@ -161,7 +161,7 @@ class EncoderRows:
                     section = np.full((4 if mrope else 1, num_tokens), -1, np.int32)
                 section[0, first:end] = self.index(media, start, count)
                 if mrope:
-                    section[1:, first:end] = media.places(start, count)
+                    section[1:, first:end] = media.mrope_positions(start, count)
         return section
 
     def index(self, media: Media, start: int, count: int) -> np.ndarray:

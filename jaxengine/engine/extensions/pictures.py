@@ -36,7 +36,10 @@ class MediaStats:
     shared_bytes: int = 0
 
     def count(self, media: Media | None) -> None:
-        """Count the items of a queued request. media: None for a request without any."""
+        """Count the items of a queued request that were looked up in the cache of processed media, and those found.
+
+        media: None for a request without any.
+        """
         for item in () if media is None else media.items:
             self.num_queries += item.cached is not None
             self.num_hits += item.cached is True

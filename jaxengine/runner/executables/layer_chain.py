@@ -348,7 +348,7 @@ class _Plan:
         return var
 
     def _constant(self, value: np.ndarray) -> int:
-        """Return the place of a constant; of an equal one if there is one."""
+        """Return the index of a constant among the values; of an equal one if there is one."""
         for place, known in self._constants.items():
             if known.dtype == value.dtype and known.shape == value.shape and known.tobytes() == value.tobytes():
                 return place
@@ -357,7 +357,7 @@ class _Plan:
         return place
 
     def _new(self, shape: Any) -> int:
-        """Return the place of a new value of this shape."""
+        """Add a value of this shape; return its index."""
         self._shapes.append(shape)
         return len(self._shapes) - 1
 

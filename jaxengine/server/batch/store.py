@@ -92,7 +92,7 @@ class BatchStore:
         return Upload(self, folder)
 
     def file(self, owner: str, file_id: str) -> Record | None:
-        """Return the record of a file that has not expired."""
+        """Return the record of an owner's file; None if there is none, or if it has expired."""
         record = self._records.read(owner, file_id, "file-")
         return record if record is None or record["expires_at"] > time.time() else None
 

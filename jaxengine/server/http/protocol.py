@@ -291,7 +291,7 @@ class ConversationRequest(GenerationRequest):
 
     Attributes:
       stop_in_reasoning: look for `stop` in the reasoning too; default: only in the answer.
-      thinking_token_budget: tokens of reasoning after which the answer is begun; -1 for no limit.
+      thinking_token_budget: tokens of reasoning after which the answer is begun; -1 or None for no limit.
     """
 
     stop_in_reasoning: bool | None = None

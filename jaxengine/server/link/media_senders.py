@@ -46,18 +46,18 @@ class MediaSender:
         """Record that the engine has read all Submits up to this number."""
 
     def refused(self) -> None:
-        """Handle a refusal: pixels that a message relied on were missing in the engine."""
+        """Count nothing sent so far as cached: the engine lacked pixels that a message had omitted."""
         self.reset()
 
     def reset(self) -> None:
         """Count nothing sent so far as cached, since the engine is another one or has cleared its cache."""
 
     def lost(self) -> None:
-        """Handle the end of a connection, after which another one follows."""
+        """Count nothing sent so far as cached: a connection has ended, and another one will follow."""
         self.reset()
 
     def close(self) -> None:
-        """Handle the end of the last connection."""
+        """Release what is held for messages: no further connection follows."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
         """Recompute, on a thread, the pixels that `message` needs and the request no longer has; its requests then have

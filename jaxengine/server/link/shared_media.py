@@ -91,7 +91,7 @@ class _Entry:
 
     Attributes:
       made: the item without pixels.
-      place: where its pixels are.
+      place: where its pixels lie in shared memory.
       num_unread: messages that refer to it and that the engine is not known to have read.
     """
 

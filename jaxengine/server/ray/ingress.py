@@ -109,8 +109,10 @@ class Front:
             self.app = CORSMiddleware(self.app, **cors(server.allowed_origins))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request by a replica, as an ASGI application without limits; refuse websockets. Raises ApiError if
-        no replica can answer.
+        """Forward a request to a replica and send its response, as an ASGI application whose limits are middleware.
+
+        Answers lifespan events too, and closes websockets with code 1008. A client that leaves ends it without an
+        error. Raises ApiError if no replica can answer.
         """
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)

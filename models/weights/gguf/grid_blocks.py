@@ -40,7 +40,9 @@ def _signs(bits: np.ndarray) -> np.ndarray:
 
 
 def _even_signs(seven: np.ndarray) -> np.ndarray:
-    """Read signs of eight values from seven bits: the eighth makes the number of negative ones even."""
+    """Read signs of eight values from the low seven bits of each element, [B, n] -> i8[B, n, 8]: the eighth makes the
+    number of negative ones even.
+    """
     low = seven.astype(np.uint8) & np.uint8(0x7F)
     return _signs(low | ((fields(low, 1).sum(axis=-1, dtype=np.uint8) & 1) << 7))
 

@@ -305,7 +305,10 @@ def _starts(counts: jax.Array) -> jax.Array:
 
 
 def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:
-    """Return, for each cut, the number of cuts `inside` a pair that lie in earlier pairs."""
+    """Return, for each cut, how many of the cuts that lie inside a pair lie in an earlier pair than it, i32 [C].
+
+    inside: bool [C], whether a cut lies inside a pair. cut_pairs: i32 [C], the pair of each cut.
+    """
     return jnp.sum(inside & (cut_pairs < cut_pairs[:, None]), axis=-1, dtype=jnp.int32)
 
 

@@ -179,7 +179,9 @@ class _Keys(NamedTuple):
 
 
 def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) -> _Keys:
-    """Convert gathered rows of keys and of values to operands of products with `dtype`, and split off token scales."""
+    """Convert rows of keys and of values as `_gather_block` returns them, [B, kv, K, elements], to operands of `dtype`
+    and their token scales.
+    """
     spec = step.kv.spec
     k, v = (operand(*row, dtype, spec) for row in ((keys, spec.head_dim), (values, spec.v_head_dim)))
     k_scale, v_scale = (token_scales(rows) if spec.token_scales else None for rows in (keys, values))
@@ -312,8 +314,8 @@ def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Arra
 
 
 def operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
-    """Convert the first `width` stored elements of each row to a product's operand of `dtype`: bfloat16, which is then
-    the pool's own dtype, or float32.
+    """Convert the first `width` of the stored elements of each row, [..., n], to a product's operand [..., width] of
+    `dtype`: bfloat16, which is then the pool's own dtype, or float32.
     """
     stored = stored[..., :width]
     return bits(stored, dtype) if dtype == jnp.bfloat16 else from_storage(stored, spec)

@@ -148,7 +148,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 
 
 def wide_parts(codes: jax.Array) -> list[jax.Array]:
-    """Return `code_parts` of codes in float32, by shifts of 32 bits: processors have no vector shifts of eight."""
+    """Return `code_parts` of codes as f32, by shifts of 32 bits: processors have no vector shifts of eight."""
     if codes.dtype != jnp.uint8:
         return [codes.astype(jnp.float32)]
     pairs, low = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32), jnp.int32(28)

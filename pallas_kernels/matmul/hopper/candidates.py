@@ -78,6 +78,6 @@ def _microseconds(shape: Shape, report: dict[str, Any]) -> float | None:
 def _product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: HopperProducts
 ) -> jax.Array:
-    """Compute the product in bfloat16 with these sizes."""
+    """Compute the product bf16 [M, out] with these sizes; arguments as of `quantized_matmul`, x not rounded."""
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
     return quantized_matmul(x, None, codes, scales, zeros, **options)

@@ -176,7 +176,11 @@ def product_of_groups(
 def rows_for(
     x: jax.Array, x_scales: jax.Array | None, codes: Any, count: int, num_groups: int, dtype: Any, sizes: TpuProducts
 ) -> PreparedRows:
-    """Prepare rows for matrices of `num_groups` groups with codes of this dtype and `count` scales, 0 for none."""
+    """Prepare rows x [M, in], with the scales [M, n] of rounded ones, for a product in `dtype` by matrices of
+    `num_groups` groups.
+
+    codes: dtype of the matrices. count: scales of one of their columns, 0 for none.
+    """
     by_sums = not count or sums_are_scaled(tile_rows_of(len(x), num_groups), x.shape[1] // count, sizes)
     return prepared(x, x_scales, codes, count, dtype, sizes, by_sums=by_sums)
 

@@ -27,7 +27,7 @@ def move_rows(x: Any, begin: Any, size: int, to: Any) -> None:
     skipped = lax.div(begin - low, 4)
 
     def rotated(index: int) -> jax.Array:
-        """Return the 32-bit words of register `index`, rotated so that the skipped ones come last."""
+        """Return the rows of register `index` as i32 [ROWS / 4, in], rotated so that the skipped ones come last."""
         # A register past the end is clamped: nothing of it is used.
         at = pl.multiple_of(jnp.minimum(low + index * ROWS, x.shape[0] - ROWS), ROWS)
         return pltpu.roll(pltpu.bitcast(x[pl.ds(at, ROWS), :], jnp.int32), lax.rem(_WORDS - skipped, _WORDS), 0)

@@ -119,8 +119,9 @@ def prepared(
 
 
 def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> PreparedRows:
-    """Prepare rounded rows for a product by weights, each `chunk` inputs in units of their largest scale: codes of that
-    scale stay exact."""
+    """Prepare rounded rows [M, in] with scales [M, n] for a product in `dtype` by weights, each `chunk` inputs in units
+    of their largest scale: codes of that scale stay exact.
+    """
     size, group = x.shape[1], x.shape[1] // x_scales.shape[1]
     step = math.gcd(group, chunk)
     scales, each = jnp.repeat(x_scales, group // step, axis=1), chunk // step

@@ -58,5 +58,5 @@ def lora_product(
 
 
 def dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
-    """Multiply x by a matrix over the matrix's axis `contract`, in float32."""
+    """Multiply x [M, K] by a matrix, K of whose elements lie along its axis `contract`, 0 or 1: f32 [M, N]."""
     return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

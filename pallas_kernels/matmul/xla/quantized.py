@@ -65,7 +65,7 @@ class FineRows(NamedTuple):
 
 
 def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -> FineRows:
-    """Convert rows to FineRows.
+    """Convert rows [M, in], with the scales [M, n] of rounded ones, to FineRows.
 
     dtype: the model's. fine: dtype that rounded rows and their matrix are rounded to where the model's is bfloat16:
     float16, or float32, slowly, on devices without float16 products.

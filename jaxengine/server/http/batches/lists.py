@@ -23,7 +23,8 @@ class Listed(Answer):
 
 
 def page(records: Iterator[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """Return `limit` records as a list, from the first on or, where `after` is the id of one, those that follow it.
+    """Return OpenAI's list object of at most `limit` records: the first ones or, where `after` is the id of one, those
+    that follow it. `records` is consumed.
 
     Raises RequestError for an id that is not there.
     """

@@ -36,7 +36,7 @@ class OutputOffsets:
             )
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the offsets of the output's next tokens, one for each."""
+        """Return the offsets of the output's next tokens, in characters, one for each, and advance beyond them."""
         return [self._append(token_id) for token_id in token_ids]
 
     def _append(self, token_id: int) -> int:
