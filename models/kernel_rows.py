@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxengine.pallas_kernels.cards import lowers_triton, why_no_kernels
+from jaxengine.pallas_kernels.cards import lowers_triton, plain_operations, why_no_kernels
 from jaxengine.pallas_kernels.interpreted import interpreted
 from jaxengine.pallas_kernels.registry import (
     has_kernels,
@@ -11,4 +11,13 @@ from jaxengine.pallas_kernels.registry import (
     without_rows,
 )
 
-__all__ = ["has_kernels", "interpreted", "kernel_rows", "lowers_triton", "rows_of", "why_no_kernels", "without_rows"]
+__all__ = [
+    "has_kernels",
+    "interpreted",
+    "kernel_rows",
+    "lowers_triton",
+    "plain_operations",
+    "rows_of",
+    "why_no_kernels",
+    "without_rows",
+]

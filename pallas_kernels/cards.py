@@ -64,6 +64,15 @@ def lowers_triton() -> bool:
     return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
 
 
+def plain_operations(capability: str) -> str:
+    """Return what a CUDA card of this compute capability computes in plain XLA for want of any kernel: "attention",
+    "attention and quantised products", or "".
+    """
+    if has_mosaic(capability) or has_triton(capability):
+        return ""
+    return "attention" if has_tcgen05(capability) else "attention and quantised products"
+
+
 def why_no_kernels(capability: str) -> str:
     """Return the reason why a card of this compute capability has no attention kernels, for a card that has none."""
     if capability in _TRITON_CAPABILITIES and not lowers_triton():

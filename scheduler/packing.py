@@ -41,7 +41,7 @@ class Packer:
       buckets: the closed set of step shapes.
       page_size: tokens of a page; bounds the page-table entries that a step can bring.
       num_ranks: replicas, each with a message of its own.
-      num_groups: page tables of a slot: one for each cache group, and one for saved recurrent states if there are any.
+      num_groups: page tables of a slot: one for each cache group, and further ones of extensions.
       sections: function from a bucket to the shapes of further fields of its messages, by name; None for no such
         fields.
     """

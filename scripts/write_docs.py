@@ -207,7 +207,8 @@ GGUF files of these models are refused.
 **ALiBi** (BLOOM, MPT, Baichuan-13B, Falcon's `rw` models; Press et al. 2021, arXiv:2108.12409) takes the distance of a
 key, times a slope of the head, off each logit. Attention then runs as plain XLA on all platforms. Slopes are float32:
 transformers rounds Falcon's to bfloat16, and its "eager" attention, with which it is not compared, adds them twice.
-MPT with `multiquery_attention`, `qk_ln` or learned positions is refused, and so are Baichuan 2 and GGUF files.
+MPT with `multiquery_attention`, `qk_ln` or `alibi` false is refused, and so are Baichuan 2 and GGUF files. Slopes
+follow `alibi_bias_max` (16 in MPT-7B-StoryWriter), which transformers leaves at 8.
 Baichuan, which transformers lacks, is compared with its Llama, to which ALiBi is given as a mask
 (`tests/fixtures/recorders/baichuan.py`).
 

@@ -147,7 +147,10 @@ def _read_splade(folder: Path, path: str) -> Splade:
     """Read a SpladePooling module; num_tokens is not known here, and 0. Raises ModelFileError."""
     name = f"{path}/config.json"
     fields = ConfigFields(read_object(folder, name) or {})
-    strategy, kind = fields.text("pooling_strategy", "max"), fields.text("activation_function", "relu")
+    try:
+        strategy, kind = fields.text("pooling_strategy", "max"), fields.text("activation_function", "relu")
+    except ModelConfigError as error:
+        raise ModelFileError(folder / name, str(error)) from error
     logs = {"relu": 1, "log1p_relu": 2}
     for field, value, allowed in (("pooling_strategy", strategy, ("max", "sum")), ("activation_function", kind, logs)):
         if value not in allowed:

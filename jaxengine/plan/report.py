@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxengine.models.kernel_rows import plain_operations, why_no_kernels
 from jaxengine.plan.chips import Chips
 from jaxengine.plan.model import PlannedModel
 from jaxengine.plan.plan import LEFT, PROGRAMS, TEMPORARIES, SplitPlan
@@ -50,6 +51,8 @@ def _lines(
     best = ranked[0]
     flags = f" with {best.split.flags}" if best.split.flags else ""
     yield f"{chips}: {'fits' if best.fits else 'does not fit'}{flags}"
+    if chips.chip.platform == "cuda" and (plain := plain_operations(chips.chip.compute_capability)):
+        yield f"  no kernels for {plain} ({why_no_kernels(chips.chip.compute_capability)}): plain XLA runs instead"
     if best.error is not None:
         yield f"  {best.error}"
     if best.plan is not None:

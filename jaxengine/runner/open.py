@@ -21,7 +21,7 @@ from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of, product_platform_of
-from jaxengine.models.kernel_rows import has_kernels, why_no_kernels, without_rows
+from jaxengine.models.kernel_rows import has_kernels, plain_operations, why_no_kernels, without_rows
 from jaxengine.runner.bundles import with_bundle
 from jaxengine.runner.card import claim_card
 from jaxengine.runner.devices import choose_devices, open_stages, plan_shapes
@@ -206,13 +206,14 @@ class ProgressBar:
 
 
 def kernel_platform(device: Any) -> str:
-    """Return the platform, a key of PLATFORMS, whose kernels a device runs. Warns about a GPU without kernels of its
-    own, which runs "gpu_xla".
+    """Return the platform, a key of PLATFORMS, whose kernels a device runs. Warns about a GPU that has no attention
+    kernels, which runs "gpu_xla", and says whether it has none for products either.
     """
     platform = platform_of(device)
     if platform == "gpu_xla":
         logger.warning(
-            "no attention kernels for %s (%s): attention runs as plain XLA, slower than on a card with kernels",
+            "no kernels for %s on %s (%s): plain XLA runs instead, slower than on a card with kernels",
+            plain_operations(device.compute_capability),
             device.device_kind,
             why_no_kernels(device.compute_capability),
         )

@@ -20,9 +20,9 @@ _MPT_SIZES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_head
 _MPT_ATTENTION = {
     "attn_type": "multihead_attention",
     "alibi": True,
-    "alibi_bias_max": 8,
     "qk_ln": False,
     "prefix_lm": False,
+    "sliding_window_size": -1,
 }
 
 
@@ -41,7 +41,7 @@ def _four_times(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _mpt_attention(fields: ConfigFields) -> ConfigFields:
     """Return the fields of attention. Raises ModelConfigError for values that are not read."""
-    own = ConfigFields(fields.mapping("attn_config") or {})
+    own = ConfigFields({"attn_config": fields.mapping("attn_config") or {}}).part("attn_config")
     own.require(**_MPT_ATTENTION)
     return own
 
@@ -49,12 +49,13 @@ def _mpt_attention(fields: ConfigFields) -> ConfigFields:
 def _mpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     if fields.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"):
         raise fields.fail("norm_type", "layernorm or low_precision_layernorm")
-    return replace(form, clip=_mpt_attention(fields).number("clip_qkv", None) or None)
+    return replace(form, clip=_mpt_attention(fields).number("clip_qkv", None))
 
 
 def _mpt_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    scale = _mpt_attention(fields).number("softmax_scale", None)
-    return replace(_sloped(fields, layer, attention), scale=scale)
+    own = _mpt_attention(fields)
+    slopes = alibi_slopes(attention.num_heads, own.number("alibi_bias_max", 8.0))
+    return replace(attention, scale=own.number("softmax_scale", None), slopes=slopes)
 
 
 def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:

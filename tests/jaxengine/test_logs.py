@@ -16,7 +16,7 @@ from tqdm import tqdm
 from jaxengine import LLM
 from jaxengine.config.errors import ConfigError
 from jaxengine.logs import log_as_json, log_to_stderr, only_warnings
-from jaxengine.pallas_kernels.attention.hopper import attend
+from jaxengine.pallas_kernels.attention.xla import attend
 from jaxengine.pallas_kernels.matmul.hopper import quantized
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.api_process import is_news
@@ -84,10 +84,11 @@ def test_of_other_packages_only_warnings_are_shown(start, capsys):
 
 def test_kernels_say_that_they_run_as_plain_xla(start, capsys):
     start()
-    for log_once in (attend._log_once, quantized.log_once):
-        log_once.__wrapped__("a reason")  # said once in a process
+    attend.log_once.__wrapped__("Triton kernels", "a reason")  # said once in a process
+    quantized.log_once.__wrapped__("a reason")
     said = capsys.readouterr().err
-    assert re.search(r"^WARNING .*\[attend.py:\d+\] attention runs as plain XLA .*: a reason$", said, re.MULTILINE)
+    instead = "attention runs as plain XLA instead of the Triton kernels: a reason"
+    assert re.search(rf"^WARNING .*\[attend.py:\d+\] {instead}$", said, re.MULTILINE)
     assert re.search(r"^INFO .*\[quantized.py:\d+\] a quantised product runs as plain XLA .*: a reason$", said, re.M)
 
 

@@ -11,8 +11,6 @@ the attention.
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import jax
@@ -25,13 +23,11 @@ from jaxengine.pallas_kernels.attention.hopper.merge import merge_partials, merg
 from jaxengine.pallas_kernels.attention.hopper.prefill import prefill_attention
 from jaxengine.pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tiled_heads
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from jaxengine.pallas_kernels.attention.xla import attend as xla_attend
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
+from jaxengine.pallas_kernels.attention.xla.attend import attend_in_place_of
 from jaxengine.pallas_kernels.kv.pages import KVPages, check_layout
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
-
-logger = logging.getLogger(__name__)
 
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 MIN_PAGE_SIZE = 8
@@ -121,19 +117,13 @@ def ragged_paged_attention(
     ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_layout(kv.layout, kv.spec)
-    num_tokens, page_size = q.shape[0], kv.page_size
     spec.check_shard(kv.data.shape[1], kv.layout)
-    reason = why_not(spec, page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None)
+    reason = why_not(spec, kv.page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None)
     if reason is None and isinstance(schedule, xla_schedule.Schedule):
         reason = "tokens that see some that follow"
     if reason is not None:
-        _log_once(reason)
-        if isinstance(schedule, kernel_schedule.Schedule):
-            schedule = xla_schedule.attention_schedule(
-                batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=schedule.tuning
-            )
-        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
-        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, **options)
+        rest = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
+        return attend_in_place_of("Mosaic GPU kernels", reason, q, kv, batch, schedule, **rest)
     assert isinstance(schedule, kernel_schedule.Schedule)
     prefill, sizes = schedule.prefill, schedule.tuning.hopper_attention
     options: dict[str, Any] = {"spec": spec, "sinks": sinks, "sizes": sizes, "interpret": interpret}
@@ -143,12 +133,6 @@ def ragged_paged_attention(
     run_o, run_lse = prefill_attention(q, kv, batch, prefill, **options)
     in_run = (prefill.token_item < prefill.items.shape[0])[:, None]
     return jnp.where(in_run[..., None], run_o, o), jnp.where(in_run, run_lse, lse)
-
-
-@functools.cache
-def _log_once(reason: str) -> None:
-    """Log a warning that attention runs as plain XLA, once per process and reason."""
-    logger.warning("attention runs as plain XLA instead of the Mosaic GPU kernels: %s", reason)
 
 
 def decode_attention(

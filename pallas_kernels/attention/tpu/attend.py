@@ -7,7 +7,6 @@ in tiles.py. Reads pools of layout "tpu".
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +34,11 @@ from jaxengine.pallas_kernels.attention.tpu.tiles import (
     key_windows,
     value_windows,
 )
-from jaxengine.pallas_kernels.attention.xla import attend as xla_attend
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
+from jaxengine.pallas_kernels.attention.xla.attend import attend_in_place_of
 from jaxengine.pallas_kernels.kv.pages import KVPages, check_layout
 from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import TpuAttention
-
-logger = logging.getLogger(__name__)
 
 
 def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) -> Schedule | xla_schedule.Schedule:
@@ -75,9 +72,8 @@ def ragged_paged_attention(
     """
     check_layout(kv.layout, kv.spec)
     if isinstance(schedule, xla_schedule.Schedule):
-        _log_once("slopes by distance")
-        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
-        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, **options)
+        rest = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
+        return attend_in_place_of("TPU kernel", "slopes by distance", q, kv, batch, schedule, **rest)
     check_dtypes(q.dtype, kv.data.dtype)
     check_page_size(kv.page_size)
     num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]
@@ -100,11 +96,6 @@ def ragged_paged_attention(
     # Updated in place: a select over all tokens would read and write the results of the runs once more.
     o = o.at[:num_seqs].set(jnp.where(is_single[..., None], single_o, run_o))
     return o, lse.at[:num_seqs].set(jnp.where(is_single, single_lse, run_lse))
-
-
-@functools.cache
-def _log_once(reason: str) -> None:
-    logger.warning("attention runs as plain XLA instead of the TPU kernel: %s", reason)
 
 
 def _attend(

@@ -7,8 +7,6 @@ XLA work list, which reads the same pool: [P, K, page_size * (H + Hv)] in its ow
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +16,10 @@ import jax.numpy as jnp
 from jaxengine.pallas_kernels.attention.hopper.schedule import DecodeItems, row_items
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.triton.kernel import Shape, most_rows, rows_attention
-from jaxengine.pallas_kernels.attention.xla import attend as xla_attend
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
+from jaxengine.pallas_kernels.attention.xla.attend import attend_in_place_of
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, check_layout
 from jaxengine.pallas_kernels.tuning import Tuning
-
-logger = logging.getLogger(__name__)
 
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_HEAD_DIM = 256
@@ -115,12 +111,8 @@ def ragged_paged_attention(
     if reason is None and isinstance(schedule, xla_schedule.Schedule):
         reason = "tokens that see some that follow"
     if reason is not None:
-        _log_once(reason)
-        if isinstance(schedule, Schedule):
-            sizes = {"num_tokens": q.shape[0], "page_size": kv.page_size, "tuning": schedule.tuning}
-            schedule = xla_schedule.attention_schedule(batch, spec, **sizes)
-        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
-        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, **options)
+        rest = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
+        return attend_in_place_of("Triton kernels", reason, q, kv, batch, schedule, **rest)
     assert isinstance(schedule, Schedule)
     items, ones = schedule.items, jnp.ones((spec.num_kv_heads,), jnp.float32)
     k_scale = spec.sm_scale * (ones if kv.k_scale is None else kv.k_scale)
@@ -129,9 +121,3 @@ def ragged_paged_attention(
     shape = Shape(spec, kv.page_size, items.row_tokens.shape[1], q.dtype)
     sizes = schedule.tuning.triton_attention
     return rows_attention(q, kv.data, batch.page_table, scales, sinks, items, shape, sizes, interpret)
-
-
-@functools.cache
-def _log_once(reason: str) -> None:
-    """Log a warning that attention runs as plain XLA, once per process and reason."""
-    logger.warning("attention runs as plain XLA instead of the Triton kernels: %s", reason)

@@ -13,18 +13,22 @@ into masks and scalars in the schedule, not here.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles
+from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage, token_scales
 from jaxengine.pallas_kernels.tuning import XlaAttention
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
+
+logger = logging.getLogger(__name__)
 
 
 def ragged_paged_attention(
@@ -66,6 +70,27 @@ def ragged_paged_attention(
     if (value_scale := kv.value_scale) is not None:
         o = o * value_scale[:, None, None]
     return o.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, num_q_heads)
+
+
+def attend_in_place_of(
+    kernels: str, reason: str, q: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Any, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `ragged_paged_attention`, where the kernels of a device cannot; a warning says why, once per reason.
+
+    kernels: their name in the warning. schedule: of these kernels, with its `tuning`, or of this module. options:
+    further arguments of ragged_paged_attention.
+    """
+    log_once(kernels, reason)
+    if not isinstance(schedule, Schedule):
+        sizes = {"num_tokens": q.shape[0], "page_size": kv.page_size, "tuning": schedule.tuning}
+        schedule = attention_schedule(batch, options["spec"], **sizes)
+    return ragged_paged_attention(q, kv, batch, schedule, **options)
+
+
+@functools.cache
+def log_once(kernels: str, reason: str) -> None:
+    """Log a warning that attention runs as plain XLA, once per process and reason."""
+    logger.warning("attention runs as plain XLA instead of the %s: %s", kernels, reason)
 
 
 class _Step(NamedTuple):

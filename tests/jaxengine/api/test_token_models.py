@@ -148,6 +148,7 @@ def test_what_a_model_does_not_have_is_refused(token_folder, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(token_folder("splade"), folder)
     path = folder / "1_SpladePooling" / "config.json"
-    path.write_text(json.dumps({"pooling_strategy": "mean"}))
-    with pytest.raises(ModelFileError, match="pooling_strategy must be max or sum, got mean"):
-        open_model(EngineConfig(model=str(folder)))
+    for value, shown in (("mean", "max or sum, got mean"), (5, "a string, got 5")):
+        path.write_text(json.dumps({"pooling_strategy": value}))
+        with pytest.raises(ModelFileError, match=f"pooling_strategy must be {shown}"):
+            open_model(EngineConfig(model=str(folder)))

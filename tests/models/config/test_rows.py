@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,15 @@ def test_slopes_of_alibi():
     )
     assert read_hf(recorded("bloom")).attention[0].slopes == alibi_slopes(4)
     assert read_hf(recorded("falcon_sloped")).attention[0].slopes == tuple(each / 4 for each in alibi_slopes(4))
+    assert read_hf(recorded("bloom") | {"n_embed": None}) == read_hf(recorded("bloom"))  # null counts as absent
+    # As published for MPT-7B-StoryWriter.
+    own = recorded("mpt")["attn_config"] | {"alibi_bias_max": 16, "clip_qkv": 6}
+    long = read_hf(recorded("mpt", attn_config=own))
+    assert long.attention[0].slopes == (2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16)
+    assert long.declared is not None and long.declared.clip == 6.0
+    for name, value in (("alibi_bias_max", 0), ("alibi_bias_max", math.inf), ("sliding_window_size", 128)):
+        with pytest.raises(ModelConfigError, match=rf"^attn_config\.{name} must be .*, got {value}$"):
+            read_hf(recorded("mpt", attn_config=own | {name: value}))
 
 
 def test_baichuan_of_7_and_of_13_billion():

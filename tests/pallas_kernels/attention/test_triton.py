@@ -26,7 +26,7 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
 from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.triton import attend
-from jaxengine.pallas_kernels.cards import lowers_triton, plain_cards, why_no_kernels
+from jaxengine.pallas_kernels.cards import lowers_triton, plain_cards, plain_operations, why_no_kernels
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
 from jaxengine.pallas_kernels.registry import platform_of
 from jaxengine.pallas_kernels.tuning import Tuning
@@ -50,6 +50,8 @@ def test_cards_of_ampere_and_ada_run_them_where_jax_lowers_them(monkeypatch):
             assert set(platforms()) == {"gpu_xla"}
     assert why_no_kernels("8.9") == "jax 0.12.0.1 lowers no Triton kernels, 0.10 does"
     assert why_no_kernels("12.0") == "compute capability 12.0"
+    assert [plain_operations(each) for each in ("9.0", "10.0")] == ["", "attention"]
+    assert {plain_operations(each) for each in ("8.9", "10.3")} == {"attention and quantised products"}
     lowers_triton.cache_clear()
     plain = ["gpu_xla"] * 4 + ["gpu", "gpu_xla", "gpu_xla"]
     ours = ["gpu_xla", LAYOUT, LAYOUT, LAYOUT, *plain[4:]]
