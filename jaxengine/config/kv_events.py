@@ -107,7 +107,8 @@ class KVEventOptions:
 
 
 def settle_kv_events(options: Mapping[str, Any], model: Any) -> None:
-    """Raise ConfigError if events are published without enable_prefix_caching.
+    """Raise ConfigError if events are published or pages observed without enable_prefix_caching, or if a sample is
+    given and no pages are observed.
 
     options: of the engine, resolved. model: unused, as of the other checks of a resolved config.
     """
@@ -115,6 +116,10 @@ def settle_kv_events(options: Mapping[str, Any], model: Any) -> None:
     if options["kv_cache_metrics"] and not options["enable_prefix_caching"]:
         problem = "kv_cache_metrics is given, but enable_prefix_caching is off"
         raise ConfigError.because("kv_cache_metrics", problem, "leave out one of them")
+    sample = options["kv_cache_metrics_sample"]
+    if sample != KVEventOptions.kv_cache_metrics_sample and not options["kv_cache_metrics"]:
+        problem = f"kv_cache_metrics_sample is {sample}, but kv_cache_metrics is off"
+        raise ConfigError.because("kv_cache_metrics_sample", problem, "give kv_cache_metrics too")
     if config is not None and config.publishes and not options["enable_prefix_caching"]:
         problem = f"{_OPTION} is given, but enable_prefix_caching is off, which names pages"
         raise ConfigError.because(_OPTION, problem, "leave one out")

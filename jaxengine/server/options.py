@@ -8,6 +8,7 @@ import ipaddress
 import json
 import math
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from jaxengine.parsers.registry import reasoning_format, tool_format
 MIB = 1 << 20
 # Memory of stored responses.
 _STORED_BYTES = 256 * MIB
+# Origin of a page, as browsers send it: RFC 6454.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 # Field -> least and most value.
@@ -264,6 +267,8 @@ class ServerConfig:
             if origin.startswith("["):
                 problem = f"allowed_origins has {origin!r}, a list in one text"
                 raise ConfigError.because("allowed_origins", problem, "give --allowed-origins once for each origin")
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):  # no browser sends it
+                raise ConfigError("allowed_origins", origin, '"*", or SCHEME://HOST[:PORT] without a path or a slash')
         tool_format(self.tool_call_parser)
         reasoning_format(self.reasoning_parser)
 

@@ -69,6 +69,8 @@ OF_VLLM = {
 # Fields of config.json and their values.
 OF_CONFIGS = {
     "do_lower_case",
+    "model_max_length",
+    "modality_config",
     "query_prefix",
     "document_prefix",
     "colbert_linear",

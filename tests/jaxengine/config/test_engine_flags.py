@@ -212,3 +212,6 @@ def test_short_form_of_the_servers_processes_and_origins():
     assert parse("serve a/b -asc 4") == {"model": "a/b", "api_server_count": 4}
     with pytest.raises(ConfigError, match="once for each origin"):
         ServerConfig(**parse("serve --allowed-origins '[\"*\"]'"))
+    for origin in ("https://a.example/", "a.example", "https://a.example/chat"):
+        with pytest.raises(ConfigError, match="allowed_origins"):
+            ServerConfig(allowed_origins=(origin,))

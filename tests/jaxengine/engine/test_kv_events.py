@@ -218,6 +218,8 @@ def test_options_that_publish_nothing():
         LLM(**TINY_OPTIONS, kv_events_config=config, enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="kv_cache_metrics is given, but enable_prefix_caching is off"):
         LLM(**TINY_OPTIONS, kv_cache_metrics=True, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"kv_cache_metrics_sample is 0\.5, but kv_cache_metrics is off"):
+        LLM(**TINY_OPTIONS, kv_cache_metrics_sample=0.5)
     for sample in (0, 1.5, -1, float("nan")):
         with pytest.raises(ConfigError, match="kv_cache_metrics_sample"):
             EngineConfig.from_options(kv_cache_metrics_sample=sample)
