@@ -133,7 +133,9 @@ class RemoteFolder:
         return RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
 
     def _names(self, patterns: Sequence[str]) -> list[str]:
-        """Return the names of the files that match `patterns`, in their order."""
+        """Return the names of the files that match `patterns`, sorted, _MOST_FILES at most. A store that cannot list
+        its files is asked for those of _NAMES.
+        """
         if not self._lists:
             asked = [name for name in _NAMES if any(fnmatch(name, one) for one in patterns)]
             return sorted(name for name in asked if self._exists(name))

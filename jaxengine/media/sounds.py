@@ -116,7 +116,9 @@ def _wav_form(chunk: memoryview) -> tuple[int, int, int, int]:
 
 
 def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.ndarray:
-    """Return f32[N], channels averaged."""
+    """Return the whole frames of a chunk of WAV data as f32[N], channels averaged. code: of the format, a key of _PCM
+    with `bits`, the bits of one number.
+    """
     width = channels * bits // 8
     whole = chunk[: len(chunk) // width * width]
     if bits == 24:

@@ -18,6 +18,7 @@ class Chip:
     """One device.
 
     Attributes:
+      name: as --chips takes it, such as "v6e".
       platform: as jax names it: "cpu", "tpu" or "cuda".
       compute_capability: of a CUDA card, such as "9.0"; "" for others.
       memory: bytes of one device; 0 for a CPU, whose memory is that of this machine.
@@ -54,7 +55,7 @@ def _of_target(name: str, target: str) -> Chip:
 
 
 _TARGETS = {"v5e": "v5e", "v6e": "v6e", "v5p": "v5p", "tpu7x": "tpu7x", "cpu": "cpu"}
-_TARGETS |= {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90", "h200": "h200", "b200": "sm_100"}
+_TARGETS |= {"a100": "sm_80", "a10g": "sm_86", "l4": "sm_89", "h100": "sm_90", "h200": "h200", "b200": "sm_100"}
 # bfloat16 of a T4 is computed as float32.
 CHIPS = {
     **{name: _of_target(name, target) for name, target in _TARGETS.items()},
@@ -63,7 +64,6 @@ CHIPS = {
         for name, capability, gib, bandwidth, flops in (
             ("a100-40", "8.0", 39.38, 1555e9, 312e12),
             ("l40s", "8.9", 44.39, 864e9, 362e12),
-            ("a10g", "8.6", 22.06, 600e9, 70e12),
             ("t4", "7.5", 14.56, 320e9, 8.1e12),
             ("rtx4090", "8.9", 23.51, 1008e9, 165e12),
         )

@@ -52,7 +52,7 @@ class Split:
 
     @property
     def flags(self) -> str:
-        """Flags of the command line that say so; "" for one device."""
+        """Flags of the command line that request this split; "" for one device."""
         sizes = (("-tp", self.tensor), ("-pp", self.pipeline), ("-dp", self.data))
         return " ".join([*(f"{flag} {size}" for flag, size in sizes if size > 1), *(["-ep"] if self.experts else [])])
 

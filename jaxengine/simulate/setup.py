@@ -134,7 +134,9 @@ def open_setup(
 
 
 def _with_measured(options: Mapping[str, Any], measured: MeasuredCosts) -> dict[str, Any]:
-    """Return options with those of the measurement, where they are not given."""
+    """Return options with those of the measurement where they are not given. Raises ConfigError for an option of
+    _MEASURED_WITH that differs from the measurement's.
+    """
     for name in _MEASURED_WITH:
         if name in options and options[name] != measured.options.get(
             name, EngineConfig.__dataclass_fields__[name].default

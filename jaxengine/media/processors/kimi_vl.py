@@ -64,7 +64,7 @@ class KimiVLProcessor(GridProcessor):
         self.token_ids = {"image": fields.integer("media_placeholder_token_id", 163605, minimum=0)}
 
     def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Read the transform and `limit` from the settings of images. Raises ModelConfigError."""
+        """Read the transform and the most patches of an image from the settings of images. Raises ModelConfigError."""
         fields = found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3, pad_input=False)
         # Without pad_input the model's own processor may produce sizes that its tower cannot take.
         fields.require(patch_size=self.tower.patch_size, pad_input=True)

@@ -44,8 +44,8 @@ def byte_pair_tokenizer(
 
 
 def too_long(tokens: Collection[str]) -> str | None:
-    """Return an error text that gives the allowed length of tokens if one is too long; None otherwise. tokens: all of a
-    vocabulary, at least one.
+    """Return an error text that gives the allowed lengths if a token, or all of them together, are too long; None
+    otherwise. tokens: all of a vocabulary, at least one.
     """
     longest, total = max(map(len, tokens)), sum(map(len, tokens))
     if longest <= MAX_TOKEN_CHARS and total <= MAX_VOCABULARY_CHARS:
