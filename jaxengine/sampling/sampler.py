@@ -50,7 +50,7 @@ class SamplerFlags(NamedTuple):
 
     Attributes:
       any_random: temperature above 0.
-      any_truncation: top_k, top_p or min_p.
+      any_truncation: a parameter that cuts off unlikely tokens.
       any_penalties: repetition, frequency or presence penalty.
       any_bias: bias rows.
       any_mask: token masks.

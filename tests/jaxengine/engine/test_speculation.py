@@ -234,7 +234,7 @@ def test_traces_go_through_grammars(engines, monkeypatch):
                 np.testing.assert_allclose(scores(one)[1], scores(other)[1], atol=1e-4)
     wrong = {"structured_outputs": {"regex": "[ab]{9}"}, "trace_decode_token_ids": [97 - 33, 98 - 33, 99 - 33]}
     behind = wrong | {"structured_outputs": {"regex": "[ab]{9}", "reasoning_end": "b"}}
-    for own, said in ((wrong, "token 66 .*behind 2 tokens"), (behind, "token 66 .*behind 0 tokens")):
+    for own, said in ((wrong, "token 66 .*after 2 tokens"), (behind, "token 66 .*after 0 tokens")):
         with pytest.raises(RequestError, match="structured_outputs cannot be used: it does not allow " + said):
             drafting.generate([{"prompt_token_ids": [65]}], SamplingParams(**own), use_tqdm=False)
 

@@ -97,5 +97,5 @@ def test_where_nothing_is_chosen(tiny_options):
     with pytest.raises(ConfigError, match="fit is True; allowed: False"):
         open_resolved(config)
     assert len(os.listdir("/proc/self/fd")) == len(before)
-    with pytest.raises(ConfigError, match="beside a mesh"):
+    with pytest.raises(ConfigError, match="with a mesh"):
         fit.fitted(config, mesh=object())

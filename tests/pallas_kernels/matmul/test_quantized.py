@@ -30,6 +30,7 @@ from jaxengine.pallas_kernels.tuning import TpuProducts
 
 # Kernels, which run in their interpreters.
 ELSEWHERE = [(op, platform) for op in ("quantized_matmul", "quantized_grouped_matmul") for platform in ("gpu", "tpu")]
+ELSEWHERE += [("quantized_matmul", "gpu_triton")]
 IMPLEMENTATIONS = {
     kernel(*row): row[1]
     for row in KERNELS

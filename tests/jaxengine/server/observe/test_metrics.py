@@ -50,6 +50,7 @@ MAY_BE_ZERO = {
     "jaxengine:engine_restarts_total",
     "vllm:prompt_tokens_cached_total",
     "vllm:request_num_preemptions_sum",
+    *(f"vllm:rl_weight_update_operation_duration_seconds_{part}" for part in ("bucket", "count", "sum")),
 }
 MODEL = 'a "quoted"\\model\n{x="y"}'
 
