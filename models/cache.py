@@ -16,7 +16,7 @@ A pool of codes has scales for every layer with pages: rows of k_scale and v_sca
 order. A layer gets the pool with its own row (`of_layer`). Token scales are in the pages.
 
 `layout` is the platform whose kernels read the pool: a name of jaxengine.pallas_kernels.registry, see `platform_of`.
-Sizes are of one device; on a mesh every rank has pages of its own, and each of its devices holds some heads of them.
+Sizes are of one device; on a mesh every replica has pages of its own, and each of its devices holds some heads of them.
 """
 
 from __future__ import annotations
@@ -283,7 +283,8 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
     """Return the pool as shapes over all devices of the mesh, nothing allocated; its `spec` is that of one device.
 
     num_pages: pages of any group in each replica. layout: the platform whose kernels read it. Head scales are those of
-    all layers with pages here; None if the dtype needs none.
+    all layers with pages here; None if the dtype needs none. Raises ValueError for a dtype that needs them where layers
+    differ in kv heads.
     """
     places, pool = layer_places(groups), pool_spec(groups, num_pages)
     heads = {each.num_kv_heads for each in _specs(groups)} or {pool.num_kv_heads}

@@ -136,7 +136,11 @@ class WeightMethods(ABC):
                 weights.release(key)
 
     def _once_paused(self, key: object, function: Callable[[], _T]) -> _T:
-        """Step until a pause is complete, then call a function and return its result. key: as of `Weights.hold`."""
+        """Step until a pause is complete, then call a function and return its result. The pause goes on.
+
+        key: as of `Weights.hold`. Raises RequestError if the pause is ended meanwhile, EngineDeadError, and the
+        function's errors.
+        """
         while True:
             with self._lock:
                 if _weights_of(self.core).settle(key):
@@ -287,9 +291,11 @@ class AsyncWeightMethods(ABC):
             await self.between_steps(lambda: weights.release(key))
 
     async def _once_paused(self, weights: Any, key: object, function: Callable[[], _T]) -> _T:
-        """Wait until a pause is complete, then call a function on the engine's thread and return its result.
+        """Wait until a pause is complete, then call a function on the engine's thread and return its result. The pause
+        goes on.
 
-        weights: as of `_weights`; key: as of `Weights.hold`.
+        weights: of `_weights`; key: as of `Weights.hold`. Raises RequestError if the pause is ended meanwhile, and the
+        errors of `between_steps`.
         """
         while True:
             done = await self.between_steps(lambda: (function(),) if weights.settle(key) else None)

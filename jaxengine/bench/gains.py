@@ -180,7 +180,7 @@ def longest_gap(llm: LLM, sizes: Sizes) -> float:
 
 
 def kv_tokens(llm: LLM, sizes: Sizes) -> float:
-    """Return the number of tokens whose keys and values fit into the pool."""
+    """Return the number of tokens that the pages of a replica hold. sizes: unused, for the signature of a measure."""
     plan = llm.core.runner.plan
     return float(plan.num_pages * plan.page_size)
 

@@ -141,7 +141,7 @@ class PeerProcess:
         return self._read()
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process, wait until it has ended, and close its pipes."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         self._process.wait()

@@ -276,7 +276,7 @@ class Expected:
 
     Attributes:
       layers: exact number of exchanges by kind, for each layer.
-      most_elements: limit of any operand or result: the activations of all ranks, times the experts per token if
+      most_elements: limit of any operand or result: the activations of all replicas, times the experts per token if
         devices send rows to experts, what all layers receive in addition, or a device's part of the logits.
       exchange_bytes: limit of the average exchange of a layer: the activations in the model's dtype.
       encoding: exact number of exchanges by kind, for each scope of ENCODING.
@@ -354,11 +354,12 @@ def layer_exchanges(
 ) -> dict[str, int]:
     """Return the expected exchanges of one layer, by kind.
 
-    Attention sums its output over the devices of its heads. The feed-forward part gathers the tokens of all ranks that
-    share its weights, sums over these devices and scatters each rank its tokens. With experts, routing weights and ids
-    are gathered too. If devices send rows to experts, they gather row counts, and the devices of a rank gather the
-    results of their shares of the tokens; a shared MLP then exchanges the same as a dense one. With experts to which
-    all tokens are gathered, a shared MLP adds at most a reduce-scatter, if the experts span more ranks than it does.
+    Attention sums its output over the devices of its heads. The feed-forward part gathers the tokens of all replicas
+    that share its weights, sums over these devices and scatters each replica its tokens. With experts, routing weights
+    and ids are gathered too. If devices send rows to experts, they gather row counts, and the devices of a replica
+    gather the results of their shares of the tokens; a shared MLP then exchanges the same as a dense one. With experts
+    to which all tokens are gathered, a shared MLP adds at most a reduce-scatter, if the experts span more replicas than
+    it does.
 
     experts: None for a dense layer. summed: number of further all-reduces: of norms over heads of several devices
     (squares), of scales of rows (maxima), and of a state in addition to attention. ordered: number of products that

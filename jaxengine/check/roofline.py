@@ -195,7 +195,7 @@ class Products:
 
 
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
-    """Return what the matrix products of a forward pass need on one device, with a bucket of tokens on every rank.
+    """Return what the matrix products of a forward pass need on one device, with a bucket of tokens in every replica.
 
     model: abstract. dtype: of activations. kv: the abstract pool, whose layout names the platform: its kernels multiply
       whole tiles of rows and may expand latents to keys; with None neither is counted.
@@ -246,7 +246,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         flops += 2 * math.prod(part) * bucket.num_tokens
         row_bytes += bucket.num_tokens * sum(part) * itemsize
     if block is not None:
-        # The tokens of all ranks and their sums, and a block's results and their sums, in float32.
+        # The tokens of all replicas and their sums, and a block's results and their sums, in float32.
         gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
         sparse = sum(layer not in config.experts.dense_layers for layer in model.stage.layers)
         row_bytes += sparse * config.hidden_size * (gathered * (itemsize + 4) + block * 8)
@@ -268,7 +268,11 @@ def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:
 
 
 def _num_matrices(decl: ParamDecl) -> int:
-    """Return the number of per-head matrices stacked in a weight, each with rows of its own; 0 for other weights."""
+    """Return the number of matrices stacked in a weight of axes (heads, latent), such as one for each head of MLA, each
+    applied to rows of its own: groups of its sources' rows. 0 for other axes.
+
+    A projection from heads to a latent, as Mamba's x_proj, has the same axes: each of its outputs counts.
+    """
     if decl.axes != ("heads", "latent"):
         return 0
     return sum(source.rows // source.group for source in decl.sources)
@@ -289,8 +293,8 @@ def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """Return a device's share of the work of a forward pass of an abstract model, in which every rank has its own
-    bucket.
+    """Return a device's share of the work of a forward pass of an abstract model, in which every replica has its
+    own bucket.
 
     kv_dtype: of the cache. dtype: of activations. context: keys per sequence of a decode.
     """

@@ -65,8 +65,8 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
 
 
 def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expected | None:
-    """Return the expected exchanges of an encoder call; None with several ranks, where forward passes already check
-    them.
+    """Return the expected exchanges of an encoder call; None with several data-parallel replicas, where forward passes
+    already check them.
 
     size: patches of a device in the call, one of `layout.sizes`.
     """

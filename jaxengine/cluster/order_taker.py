@@ -115,7 +115,7 @@ class OrderTaker:
         new.put()
 
     def _forget_weights(self, number: int, arrays: Any, *, key: int) -> None:
-        """Give up a reading and its weights, if there are any."""
+        """Give up the reading of a key and its weights, and answer; answers also if there is none."""
         if (read := self._read.pop(key, None)) is not None:
             read.give_up()
         self._answer(number, {})

@@ -25,7 +25,7 @@ class Drafts(NamedTuple):
 
 
 class Proposer(Protocol):
-    """A method of guessing the next tokens from the previous ones.
+    """Method that proposes the next tokens from the previous ones.
 
     Implementations are frozen dataclasses: their `repr` is part of a compiled program's name.
     """

@@ -73,7 +73,11 @@ def _decode(data: bytes, budget: SecondsBudget) -> Sound:
 
 
 def _read_wav(data: bytes, budget: SecondsBudget) -> tuple[np.ndarray, int]:
-    """Return (samples f32[N], rate) of a WAV file. A data chunk that is cut short counts as far as it goes."""
+    """Return (samples f32[N], rate) of a WAV file. A data chunk that is cut short counts as far as it goes.
+
+    Raises MediaError for a damaged header, a form that is not supported, no samples, and more seconds than the budget
+    has.
+    """
     form: tuple[int, int, int, int] | None = None
     for kind, chunk in _chunks(data):
         if kind == b"fmt ":
@@ -132,6 +136,8 @@ def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.n
 def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
     """Return samples f32[N] at RATE of another file, by PyAV. They are resampled as they come: a small file may hold
     many at a high rate.
+
+    Raises MediaError without PyAV, for a damaged file, and as `_av_stream` and `_av_parts`.
     """
     try:
         import av  # pyright: ignore[reportMissingImports]
@@ -164,7 +170,11 @@ def _av_stream(container: Any, name: str) -> Any:
 
 
 def _av_parts(container: Any, stream: Any, budget: SecondsBudget) -> Iterator[np.ndarray]:
-    """Yield the samples of a sound as they are decoded, f32[...]."""
+    """Yield the samples of a sound as they are decoded, f32[n] each, channels averaged.
+
+    container, stream: of PyAV. Raises MediaError if the rate changes, for too many channels, more seconds than the
+    budget has, and more than 6 * MAX_SECONDS seconds of decoding.
+    """
     rate, until = stream.codec_context.sample_rate, time.monotonic() + 6 * MAX_SECONDS
     for frame in container.decode(stream):
         if time.monotonic() > until:

@@ -47,7 +47,11 @@ class MessageParser:
         return found
 
     def _without_late_end(self, events: list[Event]) -> list[Event]:
-        """Return the events with a late end word removed from content, if a call has ended the reasoning."""
+        """Return the events with a late end word removed from content, if a call has ended the reasoning.
+
+        Content that may begin the word, and white space that may go with it, are held back for a later call; the former
+        no longer than until an event that is not content.
+        """
         if self._late_end is None:
             return events
         found: list[Event] = []

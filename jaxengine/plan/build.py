@@ -109,7 +109,7 @@ class _Stages:
         self.stages: list[Any] = []
 
     def meshes(self, layout: Any, split: Any) -> Sequence[Any]:
-        """Return the mesh of each stage over the devices."""
+        """Return the mesh of each stage over the devices. layout: of a stage; split: has the number of stages."""
         from jaxengine.sharding.mesh import make_mesh
         from jaxengine.sharding.stages import devices_of_stages
 

@@ -44,7 +44,7 @@ class PlannedModel:
     note: str
 
     def resolved(self, **parallel: int | bool) -> ResolvedConfig:
-        """Return the config with these parallel sizes and all defaults. Raises ConfigError."""
+        """Return the config with these parallel options or max_model_len, and all defaults. Raises ConfigError."""
         return replace(self.config, **parallel).resolved(self.source.config, self.platform, self.items)
 
     def close(self) -> None:

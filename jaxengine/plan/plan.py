@@ -217,7 +217,8 @@ def _plan_length(
     model: PlannedModel, chips: Chips, split: Split, compiled: CompiledNeeds | None, length: dict[str, int]
 ) -> SplitPlan:
     """Return what `plan_split` does, without a search for the length. length: max_model_len as an option; empty for the
-    config's.
+    config's. Raises ConfigError for options that are invalid or do not divide the model; that pages do not fit is part
+    of the result.
     """
     config = model.resolved(**split.options, **length)
     layout = config.mesh_layout(model.source.config)

@@ -115,7 +115,8 @@ def _run(about: Mapping[str, Any], step: RecordedStep, backend: Backend, *, laye
 def _compare(step: RecordedStep, wanted: Mapping[str, np.ndarray], ran: _Ran, tolerance: float) -> list[Difference]:
     """Compare all results of a replayed step, in order.
 
-    wanted: results to compare with, under the record's names. ran: the replay. tolerance: as in `compared`.
+    wanted: results to compare with, under the record's names. ran: the replay. tolerance: as in `compared`. Raises
+    RecordError for a record whose rows or sampled tokens have other shapes.
     """
     programs = ran.stage.programs
     layout, arrays = programs.packer.layouts[_bucket_of(ran.stage, step)], step.arrays

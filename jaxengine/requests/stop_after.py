@@ -53,7 +53,9 @@ def stop_after(name: str, value: Any) -> StopAfter:
 
 
 def _listed(name: str, value: Any) -> Sequence[Any]:
-    """Return the alternatives or consecutive texts of a value, which may be one text."""
+    """Return the alternatives or consecutive texts of a value, which may be one text. Raises RequestError for anything
+    but a text or a list of 1 to _MAX_WORDS.
+    """
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not 1 <= len(listed) <= _MAX_WORDS:
         raise _refuse(name, value)

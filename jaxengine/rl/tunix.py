@@ -221,8 +221,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         """
 
     def _update(self, params: Any, strict: bool) -> None:
-        """Replace the engine's weights by those of an nnx.State. strict: none may be missing; read for those of a
-        TunixModel, as others must always be complete.
+        """Replace the engine's weights by those of an nnx.State. strict: whether all must be there; used for those of
+        a TunixModel alone, as those of other models must always be complete.
         """
         # Tunix forbids transfers on a CPU, where the engine checks that the numbers are finite.
         with jax.transfer_guard("allow"):

@@ -133,12 +133,14 @@ def load_runner(
     *,
     peers: Peers = ALONE,
 ) -> ModelRunner:
-    """Load the weights, compile, and return the runner; closes the source, also on an error. Every process of an engine
-    does this.
+    """Load the weights, prove kernels, compile, and return the runner; closes the source, also on an error. Every
+    process of an engine does this. Scales of a pool of codes that `known_scales` lacks are measured on random
+    tokens.
 
     source, config, platform, devices, mesh: from `open_resolved`. peers: the engine's other processes; ALONE for none.
 
-    Raises ConfigError for sizes or memory that do not fit, and ModelFileError for weights that do not.
+    Raises ConfigError for sizes or memory that do not fit, and where several processes would have to measure scales;
+    ModelFileError for weights that do not fit.
     """
     show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
     with source.closing_on_error():

@@ -85,7 +85,9 @@ class OwnedEngine(EngineWrapper):
         return self._outputs(run(prompt, params, engine_id, options), request_id, engine_id)
 
     async def _outputs(self, stream: AsyncIterator[Any], request_id: str, engine_id: str) -> AsyncGenerator[Any, None]:
-        """Yield the outputs of a stream with the id that the client knows; close the stream in every case."""
+        """Yield the outputs of a stream with the id that the client knows; close the stream in every case. Raises the
+        stream's errors, that of an id in use with the client's id.
+        """
         running = self._running.setdefault(request_id, [])
         running.append(engine_id)
         try:

@@ -190,7 +190,9 @@ class Replicas:
                 least = min(least, costs[which].min())
 
     def _open_queues(self) -> np.ndarray:
-        """Return the queues f64[numbers] of replicas that may be chosen, infinite at others."""
+        """Return the queues f64[numbers] of replicas that may be chosen, infinite at others. Raises ValueError if there
+        are no replicas.
+        """
         if not self._number_of:
             raise ValueError("there are no replicas")
         return self._queues[1] if np.isfinite(self._queues[1]).any() else self._queues[0]

@@ -77,7 +77,10 @@ def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCost
 
 
 def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
-    """Return the costs of a running engine's steps, which was started with `options`. It must have no requests."""
+    """Measure the costs of the steps of a running engine, which was started with `options` and has no requests.
+
+    rounds: times that each load is measured, after one that is not counted. Raises ConfigError with pipeline stages.
+    """
     runner = llm.core.runner
     if runner.config.pipeline_parallel_size > 1:
         size = runner.config.pipeline_parallel_size

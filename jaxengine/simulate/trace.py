@@ -141,7 +141,9 @@ def trace_of(
 
 
 def _lines(path: str, file: Any) -> Iterator[tuple[int, str]]:
-    """Yield the number and text of each line that is not empty."""
+    """Yield the number, from 1, and the text of each line that is not empty, without white space around it. Raises
+    ConfigError for a line above MOST_LINE bytes or not in UTF-8. path: for errors; file: open, of bytes.
+    """
     number = 0
     while raw := file.readline(MOST_LINE + 1):
         number += 1

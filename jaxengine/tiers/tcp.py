@@ -162,8 +162,11 @@ class TcpTransport(Transport):
                 self._socket.send_multipart([each.reader, *blocks], copy=False)
 
     def _read(self, frames: Sequence[bytes]) -> _Waiting | None:
-        """Return the request of a message; None for one that needs no answer, such as the release of a lease, which is
-        recorded.
+        """Return the request of a message; None for one that needs no answer: the release of a lease, which is
+        recorded, and what no reader sends, which is ignored. A reader with another identity gets no page, at once.
+
+        frames: the reader's address, the kind, then the identity and the keys of 1 to MAX_KEYS pages, or b"" and a
+        lease.
         """
         if len(frames) < 3:
             return None

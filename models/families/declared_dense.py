@@ -28,7 +28,7 @@ _UNBIASED: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Give a layer sinks, the window of its kind, and the base of rope that `layer_rope_theta` lists for it, 0 for no
-    rope; without the list the same one as all.
+    rope; without the list the same one as all. Raises ModelConfigError for a list of another form.
     """
     attention = replace(windowed(fields, layer, attention), sinks=True, scale=fields.number("attention_multiplier"))
     thetas, count = fields.value("layer_rope_theta", None), fields.integer("num_hidden_layers")

@@ -89,7 +89,7 @@ def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Gate the output of attention by head, or by element, as `gating` says."""
+    """Gate the output of attention by head, or by element, as `gating` says. Raises ModelConfigError for another."""
     gating = fields.value("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.fail("gating", "true, per-head or per-element")
@@ -104,7 +104,7 @@ def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the kinds of layers, and the window with the token itself, under the names of other families."""
+    """Return kinds of attention and MLPs, and the window with the token itself, renamed. Raises ModelConfigError."""
     count, size = fields.integer("num_hidden_layers"), fields.integer("sliding_window_size", None)
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)

@@ -157,7 +157,9 @@ def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _opt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Choose norms with or without weights, before or after the parts and the last layer, and the embedding's size."""
+    """Choose norms with or without weights; before the parts, and one after the last layer unless the config removes
+    it, or after the parts alone; and the embedding's size.
+    """
     before, size = fields.boolean("do_layer_norm_before"), fields.integer("word_embed_proj_dim", None)
     return replace(
         form,

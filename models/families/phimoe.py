@@ -54,7 +54,10 @@ class SparseMixer(MixtureOfExperts):
 
 
 def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
-    """Return the rope fields with longrope's two factors of cos and sin, which must be equal, as one."""
+    """Return the rope fields with longrope's two factors of cos and sin as one; {} without them.
+
+    Raises ModelConfigError if they differ.
+    """
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     rope = ConfigFields(fields.mapping(name) or {})
     if not any(rope.has(each) for each in _MSCALES):

@@ -146,7 +146,7 @@ class DecoderStep:
 
     def _kv_of(self, number: int, attention: LayerAttention) -> tuple[KVPages, LayerPages]:
         """Return the pool as a layer with attention gets it, and the location of its keys and values, which are another
-        layer's if it has a kv_source.
+        layer's if it has a kv_source. Raises ValueError if that layer is in another stage.
         """
         source = number if attention.kv_source is None else attention.kv_source
         if source not in self._places:

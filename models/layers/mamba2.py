@@ -50,8 +50,8 @@ class GroupsRMSNorm(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """Mamba-2 mixer: x -> out(norm(o * silu(z))), or as StateSpace.norm says, where o is the state's output plus D *
-    input.
+    """Mamba-2 mixer: x -> out(norm(o * silu(z))), or as StateSpace.norm says, where z is projected from x and o is the
+    state's output plus D times its input, which has passed the convolution.
 
     Heads are split over devices. Where there are fewer groups than devices, each has a copy of its heads' group.
     """

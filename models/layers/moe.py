@@ -230,7 +230,7 @@ class MixtureOfExperts(nnx.Module):
 
     def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Compute the experts' output f32[T, D] for tokens x [T, D] on a device that has all experts or a slice of
-        each; with slices it is a part of the sum.
+        each; with slices it is a part of the sum. weights, ids: [T, k], of the chosen experts.
         """
         with jax.named_scope("group"):
             num_experts = self.experts.num_experts
@@ -278,7 +278,7 @@ class MixtureOfExperts(nnx.Module):
 
     def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Compute by sending each token's rows, one for each of its experts, to the experts' devices, and the results
-        back: [T, D] in x's dtype, without the shared MLP.
+        back: [T, D] in x's dtype, without the shared MLP. weights, ids: [T, k], of the chosen experts.
 
         Of n devices with the same tokens each takes T / n of them and gathers the others' results, which is less to
         exchange than the sum of the results would be. Padding is not sent. A device may be picked for all tokens of
@@ -321,7 +321,7 @@ class MixtureOfExperts(nnx.Module):
         return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """Sum the experts' results y [M, D] to f32[T, D] as `mix`; without weights if they multiplied the inputs."""
+        """Sum the experts' results y [M, D] to f32[T, D]: `mix`, without weights if they multiplied the inputs."""
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
     def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:

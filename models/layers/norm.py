@@ -24,7 +24,9 @@ def rms_normalized(x: jax.Array, eps: float) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """RMS norm x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """RMS norm x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467), computed in float32
+    and rounded once to x's dtype.
+    """
 
     def __init__(self, size: int, eps: float, *, source: str, build: Build):
         self.weight = declare((size,), build.dtype, ParamDecl((None,), (Source(source, size).tensor("weight"),)))

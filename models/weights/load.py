@@ -164,7 +164,8 @@ def begin_assembly(param: DeclaredParam, mesh: Mesh | None, chunk_bytes: int) ->
 
 
 def add_tensors(model: CausalLM, param: DeclaredParam, assembly: Assembly, source: WeightSource) -> None:
-    """Add all tensors of a source, in which a tensor may stand for several of the model's, to a weight of plain ones.
+    """Add to a weight, assembled from tensors stored as they are, those of its tensors that a source has. A tensor of
+    the source may stand for several of the model's.
 
     Raises ModelFileError for a tensor of a wrong shape or kind.
     """

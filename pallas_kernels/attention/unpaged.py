@@ -111,9 +111,12 @@ def _attend(
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries [B, Q, K, G, H] at `indices` i32[Q] of their rows, whose keys are k [B, T, K, H] and values v
-    [B, T, K, Hv]: output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G].
+    [B, T, K, Hv]: output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G], with the sinks.
 
-    sinks: f32[1, K, G, 1, 1] or None.
+    A query sees the tokens of its own run in `schedule` that causality, window and chunk of the spec allow.
+
+    sinks: f32[1, K, G, 1, 1], a further logit of each head, without a value; None for none. slopes: f32[K, G, 1, 1],
+    the loss of a logit for each position to the key; None for none.
     """
     logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
     if spec.soft_cap is not None:

@@ -81,12 +81,16 @@ def _page_bytes(kv: KVPages) -> int:
 
 
 def _num_pages(kv: KVPages, num_seqs: int) -> int:
-    """Return the pages of a pool to read: enough for `num_seqs` sequences, within _POOL_BYTES if that allows."""
+    """Return the number of pages of a pool to read: 2 * num_seqs + 64, or fewer if they would exceed _POOL_BYTES, but
+    never fewer than `num_seqs` sequences need.
+    """
     return max(least_pages(num_seqs), min(2 * num_seqs + 64, _POOL_BYTES // _page_bytes(kv)))
 
 
 def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
-    """Make a further operand of attention, q_rest, sinks or tree_mask, of this shape for batch `made`; None of None."""
+    """Make a further operand of attention, q_rest, sinks, slopes or tree_mask, of this shape for batch `made`; None for
+    no shape.
+    """
     if shape is None:
         return None
     if name != "tree_mask":

@@ -31,7 +31,11 @@ _GATED = {"gated_matmul": "grouped_matmul", "quantized_gated_matmul": "quantized
 
 
 def product_case(call: Call) -> Case:
-    """Make the case of a call of one of the operations in ARGUMENTS."""
+    """Make the case of a call of one of the operations in ARGUMENTS, on random arguments of its shapes and dtypes.
+
+    Activation and bias are computed apart where the implementation leaves them out. Mixes: "ragged", and for an
+    operation with groups "one" (see `_divide`).
+    """
     shapes = dict(zip(ARGUMENTS[call.op], call.arguments, strict=False))
 
     def run(*arguments: Any) -> Any:
@@ -58,7 +62,10 @@ def product_case(call: Call) -> Case:
 
 
 def lora_case(call: Call) -> Case:
-    """Make the case of a call of `lora_product`."""
+    """Make the case of a call of `lora_product`: `lora_visits` of the rows' slots, then the product.
+
+    Mixes: "ragged", a random slot or none for each row; "one", the last slot for all rows.
+    """
     y, x, a, bs, _ = call.arguments
     rank = call.options["rank"]
     num_rows, num_slots = x.shape[0], bs[0].shape[0] // rank

@@ -62,7 +62,7 @@ class PageAges(SchedulerExtension):
 
 
 class RankAges(RankExtension):
-    """Listener of one replica's pages.
+    """Listener of one replica's pages, which observes a random sample of them, from registration to eviction.
 
     Attributes:
       ages: of the observed pages, by their number; numbers: of these pages, by the digest.

@@ -29,7 +29,7 @@ class Alignment(LoopExtension):
         return not (self._waiting or self._running or self._texts)
 
     def prepare(self, request: Request) -> None:
-        """Check what the request asks for. Raises RequestError."""
+        """Raise RequestError if a request's alignment begins after its prompt or has more positions than a slot."""
         if (asked := request.params.alignment) is None:
             return
         most, positions = request.num_prompt_tokens - 1, self.loop.runner.extension(NAME).num_positions

@@ -42,8 +42,8 @@ class Pauses(LoopExtension):
             self._apply()
 
     def _apply(self) -> None:
-        """Pause the scheduler if there are pauses and none waits for requests to end, else let it run; admit new
-        requests again if no pause is left.
+        """Pause the scheduler if there are pauses and none waits for requests to end, else let it run. If no pause
+        is left, admit new requests again and set `resumed`; abort none if no pause aborts.
         """
         modes = self._pauses.values()
         self.loop.scheduler.paused = bool(modes) and all(mode == "keep" for mode in modes)

@@ -55,7 +55,7 @@ class Sounds(Pictures):
             self.loop.runner.extension(NAME).set_rules(words)
 
     def _words(self, request: Request) -> Any:
-        """Return the words of a request's slot that hold its rules, given the output tokens that it has already."""
+        """Return the columns of a request's slot that hold its rules, given the output tokens that it has already."""
         rules = self._rules
         is_timed = rules.is_timed(request.prompt_token_ids.tolist())
         row = RuleRow(is_timed, rules.first_timestamp, rules.eos, rules.most_initial)

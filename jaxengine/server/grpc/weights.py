@@ -111,7 +111,10 @@ def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
 
 
 def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
-    """Return the options of an update. Raises RequestError for a chunk_bytes below 1 and an unknown mode."""
+    """Return the options of an update, with "keep" for no mode, "recompute" for no kv and strict unless it is false.
+
+    Raises RequestError for a chunk_bytes below 1, an unknown mode and an unknown kv.
+    """
     given = options.WhichOneof("version")
     if options.HasField("chunk_bytes") and options.chunk_bytes < 1:  # said before a file of weights is sent
         text = f"chunk_bytes is {options.chunk_bytes}; allowed: to leave it out, and integers from 1"

@@ -83,7 +83,7 @@ async def stream_events(
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = failed_event,
 ) -> Response:
-    """Stream `events`, each one or more server-sent events, then `done`.
+    """Return the response that streams `events`, each one or more server-sent events, then `done`.
 
     Nothing is sent before the first event, so that an exception until then is answered with an HTTP status of its own:
     a generator should submit to the engine before it yields. A later exception ends the stream with the event

@@ -165,7 +165,10 @@ def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Confi
 
 
 def main(child: Child) -> None:
-    """Run the process. It outlives a killed supervisor for a moment, to delete the run folder."""
+    """Run an API process to its end, with exit status 0 after `serve`; raises what `serve` raises.
+
+    It does not end with a killed supervisor, as other processes do, but a moment later: it deletes the run folder.
+    """
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(serve(child))
     child.leave(0)

@@ -316,8 +316,8 @@ class EngineServer:
         return self._load
 
     def _settle(self, request: Request, reason: FinishReason | None = None, num_tokens: int | None = None) -> None:
-        """Forget a request whose caller knows its end. reason, num_tokens: how it ended for the caller, and after how
-        many tokens; None for the engine's own.
+        """Count the end of a request, which its caller knows, and forget the request. reason, num_tokens: how it ended
+        for the caller, and after how many tokens; None for the engine's own.
         """
         self.core.engine.record_finish(request, reason, num_tokens)
         self._forget(request)

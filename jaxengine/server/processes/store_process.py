@@ -42,7 +42,7 @@ async def serve(child: Child) -> None:
 
 
 def main(child: Child) -> None:
-    """Run the process."""
+    """Run the store's process to its end, with exit status 0 after the order to stop. It ends with the supervisor."""
     child.end_with_parent()
     asyncio.run(serve(child))
     child.leave(0)

@@ -111,7 +111,9 @@ class _NoEngine:
         """Do nothing."""
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Answer that there is an adapter of the name that the request has; the replica knows better."""
+        """Answer that there is an adapter of the name that the request has; the replica knows better. Raises
+        EngineDeadError for any utility but "adapters".
+        """
         if name != "adapters":
             raise EngineDeadError("an ingress has no engine")
         adapter = _READ.get().adapter

@@ -114,7 +114,7 @@ def _varint(source: bytes, at: int, path: Path) -> tuple[int, int]:
     """Read the varint at byte `at`: seven bits of each byte, the lowest first, while the eighth is set; return (number,
     where it ends).
 
-    path: of the file, for errors.
+    Raises ModelFileError, naming `path`, if it does not end within MAX_VARINT_BYTES and the source.
     """
     value = 0
     for shift, byte in enumerate(source[at : at + MAX_VARINT_BYTES]):

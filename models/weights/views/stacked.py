@@ -206,7 +206,9 @@ class StackedSource(WrappedSource):
         return self._last[1]
 
     def _read_blocks(self, part: _Part, rows: slice) -> np.ndarray:
-        """Decode rows of an expert's MXFP4 matrix, bfloat16 [rows, in]."""
+        """Decode rows of an expert's MXFP4 matrix, bfloat16 [rows, in]; the last ones are kept. Raises ModelFileError
+        for tensors of another dtype.
+        """
         key = part.stack, part.expert, rows.start, rows.stop
         if self._last is None or self._last[0] != key:
             expert = slice(part.expert, part.expert + 1)

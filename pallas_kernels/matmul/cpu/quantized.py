@@ -97,11 +97,13 @@ def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, terms: int) -> jax.Array:
-    """Multiply row f32[in] by the matrix, codes [in, out] or pairs [in / 2, out]: f32[1, out].
+    """Multiply row f32[in] by the matrix codes * scales - zeros [in, out]: f32[1, out].
 
-    scales, zeros: [n, out]. terms: rows of codes that are added per sum. Terms of equal shape, added element by
-    element, are one vectorised loop, of which each core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense).
-    Terms of one sum share a scale; a product with ones adds the sums. A large matrix is done some groups at a time.
+    codes: [in, out] int8, or [in / 2, out] uint8 in pairs. scales, zeros: [n, out], each for in / n neighbouring
+    inputs; None for no zeros. terms: rows of codes that are added per sum, of `_num_terms`. Terms of equal shape, added
+    element by element, are one vectorised loop, of which each core runs a part (see
+    jaxengine.pallas_kernels.matmul.cpu.dense). Terms of one sum share a scale; a product with ones adds the sums. A
+    large matrix is done some groups at a time.
     """
     num_scales, out_size = scales.shape
     packed = per_byte(codes.dtype)

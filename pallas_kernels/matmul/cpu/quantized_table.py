@@ -35,11 +35,11 @@ def quantized_table_matmul(
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """Multiply row f32[in] by the transpose of the table: f32[1, V].
+    """Multiply row f32[in] by the transpose of the table [V, in], codes * scales - zeros: f32[1, V].
 
-    codes: [V, in] int8, or [V, in / 2] uint8 in pairs; scales, zeros: [n, V]. Each group of inputs is a term; terms
-    added element by element are one vectorised loop, of which each core runs a part (see
-    jaxengine.pallas_kernels.matmul.cpu.dense); a product with ones adds up the remaining sums.
+    codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n neighbouring inputs; None
+    for no zeros. Each group of inputs is a term; terms added element by element are one vectorised loop, of which each
+    core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense); a product with ones adds up the remaining sums.
     """
     count = len(scales)
     width = codes.shape[1] // count

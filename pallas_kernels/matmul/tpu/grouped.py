@@ -59,7 +59,7 @@ def quantized_grouped_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Multiply rows x [M, in] by the quantised matrix of their group on a TPU: [M, out] in out_dtype;
+    """Multiply rows x [M, in] by the quantised matrix of their group on a TPU, plus its bias: [M, out] in out_dtype;
     matmul.quantized.quantized_grouped_matmul has checked the arguments.
 
     XLA multiplies if the kernel cannot. sizes: by default those of the chip that the trace is for. interpret: argument

@@ -293,7 +293,7 @@ class AdapterStore:
         request.adapter = None if request.lora is None else self._named[request.lora].adapter
 
     def set_rows(self, step: ScheduledStep, max_num_seqs: int) -> None:
-        """Send the devices the adapters of the requests that got their slots in this step."""
+        """Set on the devices which adapter slot each request uses that got its slot in this step; -1 for none."""
         admitted = [request for batch in step.batches for request in batch.admitted]
         if admitted:
             slots = [request.rank * max_num_seqs + request.slot for request in admitted]

@@ -83,7 +83,10 @@ class DraftPrograms:
         return abstract_kv(self._groups, num_pages, layout=self.target.layout, mesh=self.target.mesh)
 
     def start(self, kept: Any) -> Program:
-        """Return the program () -> the initial arrays kept between steps; each device makes its own part."""
+        """Return the program () -> the initial arrays kept between steps; each device makes its own part.
+
+        kept: their shapes, of `kept_shapes`. A pool begins as `device_kv` makes it, other arrays as zeros.
+        """
         return program_on(self.target.mesh, "draft's pool", partial(device_kv, kept), (), kept, ())
 
     def before(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
@@ -111,7 +114,9 @@ class DraftPrograms:
         return bucket, self.target.packer.layouts[bucket], self.target.packer.page_size, self._group
 
     def _drafting(self, bucket: Bucket, function: Callable, weights: Any, kept: Any) -> Program:
-        """Return the program that makes the drafts of a wide bucket."""
+        """Return the program (weights, kept, DeviceState, message) -> (kept, Drafts) of a wide bucket, which computes
+        `function`. weights, kept: shapes.
+        """
         results = kept, drafts_of(self.target.shape, bucket)
         return self._program(f"drafts of {bucket}", function, bucket, weights, kept, results=results)
 

@@ -283,7 +283,7 @@ def make_verify(spec: EpilogueSpec) -> Callable:
 
 
 def _verify_epilogue(width: int) -> Epilogue:
-    """Return the epilogue of steps whose rows have `width` tokens."""
+    """Return the epilogue that verifies drafts, of steps whose rows have `width` tokens."""
     return Epilogue(
         make_verify,
         arguments=("slots", "tokens", "sampling", "rows", "logits"),

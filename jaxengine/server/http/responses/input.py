@@ -114,7 +114,9 @@ def _call(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
 
 
 def _decrypted(content: Any, where: str) -> str:
-    """Decode the reasoning text of a response made with include "reasoning.encrypted_content"."""
+    """Decode the reasoning text, base64 of UTF-8, of a response made with include "reasoning.encrypted_content". Raises
+    RequestError for anything else. where: of the content, for the error.
+    """
     try:
         return base64.b64decode(content, validate=True).decode()
     except (TypeError, ValueError):
