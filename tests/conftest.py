@@ -51,9 +51,10 @@ FIGURE = "figure"
 MAPS = Path("/proc/self/maps")
 RESIDENT = Path("/proc/self/statm")
 MAX_RESIDENT_BYTES = 2 << 30
-# Bytes by which a process grows before its programs are forgotten once more: engines that are in use stay, so that
-# forgetting at the end of every file frees nothing, and what later files share is compiled again.
-GROWN_BYTES = 1 << 30
+# Bytes by which a process grows before its programs are forgotten once more, while it has less than MOST_BYTES: engines
+# that are in use stay, so that forgetting at the end of every file frees nothing, and what later files share is
+# compiled again.
+GROWN_BYTES, MOST_BYTES = 1 << 30, 4 << 30
 LONG = 40.0  # seconds
 _num_tests = 0
 _bytes_left = 0  # resident when programs were last forgotten
@@ -175,7 +176,7 @@ def pytest_runtest_teardown(item, nextitem):
     if jax is not None and (ends_file or _num_tests % 50 == 0) and MAPS.exists():
         with MAPS.open("rb") as maps:
             count = sum(1 for _ in maps)
-        most = max(MAX_RESIDENT_BYTES, _bytes_left + GROWN_BYTES)
+        most = max(MAX_RESIDENT_BYTES, min(_bytes_left + GROWN_BYTES, MOST_BYTES))
         if count > (20_000 if ends_file else 40_000) or (ends_file and _resident_bytes() > most):
             jax.clear_caches()
             gc.unfreeze()

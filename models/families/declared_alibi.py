@@ -14,7 +14,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.declared_row import EPS, Row, no_rope
 from jaxengine.models.families.declared_rows import EPSILON, rope_unless_alibi, transformer_names
 
-_SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"}
+_SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 _MPT_SIZES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 # Fields of MPT's attn_config, and the values that are read.
 _MPT_ATTENTION = {
@@ -37,6 +37,12 @@ def _bloom_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 def _four_times(fields: ConfigFields) -> Mapping[str, Any]:
     return {"intermediate_size": 4 * fields.integer("hidden_size")}
+
+
+def _bloom_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Read the sizes: `n_embed`, where it is not null, takes the place of `hidden_size`, as in transformers."""
+    size = fields.integer("n_embed" if fields.has("n_embed") else "hidden_size")
+    return {"hidden_size": size, "intermediate_size": 4 * size}
 
 
 def _mpt_attention(fields: ConfigFields) -> ConfigFields:
@@ -89,7 +95,7 @@ ALIBI_ROWS: dict[str, Row] = {
         defaults={EPS: 1e-5, "max_position_embeddings": 2048, "apply_residual_connection_post_layernorm": False},
         rope=no_rope,
         tied=True,
-        adapt=_four_times,
+        adapt=_bloom_fields,
         choose=_bloom_form,
         each_layer=_sloped,
     ),

@@ -176,7 +176,7 @@ class Row(NamedTuple):
     def _canonical(self, fields: ConfigFields) -> ConfigFields:
         """Return the fields under the names that most families use, with defaults."""
         raw = dict(fields.raw)
-        raw |= {usual: raw[own] for own, usual in self.spelled.items() if raw.get(own) is not None}
+        raw |= {usual: raw[own] for own, usual in self.spelled.items() if own in raw}
         if not self.grouped:
             raw["num_key_value_heads"] = None
         fields = ConfigFields({**raw, **{key: value for key, value in self.defaults.items() if raw.get(key) is None}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -256,9 +257,15 @@ def test_blocks_are_profiled_where_that_can_be(monkeypatch, name, runs):
     assert done == runs
 
 
+def run_instead(monkeypatch, folder, module):
+    """Compiling processes run a module of a folder."""
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(children, "replies", partial(children.replies, module=module))
+
+
 def test_a_compiler_that_dies_costs_one_program(tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(children, "_PROGRAM", (str(tmp_path / "fake.py"),))
+    run_instead(monkeypatch, tmp_path, "fake")
     job = children.Job("m", {}, None, True, False)
     rows = children.check_target(children.Target("cpu", "cpu", "", 0, 0.0, 0.0, 0), job, lambda *told: None)
     assert [(row["program"], bool(row["failures"])) for row in rows] == [("a", False), ("b", True), ("c", False)]
@@ -288,7 +295,7 @@ else:
 )
 def test_a_model_takes_as_many_devices_as_it_needs(needed, wrong, told, model, tmp_path, monkeypatch, capsys):
     (tmp_path / "small.py").write_text(SMALL)
-    monkeypatch.setattr(children, "_PROGRAM", (str(tmp_path / "small.py"),))
+    run_instead(monkeypatch, tmp_path, "small")
     assert main(["check", "--model", model, f"--max-num-seqs={needed}"]) == wrong
     shown = capsys.readouterr().out
     assert all(text in shown for text in told)
