@@ -181,12 +181,13 @@ Each family is compared with Hugging Face transformers in float32, on tiny check
 tokens. "Error" is the largest difference divided by the largest logit; tests allow 1e-4
 (`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
 benchmarks/results/families.json` measures it and also serves checkpoints from whole engines: alone, in batches, in
-chunks, preempted, with prefix hits, on two devices. The file says for which checkpoints that was done.
+chunks, preempted, with prefix hits, on two devices. The file says for which checkpoints that was done. It has none for
+architectures with 0 checkpoints: tests alone compare those, of models with sounds in
+`tests/jaxengine/engine/test_sounds.py` and `test_prompt_sounds.py`.
 
 The repositories are examples that publish a configuration and weights in bfloat16, float16 or float32 safetensors
 (gpt-oss: MXFP4). Fine-tunes of them work as well. They were not downloaded for this table: the comparison is of the
-family, on the recorded checkpoints. Quantised checkpoints are supported too (compressed-tensors, fp8, fbgemm_fp8, AWQ,
-GPTQ): [Quantised weights](quantization.md).
+family, on the recorded checkpoints. Quantised checkpoints are supported too: [Quantised weights](quantization.md).
 
 | architecture | GGUF | repositories | checkpoints | error | description |
 |---|---|---|---:|---:|---|
