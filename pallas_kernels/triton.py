@@ -1,4 +1,4 @@
-"""What kernels in Pallas-Triton share: sizes that Triton accepts, and codes as operands of tensor-core products."""
+"""Functions that kernels in Pallas-Triton share: sizes that Triton accepts, and codes as operands of tensor cores."""
 
 from __future__ import annotations
 

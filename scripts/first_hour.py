@@ -1,4 +1,4 @@
-"""What a user of vLLM types in the first hour, and what happens: rows that are run, and the table of their results.
+"""Table of what a user of vLLM types in the first hour and what happens, written from rows that are run.
 
 Each row is code or a command line. A command is read and settled as the command does it; `LLM(...)` goes as far as an
 engine does before it loads weights: options, model folder, tokenizer, sizes. `llm` is an engine that runs. Nothing in

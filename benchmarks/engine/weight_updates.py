@@ -90,7 +90,7 @@ class Run(NamedTuple):
 
 @dataclass
 class Known:
-    """What is known of a running request.
+    """Progress of a running request.
 
     Attributes:
       prompt: its token ids.

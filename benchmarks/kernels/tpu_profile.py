@@ -40,7 +40,7 @@ _KERNEL = "profiled_kernel"  # the compiler names its dumps after the function
 
 
 class Profile(NamedTuple):
-    """What libtpu reports of a compiled kernel."""
+    """Figures that libtpu reports of a compiled kernel."""
 
     cycles: int | None  # estimated; None where libtpu cannot profile the kernel
     facts: dict[str, Any]  # what the builder says of its case

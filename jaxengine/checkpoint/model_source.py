@@ -170,7 +170,7 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     return replace(model, tower=next(iter(used), None), sound_tower=used[1] if len(used) > 1 else None)
 
 
-def _tells_types(folder: Path) -> bool:
+def _makes_types(folder: Path) -> bool:
     """Whether a tokenizer's types of tokens are for the model: unless its `model_input_names` lack them, as those of
     transformers 5's general class do by default. Raises ModelFileError.
     """
@@ -312,8 +312,10 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
             check_width(pooling, model.hidden_size)
         if pooling is not None and not model.is_causal:
             types = 1 if model.encoder is None else max(1, model.encoder.num_token_types)
-            told = types > 1 and _tells_types((None if config.skip_tokenizer_init else _find_tokenizer(config)) or path)
-            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=told)
+            has_types = types > 1
+            if has_types:
+                has_types = _makes_types((None if config.skip_tokenizer_init else _find_tokenizer(config)) or path)
+            pooling = replace(pooling, token_rows=model.vocab_size // types, has_token_types=has_types)
         return model, pooling
 
     try:

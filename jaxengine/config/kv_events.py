@@ -17,7 +17,7 @@ _IPC = re.compile(r"ipc://[^\0]{1,100}")
 
 @dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """How the events of an engine's pages are published. Fields are vLLM's.
+    """Settings by which the events of an engine's pages are published. Fields are vLLM's.
 
     Attributes:
       enable_kv_cache_events: publish any.

@@ -33,7 +33,9 @@ def is_host(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class KVHandover:
-    """How an engine sends KV pages to other engines, or receives theirs. Fields named kv_* and engine_id are vLLM's.
+    """Settings by which an engine sends KV pages to other engines, or receives theirs.
+
+    Fields named kv_* and engine_id are vLLM's.
 
     Attributes:
       kv_role: one of ROLES.

@@ -49,7 +49,7 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """What is known about the tokens that a request has not sampled yet.
+    """Tokens that a request has not sampled yet, as far as its grammar decides them.
 
     Attributes:
       forced: the next tokens, each the only one allowed at its position.

@@ -17,7 +17,7 @@ _HEX = "0123456789abcdefABCDEF"
 
 
 class _State(Enum):
-    """What the next character may be, or what it is part of."""
+    """State of the scan: the kind of token that the next character may begin, or that it is part of."""
 
     VALUE = auto()
     FIRST_ITEM = auto()  # a value or the end of the array

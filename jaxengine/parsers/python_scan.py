@@ -29,7 +29,7 @@ class Reading(Enum):
 
 
 class _State(Enum):
-    """What the next character may be, or what it is part of."""
+    """State of the scan: the kind of token that the next character may begin, or that it is part of."""
 
     VALUE = auto()
     FIRST = auto()  # an item, a key, or the end of what was opened

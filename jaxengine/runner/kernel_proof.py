@@ -41,7 +41,7 @@ _UNFINISHED = "ended the process, or did not end: it was not finished when the p
 
 
 class _Proof(NamedTuple):
-    """What the functions of a proof share.
+    """State that the functions of a proof share.
 
     Attributes:
       verdicts: those known so far.

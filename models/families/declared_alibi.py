@@ -12,9 +12,9 @@ from jaxengine.models.config.attention import LayerAttention, alibi_slopes
 from jaxengine.models.config.declared import BEFORE, GROUPS, RMS, UNBIASED, WITHIN, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.declared_row import EPS, Row, no_rope
-from jaxengine.models.families.declared_rows import EPSILON, rope_unless_alibi, transformer_names
+from jaxengine.models.families.declared_rows import EPSILON, embedding_width, rope_unless_alibi, transformer_names
 
-_SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+_COUNTS = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 _MPT_SIZES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 # Fields of MPT's attn_config, and the values that are read.
 _MPT_ATTENTION = {
@@ -35,13 +35,9 @@ def _bloom_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     return replace(form, placement=WITHIN if within else BEFORE)
 
 
-def _four_times(fields: ConfigFields) -> Mapping[str, Any]:
-    return {"intermediate_size": 4 * fields.integer("hidden_size")}
-
-
-def _bloom_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Read the sizes: `n_embed`, where it is not null, takes the place of `hidden_size`, as in transformers."""
-    size = fields.integer("n_embed" if fields.has("n_embed") else "hidden_size")
+def _sizes(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the hidden size, and the feed-forward size, which is four times it."""
+    size = embedding_width(fields)
     return {"hidden_size": size, "intermediate_size": 4 * size}
 
 
@@ -91,11 +87,11 @@ ALIBI_ROWS: dict[str, Row] = {
             embedding_norm="model.embed_norm",
         ),
         names=transformer_names(word_embeddings="embed_tokens", word_embeddings_layernorm="embed_norm"),
-        spelled={**_SIZES, **EPSILON, "seq_length": "max_position_embeddings"},
+        spelled={**_COUNTS, **EPSILON, "seq_length": "max_position_embeddings"},
         defaults={EPS: 1e-5, "max_position_embeddings": 2048, "apply_residual_connection_post_layernorm": False},
         rope=no_rope,
         tied=True,
-        adapt=_bloom_fields,
+        adapt=_sizes,
         choose=_bloom_form,
         each_layer=_sloped,
     ),
@@ -124,7 +120,7 @@ ALIBI_ROWS: dict[str, Row] = {
         output_bias=False,
         mlp_bias=False,
         tied=True,
-        adapt=_four_times,
+        adapt=_sizes,
         choose=_mpt_form,
         each_layer=_mpt_layer,
     ),

@@ -119,12 +119,18 @@ def _cwm_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return full_first_of_four(fields)
 
 
-def _falcon_heads(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the number of heads of keys and values, and the feed-forward size."""
+def embedding_width(fields: ConfigFields) -> int:
+    """Read the width of embeddings: `n_embed`, or `hidden_size` where that is null, as transformers does."""
+    return fields.integer("n_embed" if fields.has("n_embed") else "hidden_size")
+
+
+def _falcon_sizes(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the hidden size, the number of heads of keys and values, and the feed-forward size."""
     heads = fields.integer("num_attention_heads")
     new, multi_query = fields.boolean("new_decoder_architecture"), fields.boolean("multi_query")
     kv_heads = fields.integer("num_kv_heads", heads) if new else 1 if multi_query else heads
-    return {"num_key_value_heads": kv_heads, **four_times(fields)}
+    width = {"hidden_size": embedding_width(fields)}
+    return {**width, "num_key_value_heads": kv_heads, **four_times(ConfigFields({**fields.raw, **width}))}
 
 
 def rope_unless_alibi(fields: ConfigFields, head_dim: int) -> Rope | None:
@@ -353,13 +359,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             out="self_attention.dense",
         ),
         names=transformer_names(word_embeddings="embed_tokens"),
-        spelled={
-            **_N,
-            **EPSILON,
-            "n_embed": "hidden_size",
-            "ffn_hidden_size": "intermediate_size",
-            "activation": "hidden_act",
-        },
+        spelled={**_N, **EPSILON, "ffn_hidden_size": "intermediate_size", "activation": "hidden_act"},
         defaults={
             EPS: 1e-5,
             "max_position_embeddings": 2048,
@@ -374,7 +374,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         output_bias="bias",
         mlp_bias="bias",
         tied=True,
-        adapt=_falcon_heads,
+        adapt=_falcon_sizes,
         choose=_falcon_form,
         each_layer=_falcon_layer,
     ),

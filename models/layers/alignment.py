@@ -21,7 +21,12 @@ from jaxengine.sharding.collectives import shard_index, sum_same_tokens
 
 
 class Span(NamedTuple):
-    """What is aligned, i32[] each: tokens `first` to `end` - 1 of a sequence, and positions of its sound from 0 on."""
+    """Part of a sequence and of its sound that is aligned.
+
+    Attributes:
+      first, end: i32[], its tokens are those from `first` to `end` - 1.
+      positions: i32[], number of the sound's positions, counted from its begin.
+    """
 
     first: jax.Array
     end: jax.Array

@@ -50,7 +50,7 @@ def test_a_replica_is_chosen_by(digests, adapter, replicas, chosen):
 
 
 def test_there_must_be_replicas():
-    """Of one name at most one at a time: the number of a former one would be chosen for ever."""
+    """A name is there once: the number of a former replica of it would be chosen for ever."""
     with pytest.raises(ValueError, match="no replicas"):
         choose([], None, None, [])
     index = Replicas()

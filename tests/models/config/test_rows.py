@@ -57,7 +57,9 @@ def test_slopes_of_alibi():
     )
     assert read_hf(recorded("bloom")).attention[0].slopes == alibi_slopes(4)
     assert read_hf(recorded("falcon_sloped")).attention[0].slopes == tuple(each / 4 for each in alibi_slopes(4))
-    assert read_hf(recorded("bloom") | {"n_embed": None}) == read_hf(recorded("bloom"))  # null counts as absent
+    for name in ("bloom", "falcon"):  # null counts as absent, a number comes first
+        assert read_hf(recorded(name) | {"n_embed": None}) == read_hf(recorded(name))
+        assert read_hf(recorded(name) | {"n_embed": 128}).hidden_size == 128
     # As published for MPT-7B-StoryWriter.
     own = recorded("mpt")["attn_config"] | {"alibi_bias_max": 16, "clip_qkv": 6}
     long = read_hf(recorded("mpt", attn_config=own))

@@ -1,4 +1,4 @@
-"""Which cards run the Triton kernels, what they leave to XLA, how often they load a key, and that they lower.
+"""Triton attention: the cards that run it, what it leaves to XLA, how often they load a key, and that they lower.
 
 Their numbers are under conformance: tests/pallas_kernels/test_interpreted.py.
 """

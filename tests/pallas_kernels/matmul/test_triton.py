@@ -1,4 +1,4 @@
-"""Which cards multiply quantised matrices in Triton kernels, what they leave to XLA, how they cut it, and lowering.
+"""Triton products: the cards that run them, what they leave to XLA, how they cut the work, and lowering.
 
 Their numbers are under conformance: tests/pallas_kernels/test_interpreted.py.
 """

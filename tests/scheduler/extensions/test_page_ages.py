@@ -1,4 +1,4 @@
-"""How old pages are when they give way, and which are observed."""
+"""Ages of pages when they are evicted, and the sample that is observed."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def replace_name(each: MediaItem, name: str) -> MediaItem:
 
 
 def test_a_sound_has_no_part_without_an_embedding():
-    """Of Qwen2.5-Omni's sounds of 2.005 to 2.02 seconds the second window makes none."""
+    """The second window of Qwen2.5-Omni's sounds of 2.005 to 2.02 seconds makes none."""
     rows = np.array([0, 1, -1, 2, -1, -1], np.int32)
     patches = np.arange(12, dtype=np.float32)[:, None]
     whole = MediaItem("audio", b"s", np.array([5, 6, 7], np.int32), patches, np.zeros((0, 12), np.int32), rows)

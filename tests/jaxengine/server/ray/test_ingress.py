@@ -340,7 +340,7 @@ def test_pages_that_a_replica_may_have_are_forgotten():
 
 
 def stats_of(digests=(), **changed):
-    """What a replica publishes."""
+    """Statistics as a replica publishes them."""
     raw = np.array(digests, ">u8").tobytes()
     return {"digests": raw, "adapters": {}, "weights": "", "page_size": 4, "draining": False, **changed}
 
