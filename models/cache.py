@@ -15,8 +15,8 @@ Layers that keep a state of each sequence have arrays with a row for each slot i
 A pool of codes has scales for every layer with pages: rows of k_scale and v_scale, f32[layers, K], in the layers'
 order. A layer gets the pool with its own row (`of_layer`). Token scales are in the pages.
 
-`layout` is the platform whose kernels read the pool: a name of jaxengine.pallas_kernels.registry, see `platform_of`.
-Sizes are of one device; on a mesh every replica has pages of its own, and each of its devices holds some heads of them.
+`platform` is the one whose kernels read the pool: a name of jaxengine.pallas_kernels.registry, see `platform_of`. Sizes
+are of one device; on a mesh every replica has pages of its own, and each of its devices holds some heads of them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ from jaxengine.pallas_kernels.kv.pages import (
     pool_shape,
 )
 from jaxengine.pallas_kernels.registry import (
-    UNPAGED,
+    SEQUENCES,
+    TOKEN_ROWS,
     block_profile,
     kernel_modules,
+    layout_of,
     platform_of,
     product_platform_of,
 )
@@ -264,9 +266,9 @@ def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
     return num_pages
 
 
-def page_bytes_of_group(groups: Sequence[Paged | State], *, layout: str) -> int:
+def page_bytes_of_group(groups: Sequence[Paged | State], *, platform: str) -> int:
     """Return the bytes of a page on one device, in all layers of its group; 0 where no layer here has pages."""
-    return page_bytes(pool_spec(groups, 1), layout) * num_places(groups) if _specs(groups) else 0
+    return page_bytes(pool_spec(groups, 1), layout_of(platform)) * num_places(groups) if _specs(groups) else 0
 
 
 def kv_partition(kv: KVPages) -> KVPages:
@@ -279,10 +281,10 @@ def kv_partition(kv: KVPages) -> KVPages:
     return replace(kv, data=data, k_scale=k_scale, v_scale=v_scale)
 
 
-def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
+def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: str, mesh: Mesh) -> KVPages:
     """Return the pool as shapes over all devices of the mesh, nothing allocated; its `spec` is that of one device.
 
-    num_pages: pages of any group in each replica. layout: the platform whose kernels read it. Head scales are those of
+    num_pages: pages of any group in each replica. platform: the one whose kernels read it. Head scales are those of
     all layers with pages here; None if the dtype needs none. Raises ValueError for a dtype that needs them where layers
     differ in kv heads.
     """
@@ -290,7 +292,7 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
     heads = {each.num_kv_heads for each in _specs(groups)} or {pool.num_kv_heads}
     if len(heads) > 1 and has_head_scales(pool):
         raise ValueError(f"layers that differ in kv heads cannot share a pool of {pool.dtype}, which has their scales")
-    kv = jax.eval_shape(lambda: _pool(pool, layout, (len(places), max(heads))))
+    kv = jax.eval_shape(lambda: _pool(pool, platform, (len(places), max(heads))))
 
     def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
@@ -301,7 +303,7 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
 
 def device_kv(shapes: KVPages) -> KVPages:
     """Allocate one device's part of the pool of `abstract_kv`, zeroed; head scales start as 1."""
-    return _pool(shapes.spec, shapes.layout, (0, 0) if shapes.k_scale is None else part_shape(shapes.k_scale))
+    return _pool(shapes.spec, shapes.platform, (0, 0) if shapes.k_scale is None else part_shape(shapes.k_scale))
 
 
 def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
@@ -312,7 +314,7 @@ def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
     own = replace(kv, k_scale=k_scale, v_scale=v_scale)
     if not _differs(kv, place):
         return own
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         lanes = _own_lanes(place)
         first = place.part * lanes
         return replace(own, spec=replace(place.spec, num_pages=kv.num_pages), lanes=(first, first + lanes))
@@ -323,7 +325,7 @@ def _own_lanes(place: LayerPlace) -> int:
     """Return the number of lanes of a row that a layer takes on a TPU. Raises ValueError for pages that are no whole
     number of tiles.
     """
-    lanes, elements = pool_shape(place.spec, "tpu")[2], _token_elements(place.spec)
+    lanes, elements = pool_shape(place.spec, TOKEN_ROWS)[2], _token_elements(place.spec)
     if lanes != elements:
         raise ValueError(
             "layers whose pages differ in size need tokens of a multiple of 128 elements (keys and values of all KV "
@@ -345,7 +347,7 @@ def first_page(kv: KVPages, place: LayerPlace, num_pages: int) -> int:
 
 def row_step(kv: KVPages, place: LayerPlace) -> int:
     """Return the number of rows, in the layer's view of the pool, from one of its pages to the next."""
-    return 1 if kv.layout in ("tpu", UNPAGED) else place.parts
+    return 1 if kv.layout in (TOKEN_ROWS, SEQUENCES) else place.parts
 
 
 def as_viewed(kv: Any) -> Any:
@@ -354,7 +356,7 @@ def as_viewed(kv: Any) -> Any:
     """
     if type(kv) is tuple:
         return tuple(as_viewed(each) for each in kv)
-    if not isinstance(kv, KVPages) or kv.layout in ("tpu", UNPAGED):
+    if not isinstance(kv, KVPages) or kv.layout in (TOKEN_ROWS, SEQUENCES):
         return kv
     shape = pool_shape(kv.spec, kv.layout)
     return kv if kv.data.shape == shape else replace(kv, data=kv.data.reshape(shape))
@@ -364,7 +366,7 @@ def as_stored(kv: Any, like: Any) -> Any:
     """Undo `as_viewed`: return the data in the shape of the pool `like`."""
     if type(kv) is tuple:
         return tuple(as_stored(each, its) for each, its in zip(kv, like, strict=True))
-    if not isinstance(kv, KVPages) or kv.layout == UNPAGED or kv.data.shape == like.data.shape:
+    if not isinstance(kv, KVPages) or kv.layout == SEQUENCES or kv.data.shape == like.data.shape:
         return kv
     return replace(kv, data=kv.data.reshape(like.data.shape))
 
@@ -378,7 +380,7 @@ def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[ja
         return largest(kv, first, num_pages)
     rows = lax.dynamic_slice_in_dim(kv.data, first, num_pages)
     shape = pool_shape(replace(place.spec, num_pages=num_pages), kv.layout)
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         first = place.part * _own_lanes(place)
         rows = lax.slice_in_dim(rows, first, first + shape[2], axis=2)
     else:
@@ -386,11 +388,11 @@ def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[ja
     return largest(replace(kv, data=rows, spec=replace(place.spec, num_pages=num_pages)), jnp.int32(0), num_pages)
 
 
-def _pool(spec: KVSpec, layout: str, scales: tuple[int, ...]) -> KVPages:
-    """Return a zeroed pool of this spec and layout. scales: number of layers with pages, and KV heads of each; () for
-    none.
+def _pool(spec: KVSpec, platform: str, scales: tuple[int, ...]) -> KVPages:
+    """Return a zeroed pool of this spec for a platform. scales: number of layers with pages, and KV heads of each; ()
+    for none.
     """
-    kv = alloc(spec, layout=layout)
+    kv = alloc(spec, platform=platform)
     if not has_head_scales(spec):
         return kv
     ones = jnp.ones(scales, jnp.float32)

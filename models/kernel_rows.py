@@ -1,20 +1,31 @@
-"""Platform whose kernels programs run, for code that records steps and runs them again elsewhere."""
+"""Platforms whose kernels programs run: for options that choose them, and code that runs recorded steps elsewhere."""
 
 from __future__ import annotations
 
 from jaxengine.pallas_kernels.cards import lowers_triton, plain_operations, why_no_kernels
-from jaxengine.pallas_kernels.interpreted import interpreted
+from jaxengine.pallas_kernels.interpreted import INTERPRETED, interpreted
 from jaxengine.pallas_kernels.registry import (
+    PLATFORM_OF_OPTION,
+    PLATFORMS,
+    TOKEN_ROWS,
+    backend_of,
     has_kernels,
     kernel_rows,
+    layout_of,
     rows_of,
     without_rows,
 )
 
 __all__ = [
+    "INTERPRETED",
+    "PLATFORMS",
+    "PLATFORM_OF_OPTION",
+    "TOKEN_ROWS",
+    "backend_of",
     "has_kernels",
     "interpreted",
     "kernel_rows",
+    "layout_of",
     "lowers_triton",
     "plain_operations",
     "rows_of",

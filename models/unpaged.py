@@ -16,7 +16,7 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages, pool_shape
-from jaxengine.pallas_kernels.registry import UNPAGED, rows_of
+from jaxengine.pallas_kernels.registry import SEQUENCES, UNPAGED, rows_of
 from jaxengine.pallas_kernels.runs import run_indexes, run_starts
 from jaxengine.sharding.layout import ONE_DEVICE
 
@@ -88,7 +88,7 @@ def _nothing_cached(model: CausalLM, num_rows: int, length: int) -> KVPages | Ca
     """
     groups = model.cache_groups(length, model.build.dtype, hybrid=False)
     spec = pool_spec(groups, 1)
-    shape = (num_rows * length, *pool_shape(spec, UNPAGED)[1:])
+    shape = (num_rows * length, *pool_shape(spec, SEQUENCES)[1:])
     kv = KVPages(jnp.zeros(shape, model.build.dtype), None, None, spec, UNPAGED)
     states = state_rows(groups, num_rows)
     return Cache(kv, states) if states else kv

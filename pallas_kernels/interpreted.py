@@ -7,10 +7,13 @@ from contextlib import contextmanager
 
 from jaxengine.pallas_kernels.registry import rows_of
 
+# Platforms whose kernels jax interprets.
+INTERPRETED = ("gpu", "tpu")
+
 
 @contextmanager
 def interpreted(platform: str) -> Iterator[None]:
-    """Context in which programs are traced and run with the kernels of "tpu" or "gpu", interpreted on the CPU.
+    """Context in which programs are traced and run with a platform's kernels, of INTERPRETED, interpreted on the CPU.
 
     Of Mosaic GPU kernels jax interprets those without wgmma; others raise NotImplementedError while they are compiled.
     Arrays must have the layout of the platform. Slow.

@@ -1,8 +1,8 @@
-"""Table of kernel implementations: one row for each operation and kind of implementation, and each platform's kinds.
+"""Table of kernel implementations: one row for each operation and kind of implementation, and one for each platform.
 
-Owns the table, the error for a missing row, and the mapping from devices to platforms. A new kernel is a module and a
-row here; the conformance suite runs over what each platform takes. Rows are module names, resolved at first use: a
-host imports the kernels of its own platform only.
+Owns the tables, the error for a missing row, and the mapping from devices and option values to platforms. A new kernel
+is a module and a row here; the conformance suite runs over what each platform takes. Rows are module names, resolved at
+first use: a host imports the kernels of its own platform only.
 """
 
 from __future__ import annotations
@@ -11,25 +11,54 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
-# The kinds of implementations that a platform takes, the best first: an operation runs as the first one that has a row.
+# How a platform's kernels store keys and values; jaxengine.pallas_kernels.kv.pages describes and implements these.
+HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tiles_as_bits", "token_rows", "sequences"
+
+
+@dataclass(frozen=True)
+class KernelPlatform:
+    """Kernels that devices of one kind run.
+
+    Attributes:
+      kinds: kinds of implementations, the best first: an operation runs as the first one that has a row.
+      backend: jax's lowering platform, "cpu", "cuda" or "tpu".
+      layout: how its kernels store keys and values.
+      option: value that chooses its kernels in options, `check --kernels` and those of `replay`.
+      reads_token_scales: whether its attention reads codes with a scale per token and kv head.
+    """
+
+    kinds: tuple[str, ...]
+    backend: str
+    layout: str
+    option: str
+    reads_token_scales: bool = False
+
+
 PLATFORMS = {
-    "cpu": ("cpu", "xla"),
-    "gpu": ("hopper", "cuda", "xla"),
-    "gpu_triton": ("triton", "cuda", "xla"),
-    "gpu_xla": ("cuda", "xla"),
-    "tpu": ("tpu", "xla"),
+    "cpu": KernelPlatform(("cpu", "xla"), "cpu", HEAD_TILES_AS_BITS, "cpu", reads_token_scales=True),
+    "gpu": KernelPlatform(("hopper", "cuda", "xla"), "cuda", HEAD_TILES, "hopper"),
+    "gpu_triton": KernelPlatform(("triton", "cuda", "xla"), "cuda", HEAD_TILES, "triton", reads_token_scales=True),
+    "gpu_xla": KernelPlatform(("cuda", "xla"), "cuda", HEAD_TILES, "xla", reads_token_scales=True),
+    "tpu": KernelPlatform(("tpu", "xla"), "tpu", TOKEN_ROWS, "tpu"),
 }
+# Platform by the value that chooses its kernels in options.
+PLATFORM_OF_OPTION = {row.option: name for name, row in PLATFORMS.items()}
 # The platform of whole sequences, which no device is: no pages, plain XLA, and each of its operations has a gradient.
 UNPAGED = "unpaged"
 # The platform of CPUs where a token's result may not depend, to the bit, on what else is in its step: every token has
-# a row of its own there.
+# a row of its own there. It shares the CPU's pages.
 EXACT = "exact"
-_KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,), EXACT: (EXACT, *PLATFORMS["cpu"])}
+_KINDS = {
+    **{name: row.kinds for name, row in PLATFORMS.items()},
+    UNPAGED: (UNPAGED,),
+    EXACT: (EXACT, *PLATFORMS["cpu"].kinds),
+}
 # Kinds in plain XLA. Implementations of other kinds are kernels, which a device has to prove (pallas_kernels.proof).
 PLAIN_KINDS = frozenset(("cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
@@ -100,8 +129,8 @@ _ROWS: dict[tuple[str, str], str] = {
 KERNELS = tuple(
     (op, platform)
     for op in dict.fromkeys(op for op, _ in _ROWS)
-    for platform, kinds in PLATFORMS.items()
-    if any((op, kind) in _ROWS for kind in kinds)
+    for platform, row in PLATFORMS.items()
+    if any((op, kind) in _ROWS for kind in row.kinds)
 )
 # Modules in place of kernels that are not used, for operations whose platforms have no row in plain XLA.
 _STAND_INS = {"lora_product": "matmul.xla.lora"}
@@ -174,6 +203,20 @@ def observed(observer: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _OBSERVER.reset(token)
+
+
+def layout_of(platform: str) -> str:
+    """Return how `platform`, one of PLATFORMS or UNPAGED, stores keys and values. Raises ValueError for another."""
+    if platform == UNPAGED:
+        return SEQUENCES
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform {platform!r} has no KV pages, allowed: {', '.join(PLATFORMS)}")
+    return PLATFORMS[platform].layout
+
+
+def backend_of(platform: str) -> str:
+    """Return jax's lowering platform of the devices of `platform`; "" for UNPAGED and EXACT, which no device is."""
+    return PLATFORMS[platform].backend if platform in PLATFORMS else ""
 
 
 def kernel_kind(op: str, platform: str) -> str | None:
@@ -256,16 +299,17 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
     """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, those in
     place of kernels that fail their proof included.
 
-    "gpu", "gpu_triton" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA
-    cards share a row. "cpu" includes the rows of EXACT.
+    Platforms of one backend count as one: where an operation is chosen by what jax compiles for, all CUDA cards share a
+    row. "cpu" includes the rows of EXACT.
     """
-    family = platform.partition("_")[0]
-    modules = {kernel_module(op, row) for op, row in KERNELS if row.partition("_")[0] == family}
-    for op, row in KERNELS:  # and what runs in place of a kernel that fails its proof
-        if row.partition("_")[0] == family and is_kernel(op, row):
+    backend = PLATFORMS[platform].backend
+    rows = [(op, row) for op, row in KERNELS if PLATFORMS[row].backend == backend]
+    modules = {kernel_module(op, row) for op, row in rows}
+    for op, row in rows:  # and what runs in place of a kernel that fails its proof
+        if is_kernel(op, row):
             plain = {_ROWS[op, kind] for kind in _KINDS[row] if (op, kind) in _ROWS}
             modules |= plain | ({_STAND_INS[op]} if op in _STAND_INS else set())
-    if family == "cpu":
+    if backend == "cpu":
         modules |= {module for (_, kind), module in _ROWS.items() if kind == EXACT}
     return tuple(sorted(f"jaxengine.pallas_kernels.{module}" for module in modules))
 

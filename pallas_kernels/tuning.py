@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from jaxengine.pallas_kernels.cards import card_of_trace
+from jaxengine.pallas_kernels.registry import backend_of
 
 
 class _Sizes:
@@ -214,7 +215,7 @@ def tuning_of(platform: str) -> Tuning:
             faster = chip.int8_ops_per_second > chip.bf16_ops_per_second
             products = replace(table.tpu_products, int8_products=2 if faster else 1, cores=chip.num_cores)
             return replace(table, tpu_attention=sizes, tpu_products=products)
-    if platform.startswith("gpu"):
+    if backend_of(platform) == "cuda":
         table = replace(table, xla_attention=_XLA_ON_CUDA)
     if platform == "gpu_triton" and (card := card_of_trace()) is not None and card.num_sms:
         table = replace(

@@ -194,7 +194,8 @@ ROOMS = {
     "jaxengine.tokens.vocabularies": "jaxengine.models.params",
     "jaxengine.tokens": ("jaxengine.models.params jaxengine.scheduler jaxengine.workers jaxengine.tokens.vocabularies"),
     "jaxengine.config": (
-        "jaxengine.sharding jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.extensions jaxengine:base"
+        "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.scheduler "
+        "jaxengine.scheduler.extensions jaxengine:base"
     ),
     "jaxengine.media:what": "jaxengine.scheduler jaxengine.config",
     "jaxengine.media.processors": (

@@ -182,7 +182,9 @@ def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
         return q + ragged_paged_attention(q, kv, local, spec=spec, schedule=schedule), kv
 
     def step(q, kv, batch):
-        schedule = attention_schedule(batch, spec, num_tokens=num_tokens, page_size=case.page_size, platform=kv.layout)
+        schedule = attention_schedule(
+            batch, spec, num_tokens=num_tokens, page_size=case.page_size, platform=kv.platform
+        )
         for index in range(num_layers):
             q, kv = layer(q, kv, batch, schedule, jnp.int32(index % num_pools * pages_per_layer))
         return q, kv if case.writes else None
@@ -285,7 +287,7 @@ def _random_pool(case: AttentionCase, num_pools: int):
     """Return a pool of normally distributed keys and values in the default device's layout, with `num_pools` parts."""
     num_pages = num_pools * case.num_pages
     spec = KVSpec(num_pages, case.page_size, case.num_kv_heads, case.head_dim, case.head_dim, case.kv_dtype)
-    kv = jax.eval_shape(lambda: alloc(spec, layout=platform_of(jax.devices()[0])))  # no second pool beside the filled
+    kv = jax.eval_shape(lambda: alloc(spec, platform=platform_of(jax.devices()[0])))  # no second pool beside the filled
 
     @jax.jit
     def fill(key):

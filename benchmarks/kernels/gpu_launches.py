@@ -30,7 +30,7 @@ from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
 PAGE_SIZE, NUM_PAGES = 64, 4096
-LAYOUT = "gpu_xla"
+PLATFORM = "gpu_xla"
 HEADS = {"32/8 heads": (32, 8), "32/32 heads": (32, 32)}  # of 128
 # New tokens and length of each sequence; tokens and rows of the bucket.
 STEPS = {
@@ -78,7 +78,7 @@ def measure(target: str, heads: str, step: str, tuning: Tuning) -> tuple[int, fl
     place = NamedSharding(mesh, PartitionSpec())
     pool = KVSpec(NUM_PAGES, PAGE_SIZE, num_kv_heads, 128, 128, "bfloat16")
     q = jax.ShapeDtypeStruct((num_tokens, num_q_heads, 128), jnp.bfloat16)
-    arguments = q, jax.eval_shape(partial(alloc, pool, layout=LAYOUT)), batch, jax.eval_shape(plan, batch)
+    arguments = q, jax.eval_shape(partial(alloc, pool, platform=PLATFORM)), batch, jax.eval_shape(plan, batch)
     there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
 
     def attend(q, kv, batch, schedule):
@@ -106,7 +106,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
             for step in STEPS:
                 if args.only not in f"{heads}, {step}":
                     continue
-                launches, mib = measure(target, heads, step, tuning_of(LAYOUT))
+                launches, mib = measure(target, heads, step, tuning_of(PLATFORM))
                 before, mib_before = measure(target, heads, step, Tuning())
                 row = {"target": target, "heads": heads, "step": step, "launches": launches, "MiB": round(mib, 1)}
                 row |= {"CPU's sizes: launches": before, "CPU's sizes: MiB": round(mib_before, 1)}

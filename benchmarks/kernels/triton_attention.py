@@ -31,7 +31,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
 from jaxengine.pallas_kernels.tuning import Tuning
 
-LAYOUT, KERNEL = "gpu_triton", "paged_attention_rows"
+PLATFORM, KERNEL = "gpu_triton", "paged_attention_rows"
 NUM_PAGES = 1 << 16  # a pool of more than 4 GiB: offsets take 64 bits
 # Query and KV heads, their width, dtype of the pool, and what is special.
 SHAPES: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
@@ -78,14 +78,14 @@ def measure(target: str, shape: str, step: str) -> dict[str, Any]:
         batch_of(lengths, num_tokens, num_seqs),
         AttentionSpec(num_heads, num_kv_heads, width, width, width**-0.5, **options),
     )
-    sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE_SIZE, "platform": LAYOUT, "tuning": Tuning()}
+    sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE_SIZE, "platform": PLATFORM, "tuning": Tuning()}
     plan = partial(attention_schedule, spec=spec, **sizes)
     found = find_target(target)
     mesh = Mesh(np.array(target_devices(found)[:1]), ("devices",))
     place = NamedSharding(mesh, PartitionSpec())
     pool = KVSpec(NUM_PAGES, PAGE_SIZE, num_kv_heads, width, width, dtype)
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, width), jnp.bfloat16)
-    arguments = q, jax.eval_shape(partial(alloc, pool, layout=LAYOUT)), batch, jax.eval_shape(plan, batch)
+    arguments = q, jax.eval_shape(partial(alloc, pool, platform=PLATFORM)), batch, jax.eval_shape(plan, batch)
     there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
 
     def attend(q, kv, batch, schedule):

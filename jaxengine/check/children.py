@@ -36,12 +36,12 @@ class Job:
 
     Attributes:
       cycles: also profile the blocks of TPU kernels.
-      model, options, platform, short, only: see jaxengine.check.compile.CompileRequest.
+      model, options, kernels, short, only: see jaxengine.check.compile.CompileRequest.
     """
 
     model: str
     options: dict[str, Any]
-    platform: str | None
+    kernels: str | None
     short: bool
     cycles: bool
     only: str = ""

@@ -12,7 +12,7 @@ from jaxengine.config.command_line import given_options, output_file
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
 from jaxengine.config.lengths import AUTO_LENGTH
-from jaxengine.config.platforms import PLATFORMS
+from jaxengine.models.kernel_rows import PLATFORM_OF_OPTION
 
 # Engine options that affect what is compiled.
 ENGINE_OPTIONS = (
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kernels",
-        choices=sorted(PLATFORMS),
-        help="kernels of another platform than the target's own, such as gpu_xla for plain XLA",
+        choices=tuple(PLATFORM_OF_OPTION),
+        help="kernels of another platform than the target's own: xla for plain XLA on a GPU",
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="check only programs whose name contains TEXT, such as 'decode S=1'"

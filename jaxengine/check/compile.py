@@ -32,6 +32,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.cache import plain_cards, platform_of
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.kernel_rows import PLATFORM_OF_OPTION
 from jaxengine.runner.executables.cache import compile_program
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
 
@@ -53,7 +54,7 @@ class CompileRequest:
       target: name of the target, as find_target reads it.
       model: as model_config reads it.
       options: fields of EngineConfig.
-      platform: kernels to use instead of the target's own, a key of PLATFORMS.
+      kernels: those to use instead of the target's own, a key of PLATFORM_OF_OPTION.
       short: compile only the corners of the bucket grid.
       skip: programs that an earlier process compiled or died of.
       log: file that receives the compiler's output.
@@ -68,7 +69,7 @@ class CompileRequest:
     target: str
     model: str
     options: dict[str, Any]
-    platform: str | None
+    kernels: str | None
     short: bool
     skip: list[str]
     log: str
@@ -105,7 +106,8 @@ class Compiler:
         self._reply = reply
         self._figures_of_kernels: dict[str, dict[str, int | None]] = {}
         self._config = EngineConfig(**request.options)
-        self._platform = PLATFORMS[request.platform or platform_of(self._devices[0])]
+        own = platform_of(self._devices[0])
+        self._platform = PLATFORMS[PLATFORM_OF_OPTION[request.kernels] if request.kernels else own]
         self._model = self._read(whole=False)
         config = settled(self._config, self._model)
         self.stages = open_stages(self._model, config, self._platform, self._devices)
@@ -278,7 +280,7 @@ class Compiler:
             row["dtype"] = program.dtype
         if program.experts is not None:
             row["experts"] = program.experts._asdict()
-        if program.num_attentions and self.request.platform is None:
+        if program.num_attentions and self.request.kernels is None:
             row |= {"attentions": program.num_attentions, "latent_bytes": program.latent_bytes}
         if self.target.flops:
             row["roofline_us"] = program.work.seconds(self.target.hbm_bandwidth, self.target.flops) * 1e6
@@ -358,7 +360,7 @@ def main() -> int:
 
     request = CompileRequest(**json.load(sys.stdin))
     try:
-        with plain_cards() if request.platform == "gpu_xla" else nullcontext():
+        with plain_cards() if request.kernels == "xla" else nullcontext():
             Compiler(request, reply).run()
     except TooSmall as error:
         reply({"event": "refused", "reason": str(error), "too_small": True})

@@ -153,7 +153,7 @@ class StagePrograms:
         self.mesh = mesh
         self._place = place
         self.steps = step_programs(model, config, platform, mesh)
-        self._layout = platform.name
+        self._platform = platform.name
         leaves = abstract_leaves(model, mesh)
         self._names, self.params = [name for name, _ in leaves], [leaf for _, leaf in leaves]
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self.params)
@@ -232,7 +232,7 @@ class StagePrograms:
             must_not_copy=self._must_not_copy(self.steps.num_logits(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
             products=product_work(self.model, at_least_two, self.config.dtype, kv),
-            experts=rows_of_experts(self.model, bucket.num_tokens, self._layout),
+            experts=rows_of_experts(self.model, bucket.num_tokens, self._platform),
             num_attentions=sum(
                 each.attends and each.index is each.compressed is None
                 for each in (self.model.config.attention[layer] for layer in self.model.stage.layers)
@@ -261,7 +261,7 @@ class StagePrograms:
         places = {layer: place for layer, place in places.items() if config.attention[layer].compressed is None}
         paged = {attention_spec(config.attention[layer], shared): layer for layer in sorted(places)}
         batch = self._on_one_device(self._abstract_batch(bucket))
-        paging = {"page_size": self.config.block_size, "platform": self._layout}
+        paging = {"page_size": self.config.block_size, "platform": self._platform}
 
         def heads(count: int, head_dim: int) -> jax.ShapeDtypeStruct:
             return self._on_one_device(jax.ShapeDtypeStruct((bucket.num_tokens, count, head_dim), jnp.dtype(dtype)))
@@ -312,7 +312,7 @@ class StagePrograms:
 
         There is a program for each of cycles.TRIPS repetitions; none on a platform whose kernels have no profile.
         """
-        profile = block_profile(self._layout)
+        profile = block_profile(self._platform)
         if profile is None:
             return
         grid, dtype = self.steps.packer.buckets, jnp.dtype(self.config.dtype)
@@ -350,7 +350,7 @@ class StagePrograms:
     @property
     def _exchanged_itemsize(self) -> int:
         # XLA:CPU exchanges bfloat16 as float32.
-        return 4 if self._layout == "cpu" else jnp.dtype(self.config.dtype).itemsize
+        return 4 if self._platform == "cpu" else jnp.dtype(self.config.dtype).itemsize
 
     @property
     def _context(self) -> int:

@@ -197,12 +197,12 @@ class Products:
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
     """Return what the matrix products of a forward pass need on one device, with a bucket of tokens in every replica.
 
-    model: abstract. dtype: of activations. kv: the abstract pool, whose layout names the platform: its kernels multiply
+    model: abstract. dtype: of activations. kv: the abstract pool, whose platform's kernels multiply
       whole tiles of rows and may expand latents to keys; with None neither is counted.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
-    block, expert_rows = _expert_rows(model, bucket, kv), _LEAST.get("" if kv is None else kv.layout, 1)
+    block, expert_rows = _expert_rows(model, bucket, kv), _LEAST.get("" if kv is None else kv.platform, 1)
     for param in declared_params(model):
         if param.path[0] in TOWERS or param.path[:2] == ("layer_inputs", "table"):  # of which rows are read alone
             continue
@@ -263,7 +263,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
 
 def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:
     attending = [each for layer in model.stage.layers if (each := model.config.attention[layer]).attends]
-    rows = kv.layout, bucket.num_seqs, kv.spec.page_size
+    rows = kv.platform, bucket.num_seqs, kv.spec.page_size
     return sum(gathered_bytes(each, model.mesh, *rows) for each in attending)
 
 
@@ -289,7 +289,7 @@ def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
         return None
     num_tokens, devices = bucket.num_tokens * mesh.ranks_sharing("experts"), mesh.num_shards("experts")
     k, own = experts.num_per_token, experts.num_experts // devices
-    return rows_at_once(num_tokens, k, own, -(-num_tokens * k // devices), "cpu" if kv is None else kv.layout)
+    return rows_at_once(num_tokens, k, own, -(-num_tokens * k // devices), "cpu" if kv is None else kv.platform)
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.models.kernel_rows import PLATFORMS as KERNELS
 
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
@@ -18,9 +19,8 @@ _CODES = {
     "float8_e4m3fn": "float8_e4m3fn",
     "float8_e5m2": "float8_e5m2",
 }
-# vLLM's names for a scale per token and KV head, and the platforms whose attention kernels read these.
+# vLLM's names for a scale per token and KV head.
 _PER_TOKEN = ("int8_per_token_head", "fp8_per_token_head")
-_READ_ON = ("cpu", "gpu_triton", "gpu_xla")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", *_CODES, *_PER_TOKEN)
 AUTO, CALIBRATE, UNIT = "auto", "calibrate", "unit"
 
@@ -31,7 +31,7 @@ def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
     name: value of kv_cache_dtype. quantization: of the checkpoint, None for none. dtype: of the model. platform: of the
     kernels that read the pool. Raises ConfigError for codes that these kernels do not read.
     """
-    if name in _PER_TOKEN and platform not in _READ_ON:
+    if name in _PER_TOKEN and not KERNELS[platform].reads_token_scales:
         codes = ", ".join(each for each in KV_CACHE_DTYPES if each not in _PER_TOKEN)
         allowed = f"{codes} on {platform}, whose attention kernels read no scales of single tokens"
         raise ConfigError("kv_cache_dtype", name, allowed)

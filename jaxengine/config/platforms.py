@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jaxengine.models.kernel_rows import PLATFORMS as KERNELS
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -37,12 +39,11 @@ _DOUBLING = tuple(2**exponent for exponent in range(18))
 # Just above max_num_seqs, the size of full steps, doubling pads too much (`python -m benchmarks padding`).
 _DECODES = (1, *_DOUBLING[3:])
 _CHUNKS = (128, *range(192, 769, 64), 1024, 1536, 2048, 3072, 4096, 6144, *_DOUBLING[13:])
-_GPU = Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, None, _DECODES, _CHUNKS)
-
-PLATFORMS = {
+_BACKENDS = {
     # A CPU shares its memory with everything else and compiles slowly; two sequences cost it as much as four.
-    "cpu": Platform("cpu", "float32", 16, 32, 512, 0.5, 512, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
-    "gpu": _GPU,
-    **{name: replace(_GPU, name=name) for name in ("gpu_triton", "gpu_xla")},
-    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, None, _DECODES, _CHUNKS, keeps_tables=False),
+    "cpu": Platform("", "float32", 16, 32, 512, 0.5, 512, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
+    "cuda": Platform("", "bfloat16", 64, 256, 8192, 0.92, None, _DECODES, _CHUNKS),
+    "tpu": Platform("", "bfloat16", 128, 256, 2048, 0.92, None, _DECODES, _CHUNKS, keeps_tables=False),
 }
+# Options of the devices of each platform of kernels: those of its backend.
+PLATFORMS = {name: replace(_BACKENDS[row.backend], name=name) for name, row in KERNELS.items()}

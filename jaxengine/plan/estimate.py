@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine.check.roofline import product_work
+from jaxengine.models.kernel_rows import backend_of
 from jaxengine.models.params.declare import declared_params
 from jaxengine.runner.extensions.pictures.section import PicturesExtension
 from jaxengine.runner.memory import StageNeeds
@@ -51,7 +52,7 @@ class _Compiler(NamedTuple):
 
 _COMPILERS = {
     "tpu": _Compiler(6.5 * MIB, 9.5 * MIB, 10**6, 12 * MIB, 14 * MIB, 1.0, 5.8, 64, 200 * MIB),
-    "gpu": _Compiler(0.35 * MIB, 0.65 * MIB, 10**6, 0.3 * MIB, 0.1 * MIB, 0.8, 2.2, 1),
+    "cuda": _Compiler(0.35 * MIB, 0.65 * MIB, 10**6, 0.3 * MIB, 0.1 * MIB, 0.8, 2.2, 1),
     "cpu": _Compiler(8 * MIB, 14 * MIB, 6, 8 * MIB, 6 * MIB, 1.0, 3.0, 8),
 }
 
@@ -59,7 +60,7 @@ _COMPILERS = {
 def estimated_needs(stage: StageArrays) -> StageNeeds:
     """Estimate what the programs of a stage hold and need of one device, in bytes; the state of slots is exact."""
     programs = stage.programs
-    how = _COMPILERS[programs.layout.partition("_")[0]]
+    how = _COMPILERS[backend_of(programs.platform)]
     model, buckets = programs.model, programs.packer.buckets
     layers = min(len(model.stage.layers), how.most_layers)
     of_layer = how.layer if model.config.experts is None else how.expert_layer

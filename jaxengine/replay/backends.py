@@ -10,21 +10,18 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxengine.models.cache import platform_of
-from jaxengine.models.kernel_rows import interpreted, rows_of
+from jaxengine.models.kernel_rows import INTERPRETED, PLATFORM_OF_OPTION, interpreted, rows_of
 from jaxengine.records.step_file import RecordError
 
 NATIVE, CPU, INTERPRET, XLA = "native", "cpu", "interpret", "xla"
 BACKENDS = (NATIVE, CPU, INTERPRET, XLA)
-INTERPRETED = ("tpu", "gpu")
-# Plain XLA on any device: the platform of cards without kernels of their own.
-_PLAIN = "gpu_xla"
 
 
 class Backend(NamedTuple):
     """Kernels and devices that run a step.
 
     Attributes:
-      platform: platform whose kernels run, a name of jaxengine.pallas_kernels.registry; also names the layout of pages.
+      platform: platform whose kernels run, a name of jaxengine.pallas_kernels.registry.
       context: context manager within which programs are traced and run.
       device: kind of device, as jax names it; None for the default one.
     """
@@ -51,23 +48,23 @@ class Backend(NamedTuple):
         return found[:count]
 
 
-def choose_backend(name: str, recorded: str, platform: str | None = None) -> Backend:
+def choose_backend(name: str, recorded: str, kernels: str | None = None) -> Backend:
     """Return the backend called `name`, one of BACKENDS, for steps that were recorded on platform `recorded`.
 
-    platform: platform whose kernels "interpret" runs; None for `recorded`. Raises RecordError for an unknown name, for
-    a platform without kernels to interpret, and if `platform` is given with another backend than "interpret".
+    kernels: value of PLATFORM_OF_OPTION whose kernels "interpret" runs; None for those of `recorded`. Raises
+    RecordError for an unknown name, for a platform without kernels to interpret, and if `kernels` is given with another
+    backend than "interpret".
     """
     if name not in BACKENDS:
         raise RecordError(f"backend is {name!r}; allowed: {', '.join(BACKENDS)}")
-    if platform is not None and name != INTERPRET:
-        raise RecordError(f"--platform is for --backend interpret, not {name}")
-    if name == CPU:
-        return Backend(name, "cpu", nullcontext, "cpu")
-    if name == XLA:
-        return Backend(name, _PLAIN, partial(rows_of, _PLAIN), "cpu")
+    if kernels is not None and name != INTERPRET:
+        raise RecordError(f"--kernels is for --backend interpret, not {name}")
     if name == NATIVE:
         return Backend(name, recorded, nullcontext, None)
-    platform = platform or recorded
+    if name != INTERPRET:
+        platform = PLATFORM_OF_OPTION[name]
+        return Backend(name, platform, nullcontext if name == CPU else partial(rows_of, platform), "cpu")
+    platform = recorded if kernels is None else PLATFORM_OF_OPTION.get(kernels, kernels)
     if platform not in INTERPRETED:
         raise RecordError(f"platform {platform!r} has no Pallas kernels to interpret; --backend cpu or xla runs it")
     return Backend(name, platform, partial(interpreted, platform), "cpu")

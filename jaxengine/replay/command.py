@@ -8,6 +8,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from jaxengine.models.kernel_rows import INTERPRETED, PLATFORM_OF_OPTION
+
 BACKENDS = ("native", "cpu", "interpret", "xla")
 
 
@@ -23,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "interpret: the recorded Pallas kernels, interpreted on the CPU; xla: plain XLA on the CPU",
     )
     parser.add_argument("--model", metavar="MODEL", help="the step's model, if it is elsewhere than the record says")
-    parser.add_argument("--platform", choices=("tpu", "gpu"), help="with interpret: whose kernels")
+    kernels = [value for value, platform in PLATFORM_OF_OPTION.items() if platform in INTERPRETED]
+    parser.add_argument("--kernels", choices=kernels, help="with interpret: whose kernels")
     parser.add_argument(
         "--tolerance",
         metavar="SHARE",
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             None if args.step == "last" else int(args.step),
             args.backend,
             model=args.model,
-            platform=args.platform,
+            kernels=args.kernels,
             tolerance=args.tolerance,
             plugins=args.plugins,
         )

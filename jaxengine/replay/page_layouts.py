@@ -1,4 +1,4 @@
-"""Converts pages from one platform's layout to another's, on the host (see jaxengine.pallas_kernels.kv.pages)."""
+"""Converts pages from one layout to another, on the host (see jaxengine.pallas_kernels.kv.pages)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 
-TPU = "tpu"
+from jaxengine.models.kernel_rows import TOKEN_ROWS
 
 
 def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any) -> np.ndarray:
-    """Convert pages [n, ...] from the layout of platform `source` to that of `target`, bit for bit.
+    """Convert pages [n, ...] from layout `source` to layout `target`, bit for bit.
 
-    All platforms but "tpu" share one layout; between them only the dtype may change. spec: KVSpec of one device's pool.
+    HEAD_TILES and HEAD_TILES_AS_BITS differ only in the dtype. spec: KVSpec of one device's pool.
     like: shape and dtype of the target's pool on all devices, [P, ...].
     """
-    if (source == TPU) == (target == TPU):
+    if (source == TOKEN_ROWS) == (target == TOKEN_ROWS):
         return _as(pages, like.dtype)
     num, size, width = len(pages), spec.page_size, spec.token_width
-    if source == TPU:
+    if source == TOKEN_ROWS:
         heads = like.shape[1]
         parts = heads // spec.num_kv_heads  # each device's heads end with what fills up a lane tile
         rows = pages.reshape(num, size, parts, -1)[..., : spec.num_kv_heads * width].reshape(num, size, heads, width)

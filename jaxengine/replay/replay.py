@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.cache import State
+from jaxengine.models.kernel_rows import INTERPRETED
 from jaxengine.records.step_file import RecordedStep, RecordError
 from jaxengine.records.step_pages import step_rows
-from jaxengine.replay.backends import CPU, INTERPRET, INTERPRETED, NATIVE, Backend, choose_backend
+from jaxengine.replay.backends import CPU, INTERPRET, NATIVE, Backend, choose_backend
 from jaxengine.replay.compare import TOLERANCES, Difference, compared
 from jaxengine.replay.record import read_engine, read_recorded
 from jaxengine.replay.run import run_step
@@ -52,7 +53,7 @@ def replay(
     backend: str = NATIVE,
     *,
     model: str | None = None,
-    platform: str | None = None,
+    kernels: str | None = None,
     tolerance: float | None = None,
     plugins: Sequence[str] = (),
     compile_cache_dir: str | None = None,
@@ -62,7 +63,7 @@ def replay(
     Args:
       folder: of the recorded steps.
       number: of the step; None for the last one.
-      backend: one of BACKENDS. platform: see `choose_backend`.
+      backend: one of BACKENDS. kernels: see `choose_backend`.
       model: model to load instead of the one that the record names.
       tolerance: share of an array's largest magnitude by which it may differ; None for 0 with the recorded kernels, and
         with others for TOLERANCES of the model's dtype.
@@ -76,7 +77,7 @@ def replay(
     if damaged := step.damaged():
         first = _damage(step, *damaged[0])
         return Report(DIFFERS, [*lines, f"first difference: {first}: the file has been changed"], first)
-    chosen = choose_backend(backend, about["platform"], platform)
+    chosen = choose_backend(backend, about["platform"], kernels)
     options = about["options"]
     if tolerance is None:
         tolerance = 0.0 if chosen.platform == about["platform"] else TOLERANCES[options["dtype"]]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxengine.models.cache import num_places, paged_groups
+from jaxengine.models.kernel_rows import layout_of
 from jaxengine.records.step_file import RecordedStep, RecordError
 from jaxengine.replay.page_layouts import converted
 from jaxengine.runner.programs.device_state import DeviceState
@@ -37,15 +38,15 @@ _BY_PLACE = {
 }
 
 
-def run_step(stage: StageRunner, step: RecordedStep, layout: str) -> dict[str, np.ndarray]:
+def run_step(stage: StageRunner, step: RecordedStep, platform: str) -> dict[str, np.ndarray]:
     """Run a step and return its results under the names that the record uses.
 
-    layout: platform in whose layout pages were recorded. Raises RecordError for a step that this engine does not have,
+    platform: the one in whose layout pages were recorded. Raises RecordError for a step that this engine does not have,
     and for arrays that do not fit together.
     """
     try:
         _check_lengths(step.arrays)
-        return _Run(stage, step, layout).results()
+        return _Run(stage, step, platform).results()
     except KeyError as error:
         raise RecordError(f"step {step.about.get('step')} lacks {error}") from None
     except IndexError as error:
@@ -66,9 +67,9 @@ def _check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
 class _Run:
     """One run of a recorded step on a stage."""
 
-    def __init__(self, stage: StageRunner, step: RecordedStep, layout: str):
+    def __init__(self, stage: StageRunner, step: RecordedStep, platform: str):
         self._stage, self._programs, self._arrays = stage, stage.programs, step.arrays
-        self._layout = layout
+        self._layout = layout_of(platform)
         tokens, seqs, width, sections = step.about["bucket"]
         self._bucket = Bucket(tokens, seqs, width, tuple(sections))
         shape = self._programs.shape

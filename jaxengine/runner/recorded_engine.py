@@ -20,7 +20,7 @@ def about_engine(runner: ModelRunner) -> dict[str, Any]:
     model = programs.model.config
     return {
         "versions": {"jaxengine": __version__, **_versions()},
-        "platform": programs.layout,
+        "platform": programs.platform,
         "device": runner.device.device_kind,
         "options": replayed_options(config),
         "model": {
@@ -30,7 +30,7 @@ def about_engine(runner: ModelRunner) -> dict[str, Any]:
             "vocab_size": model.vocab_size,
             "digest": model_digest(model),
         },
-        "kernels": kernel_rows(programs.layout),
+        "kernels": kernel_rows(programs.platform),
         "products": [{name: str(value) for name, value in row.items()} for row in runner.weight_rows],
     }
 

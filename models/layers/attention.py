@@ -128,13 +128,13 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
     )
 
 
-def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, layout: str, num_seqs: int, page_size: int) -> int:
+def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, num_seqs: int, page_size: int) -> int:
     """Return the bytes of keys and values that attention copies out of the pages at a time for a layer's decodes; 0 for
     platforms whose attention reads pages where they are.
 
-    layout: of the pool. num_seqs: sequences of the step.
+    platform: the pool's. num_seqs: sequences of the step.
     """
-    return gathered_by(attention_spec(attention, mesh), layout, num_seqs, page_size)
+    return gathered_by(attention_spec(attention, mesh), platform, num_seqs, page_size)
 
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
@@ -145,17 +145,17 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
 
 def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
     """Return StepInputs.schedule of layers with this spec, the result of `_spec_of`."""
-    ragged, num_tokens, layout = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.layout
+    ragged, num_tokens, platform = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.platform
     if isinstance(spec, str):
-        return selection_schedule(ragged, num_tokens=num_tokens, page_size=step.kv.page_size, platform=layout)
-    if has_whole_prompts(spec, layout):
-        return whole_prompt_schedule(ragged.cu_q_lens, ragged.num_seqs, num_tokens=num_tokens, platform=layout)
+        return selection_schedule(ragged, num_tokens=num_tokens, page_size=step.kv.page_size, platform=platform)
+    if has_whole_prompts(spec, platform):
+        return whole_prompt_schedule(ragged.cu_q_lens, ragged.num_seqs, num_tokens=num_tokens, platform=platform)
     return attention_schedule(
         ragged,  # schedules depend on lengths only
         spec,
         num_tokens=num_tokens,
         page_size=step.kv.page_size,
-        platform=layout,
+        platform=platform,
         kv_limits=None if step.in_windows_only and spec.window is None else step.key_limits,
     )
 
@@ -299,9 +299,9 @@ class Attention(nnx.Module):
         its prompts from its beginning, the pool may be left as it is.
         """
         spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
-        if own is not None and has_whole_prompts(spec, kv.layout):
+        if own is not None and has_whole_prompts(spec, kv.platform):
             with jax.named_scope("whole_prompt_attention"):
-                return whole_prompt_attention(q, *own, step.schedule, spec=spec, platform=kv.layout), kv
+                return whole_prompt_attention(q, *own, step.schedule, spec=spec, platform=kv.platform), kv
         slopes = None if self.slopes is None else own_slopes(self.slopes, spec.num_q_heads)
         ragged = pages.in_pool(kv.page_size)
         if own is not None:

@@ -164,7 +164,7 @@ class DecoderStep:
         """
         if attention.kv_source is not None:
             return
-        if kv.layout == UNPAGED and number in self._shared:
+        if kv.platform == UNPAGED and number in self._shared:
             self._unpaged[number] = kv.data
         self._pool = replace(self._pool, data=kv.data)
 
@@ -216,7 +216,7 @@ def _layer_pages(
     pages, num_pages = {}, num_pages_of(kv, groups)
     for group, ragged in zip(paged_groups(groups), batch.ragged, strict=True):
         with jax.named_scope("kv_update_schedule"):
-            schedule = kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
+            schedule = kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.platform)
         spread = {1: ragged}
         for layer in group.layers:
             step = row_step(kv, places[layer])

@@ -62,7 +62,7 @@ class DistanceAttention(Attention):
     ) -> tuple[jax.Array, KVPages]:
         assert own is not None
         schedule, cu_q_lens, num_seqs = step.schedule, pages.ragged.cu_q_lens, pages.ragged.num_seqs
-        if not has_whole_prompts(self.spec, kv.layout):
+        if not has_whole_prompts(self.spec, kv.platform):
             schedule = whole_prompt_schedule(cu_q_lens, num_seqs, num_tokens=len(q), platform=_KERNEL)
         with jax.named_scope("distances"):
             options: dict[str, Any] = {"spec": self.spec, "platform": _KERNEL, **self.added(len(q))}

@@ -245,7 +245,7 @@ def run_exact(
     is_there = token < count if segment_ids is None else _padded(segment_ids.ravel(), size, -1) >= 0
     places = token - begin if positions is None else _padded(positions.ravel(), size)
     groups = model.cache_groups(1, model.build.dtype, hybrid=False)
-    kv: Any = alloc(pool_spec(groups, size), layout="cpu")
+    kv: Any = alloc(pool_spec(groups, size), platform="cpu")
     states = None
     if arrays := state_rows(groups, 1):
         kv = Cache(kv, arrays)

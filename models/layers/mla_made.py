@@ -28,7 +28,7 @@ from jaxengine.pallas_kernels.kv.pages import KVPages, export_pages, is_quantize
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
 # Page layouts with expanded rows. Hopper's kernels take no values narrower than keys; on CPUs it has not paid off.
-LAYOUTS = ("tpu",)
+PLATFORMS = ("tpu",)
 PAGE = 16  # tokens of a page of expanded keys: a row begins with a page
 PIECE = 2048  # earlier keys that are attended to at a time
 BLOCK = 512  # earlier keys that are expanded at a time
@@ -79,7 +79,9 @@ def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
     latent = attention.latent
     if latent is None or attention.index is not None or (least := least_tokens(latent)) is None or num_tokens < least:
         return False
-    return kv.layout in LAYOUTS and not is_quantized(kv.spec) and BLOCK % kv.page_size == 0 and attention.reach is None
+    return (
+        kv.platform in PLATFORMS and not is_quantized(kv.spec) and BLOCK % kv.page_size == 0 and attention.reach is None
+    )
 
 
 def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
@@ -174,11 +176,11 @@ def made_rows(
         num_decode=None,
     )
 
-    tuning = _tuning(kv.layout)
+    tuning = _tuning(kv.platform)
 
     def schedule(batch: RaggedBatch, *, causal: bool) -> Any:
         each = made_spec(latent, spec, causal=causal)
-        sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE, "platform": kv.layout, "tuning": tuning}
+        sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE, "platform": kv.platform, "tuning": tuning}
         return attention_schedule(batch, each, **sizes)
 
     last = num_before - (-(-num_before // PIECE) - 1) * PIECE
@@ -188,7 +190,7 @@ def made_rows(
 
     def of_first(count: int) -> Any:
         short = batch._replace(num_seqs=num_short, slot_mapping=batch.slot_mapping[:count])
-        return attention_schedule(short, spec, num_tokens=count, page_size=kv.page_size, platform=kv.layout)
+        return attention_schedule(short, spec, num_tokens=count, page_size=kv.page_size, platform=kv.platform)
 
     return MadeRows(
         num_short=num_short,
@@ -204,11 +206,11 @@ def made_rows(
     )
 
 
-def _tuning(layout: str) -> Tuning:
+def _tuning(platform: str) -> Tuning:
     """Return the default sizes with larger tiles of tokens: heads do not share keys, so only many tokens amortise
     reading one.
     """
-    tuning = tuning_of(layout)
+    tuning = tuning_of(platform)
     return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=256, run_tiles=2))
 
 
@@ -266,7 +268,7 @@ def attend_made(
             return jnp.matmul(latents, joined, preferred_element_type=jnp.float32).astype(dtype)
 
         def attend(rows: jax.Array, batch: RaggedBatch, spec: AttentionSpec, schedule: Any):
-            pool = pages_of(rows.reshape(len(rows), heads, -1), spec.head_dim, PAGE, kv.layout)
+            pool = pages_of(rows.reshape(len(rows), heads, -1), spec.head_dim, PAGE, kv.platform)
             result, lse = ragged_paged_attention(q_group, pool, batch, spec=spec, schedule=schedule, return_lse=True)
             return result.astype(jnp.float32), lse
 

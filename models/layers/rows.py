@@ -25,5 +25,5 @@ class Rows(NamedTuple):
 
 def step_rows(step: StepContext) -> Rows:
     """Return the Rows of a step. Those with a KV slot are tokens; adapters get their visits (`with_visits`)."""
-    adapters = with_visits(step.batch.sections.get("adapters"), step.build.lora, step.kv.layout)
+    adapters = with_visits(step.batch.sections.get("adapters"), step.build.lora, step.kv.platform)
     return Rows(step.batch.ragged[0].slot_mapping >= 0, adapters)

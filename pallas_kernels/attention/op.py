@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
 from jaxengine.pallas_kernels.kv.pages import KVPages
-from jaxengine.pallas_kernels.registry import kernel, platform_of
+from jaxengine.pallas_kernels.registry import backend_of, is_kernel, kernel, platform_of
 from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
 __all__ = ["AttentionSpec", "RaggedBatch", "attention_schedule", "gathered_by", "ragged_paged_attention"]
@@ -88,12 +88,12 @@ def ragged_paged_attention(
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
     return_lse: return (o, log-sum-exp f32 [T, N]).
-    platform: None, or the pool's layout as a check.
+    platform: None, or the pool's platform as a check.
     Raises ValueError for shapes, dtypes or options that do not fit, and for another platform.
     """
-    platform = platform or kv.layout
-    if platform != kv.layout:
-        raise ValueError(f"ragged_paged_attention: platform {platform!r} cannot read a pool of layout {kv.layout!r}")
+    platform = platform or kv.platform
+    if platform != kv.platform:
+        raise ValueError(f"ragged_paged_attention: platform {platform!r} cannot read a pool of {kv.platform!r}")
     _check_query(q, q_rest, kv, spec)
     num_tokens = q.shape[0]
     check_batch(batch, num_tokens)
@@ -150,10 +150,10 @@ def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec)
 def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: int) -> int:
     """Return the bytes of keys and values that attention of `num_seqs` single tokens gathers from pages at a time.
 
-    Counted for plain XLA on CUDA cards without a kernel ("gpu_xla"), at two bytes an element. 0 for other platforms:
-    kernels gather nothing, and blocks of CPUs are small.
+    Counted for plain XLA on CUDA cards without a kernel, at two bytes an element. 0 for other platforms: kernels gather
+    nothing, and blocks of CPUs are small.
     """
-    if platform != "gpu_xla":
+    if backend_of(platform) != "cuda" or is_kernel("ragged_paged_attention", platform):
         return 0
     sizes = tuning_of(platform).xla_attention
     num_bytes = 2 * spec.stored_width * sizes.block_kv_of(page_size, num_seqs)

@@ -96,12 +96,12 @@ class AttentionSpec:
         dim = self.v_head_dim if self.values_in_keys else self.head_dim
         return dim, self.head_dim - dim
 
-    def check_shard(self, num_kv_heads: int, layout: str) -> None:
-        """Raise ValueError if these are not the heads that a device's shard of the pool, of this layout, holds."""
+    def check_shard(self, num_kv_heads: int, platform: str) -> None:
+        """Raise ValueError if these are not the heads that a device's shard of the pool, of this platform, holds."""
         if num_kv_heads != self.num_kv_heads:
             raise ValueError(
                 f"the pool's shard holds {num_kv_heads} kv heads, AttentionSpec.num_kv_heads is {self.num_kv_heads}: "
-                f"on layout {layout!r} schedule and attention take the shard's own spec"
+                f"on platform {platform!r} schedule and attention take the shard's own spec"
             )
 
 

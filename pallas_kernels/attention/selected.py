@@ -64,9 +64,9 @@ def select_keys(
         raise ValueError(f"select_keys: count must be at least 1, got {count}")
     check_batch(batch, num_tokens)
     if schedule is None:
-        sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "platform": kv.layout}
+        sizes = {"num_tokens": num_tokens, "page_size": kv.page_size, "platform": kv.platform}
         schedule = selection_schedule(batch, **sizes)
-    return kernel("select_keys", kv.layout)(q, weights, kv, batch, schedule, count=count)
+    return kernel("select_keys", kv.platform)(q, weights, kv, batch, schedule, count=count)
 
 
 def selected_attention(
@@ -102,5 +102,5 @@ def selected_attention(
     if kv.spec.head_dim != spec.head_dim:
         raise ValueError(f"selected_attention: the pool holds head dim {kv.spec.head_dim}, not {spec.head_dim}")
     check_batch(batch, num_tokens)
-    options: dict[str, Any] = {"spec": spec, "tuning": tuning or tuning_of(kv.layout)}
-    return kernel("selected_attention", kv.layout)(q, q_rest, kv, batch, positions, **options)
+    options: dict[str, Any] = {"spec": spec, "tuning": tuning or tuning_of(kv.platform)}
+    return kernel("selected_attention", kv.platform)(q, q_rest, kv, batch, positions, **options)

@@ -1,29 +1,29 @@
-"""Pool of key/value pages: one logical type, one physical layout per platform.
+"""Pool of key/value pages: one logical type, and the physical layouts that kernels read.
 
 Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, the KV updates and
 the attention implementations depend on the physical layout; all other code uses page ids and the canonical form [n,
 page_size, 2, K, H] ([n, page_size, 1, K, H] where values lie in keys). This file has no layers, requests or owners of
 pages.
 
-A layout is named after the platform whose kernels read it.
+A platform (jaxengine.pallas_kernels.registry) has one layout, which its kernels read; several may share one.
 
-- "cpu", "gpu", "gpu_triton", "gpu_xla": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H]
-  followed by one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth, many short ones at
-  half of it; on a GPU a tile is one TMA box.
-- "tpu": [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values. One DMA
-  moves a page for all heads; rows are multiples of a lane tile, because XLA copies other pools before every kernel.
+- HEAD_TILES: [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H] followed by one of values
+  [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth, many short ones at half of it; on a GPU a tile
+  is one TMA box.
+- HEAD_TILES_AS_BITS: the same, with element types narrower than 32 bits stored as unsigned integers of equal width,
+  because XLA:CPU widens the operand of a bf16 or fp8 scatter or gather to float32: the entire pool, in every call.
+- TOKEN_ROWS: [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values.
+  One DMA moves a page for all heads; rows are multiples of a lane tile, because XLA copies other TPU pools before every
+  kernel.
+- SEQUENCES: [T, K, H + Hv], whole sequences without pages, see kv/update_unpaged.py. Not one of LAYOUTS.
 
 With `KVSpec.values_in_keys`, the first Hv elements of a key are its value, as in the latent of DeepSeek-AI 2024
 (arXiv:2405.04434), and nothing else is stored: a head's tile or part of a row is that of its keys alone.
 
 With `KVSpec.token_scales`, the codes of a token's key and of its value are each followed by the four bytes of their
 float32 scale: a row of a tile is H + 4 bytes wide. Codes and scales are then written and gathered together, and moved,
-counted and split like codes alone. Layouts whose kernels read tiles of codes do not support this (`check_layout`).
-
-"unpaged", the layout of whole sequences without pages, is not one of LAYOUTS: see kv/update_unpaged.py.
-
-On "cpu" element types narrower than 32 bits are stored as unsigned integers of equal width, because XLA:CPU widens the
-operand of a bf16 or fp8 scatter or gather to float32: the entire pool, in every call.
+counted and split like codes alone. Platforms whose kernels read tiles of codes do not support this
+(`check_token_scales`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxengine.pallas_kernels.registry import UNPAGED
+from jaxengine.pallas_kernels.registry import (
+    HEAD_TILES,
+    HEAD_TILES_AS_BITS,
+    PLATFORMS,
+    SEQUENCES,
+    TOKEN_ROWS,
+    layout_of,
+)
 
-LAYOUTS = ("cpu", "gpu", "gpu_triton", "gpu_xla", "tpu")
-PER_TOKEN_LAYOUTS = ("cpu", "gpu_triton", "gpu_xla")  # layouts that support token scales
+LAYOUTS = (HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS)
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 LANES = 128  # columns of a TPU register
 _UNSIGNED = {1: "uint8", 2: "uint16"}
@@ -133,15 +139,16 @@ class KVPages:
     it stands for c times the scale stored after it, and there are no scales of heads. Inside shard_map `data` holds
     fewer heads than `spec` says: implementations read the head count from `data`.
 
-    lanes: [first, end) of the lanes of a row that hold a page of layout "tpu", multiples of LANES, where several layers
-    lie side by side in it; None where a page is a row.
+    platform: the one whose kernels read and write the pool, of registry.PLATFORMS, or UNPAGED.
+    lanes: [first, end) of the lanes of a row that hold a page of layout TOKEN_ROWS, multiples of LANES, where several
+    layers lie side by side in it; None where a page is a row.
     """
 
     data: jax.Array  # `pool_shape` of `storage_dtype`
     k_scale: jax.Array | None  # f32 [K], traced: another value never recompiles
     v_scale: jax.Array | None  # f32 [K]; None also where values lie in keys
     spec: KVSpec = field(metadata={"static": True})
-    layout: str = field(default="cpu", metadata={"static": True})
+    platform: str = field(default="cpu", metadata={"static": True})
     lanes: tuple[int, int] | None = field(default=None, metadata={"static": True})
 
     @property
@@ -160,8 +167,13 @@ class KVPages:
         return jnp.dtype(self.spec.dtype)
 
     @property
+    def layout(self) -> str:
+        """Return the layout of `data`, one of LAYOUTS or SEQUENCES."""
+        return layout_of(self.platform)
+
+    @property
     def lanes_of_page(self) -> tuple[int, int]:
-        """Return [first, end) of the lanes of a row of layout "tpu" that hold a page."""
+        """Return [first, end) of the lanes of a row of layout TOKEN_ROWS that hold a page."""
         return self.lanes or (0, self.data.shape[2])
 
     @property
@@ -170,33 +182,35 @@ class KVPages:
         return self.k_scale if self.spec.values_in_keys else self.v_scale
 
 
-def check_layout(layout: str, spec: KVSpec | None = None) -> None:
-    """Raise ValueError for an unknown layout, or one whose kernels cannot read the token scales of `spec`."""
+def check_token_scales(platform: str, spec: KVSpec) -> None:
+    """Raise ValueError for a platform that has no pages, or whose kernels cannot read the token scales of `spec`."""
+    layout_of(platform)
+    if spec.token_scales and not (platform in PLATFORMS and PLATFORMS[platform].reads_token_scales):
+        allowed = ", ".join(name for name, row in PLATFORMS.items() if row.reads_token_scales)
+        raise ValueError(f"kernels of platform {platform!r} read no scales of tokens, allowed: {allowed}")
+
+
+def _check_layout(layout: str) -> None:
+    """Raise ValueError for a layout that is not one of LAYOUTS."""
     if layout not in LAYOUTS:
         raise ValueError(f"KV page layout {layout!r} is not implemented, allowed: {', '.join(LAYOUTS)}")
-    if spec is not None and spec.token_scales and layout not in PER_TOKEN_LAYOUTS:
-        allowed = ", ".join(PER_TOKEN_LAYOUTS)
-        raise ValueError(f"KV page layout {layout!r} has no scales of tokens, allowed: {allowed}")
 
 
-def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
+def storage_dtype(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> np.dtype:
     """Return the element type of `KVPages.data`. Raises ValueError for a dtype that the pool cannot hold."""
-    check_layout(layout)
+    _check_layout(layout)
     if spec.dtype not in DTYPES:
         raise ValueError(f"KVSpec.dtype {spec.dtype!r} is not supported, allowed: {', '.join(DTYPES)}")
     dtype = jnp.dtype(spec.dtype)
-    return np.dtype(_UNSIGNED.get(dtype.itemsize, dtype)) if layout == "cpu" else dtype
+    return np.dtype(_UNSIGNED.get(dtype.itemsize, dtype)) if layout == HEAD_TILES_AS_BITS else dtype
 
 
-def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
-    """Return the shape of `KVPages.data`, in one of LAYOUTS or "unpaged".
-
-    Raises ValueError for another layout, or one that does not have the token scales of `spec`.
-    """
-    if layout == UNPAGED:
+def pool_shape(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> tuple[int, ...]:
+    """Return the shape of `KVPages.data`, in one of LAYOUTS or SEQUENCES. Raises ValueError for another layout."""
+    if layout == SEQUENCES:
         return (spec.num_pages * spec.page_size, spec.num_kv_heads, spec.token_width)
-    check_layout(layout, spec)
-    if layout == "tpu":
+    _check_layout(layout)
+    if layout == TOKEN_ROWS:
         return (spec.num_pages, spec.page_size, -(-spec.num_kv_heads * spec.token_width // LANES) * LANES)
     return (spec.num_pages, spec.num_kv_heads, spec.page_size * spec.token_width)
 
@@ -206,7 +220,7 @@ def holds_heads(kv: KVPages, num_heads: int) -> bool:
     return kv.data.shape[1:] == pool_shape(replace(kv.spec, num_kv_heads=num_heads), kv.layout)[1:]
 
 
-def page_bytes(spec: KVSpec, layout: str = "cpu") -> int:
+def page_bytes(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> int:
     """Return the bytes of one row (page) of the pool in memory, keys and values of all heads."""
     return math.prod(pool_shape(spec, layout)[1:]) * storage_dtype(spec, layout).itemsize
 
@@ -221,25 +235,29 @@ def has_head_scales(spec: KVSpec) -> bool:
     return is_quantized(spec) and not spec.token_scales
 
 
-def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
+def alloc(spec: KVSpec, *, platform: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
     """Allocate a zeroed pool, each device holding only its shard; scales of heads start as 1.
 
-    sharding: of `data` (see `partition_spec`), None for the default device. Raises ValueError for a layout or dtype
-    that is not supported.
+    platform: the one whose kernels will read it. sharding: of `data` (see `partition_spec`), None for the default
+    device. Raises ValueError for a platform without pages, or whose kernels do not read the dtype.
     """
+    check_token_scales(platform, spec)
+    layout = layout_of(platform)
     make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
     data = make(pool_shape(spec, layout), storage_dtype(spec, layout))
 
     def scale(stored: bool) -> jax.Array | None:
         return jnp.ones((spec.num_kv_heads,), jnp.float32) if stored and has_head_scales(spec) else None
 
-    return KVPages(data, scale(True), scale(not spec.values_in_keys), spec, layout)
+    return KVPages(data, scale(True), scale(not spec.values_in_keys), spec, platform)
 
 
 def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = None) -> PartitionSpec:
     """Return the PartitionSpec of `KVPages.data`: pages split over `data_axis`, KV heads over `head_axis`."""
-    check_layout(layout)
-    return PartitionSpec(data_axis, None, head_axis) if layout == "tpu" else PartitionSpec(data_axis, head_axis, None)
+    _check_layout(layout)
+    return (
+        PartitionSpec(data_axis, None, head_axis) if layout == TOKEN_ROWS else PartitionSpec(data_axis, head_axis, None)
+    )
 
 
 def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | None = None) -> jax.Array:
@@ -299,7 +317,7 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
         raise ValueError(f"the largest magnitude is not defined for codes, got a pool of {spec.dtype}")
     pages = jnp.abs(from_storage(lax.dynamic_slice_in_dim(kv.data, first, count), spec))
     pages = jnp.where(jnp.isnan(pages), jnp.inf, pages)
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         pages = pages[..., : spec.num_kv_heads * spec.token_width].reshape(-1, spec.num_kv_heads, spec.token_width)
         keys = spec.head_dim
     else:
@@ -308,7 +326,7 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
     return jnp.max(k, axis=(0, 2)), None if spec.values_in_keys else jnp.max(v, axis=(0, 2))
 
 
-def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVPages:
+def pages_of(rows: jax.Array, head_dim: int, page_size: int, platform: str) -> KVPages:
     """Make a pool whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each a key followed by
     its value.
 
@@ -316,15 +334,16 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVP
     """
     num_tokens, num_heads, width = rows.shape
     spec = KVSpec(num_tokens // page_size, page_size, num_heads, head_dim, width - head_dim, rows.dtype.name)
+    layout = layout_of(platform)
     rows = to_storage(rows, spec, layout)
-    if layout == "tpu":
+    if layout == TOKEN_ROWS:
         data = rows.reshape(spec.num_pages, page_size, -1)
         data = jnp.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % LANES)))
     else:
         pages = rows.reshape(spec.num_pages, page_size, num_heads, width).swapaxes(1, 2)
         tiles = [part.reshape(*pages.shape[:2], -1) for part in jnp.split(pages, (head_dim,), axis=3)]
         data = jnp.concatenate(tiles, axis=2)
-    return KVPages(data, None, None, spec, layout)
+    return KVPages(data, None, None, spec, platform)
 
 
 def _parts(spec: KVSpec) -> int:
@@ -351,7 +370,7 @@ def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
     """
     parts = _parts(kv.spec)
     pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.key_width
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         pages = pages[..., : num_heads * parts * head_dim]
         pages = pages.reshape(-1, kv.page_size, num_heads, parts, head_dim).transpose(0, 1, 3, 2, 4)
     else:
@@ -367,7 +386,7 @@ def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages
     wanted = (page_ids.shape[0], kv.page_size, _parts(kv.spec), kv.spec.num_kv_heads, kv.spec.key_width)
     if values.shape != wanted or values.dtype != kv.dtype:
         raise ValueError(f"import_pages needs {kv.dtype}{list(wanted)}, got {values.dtype}{list(values.shape)}")
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         pages = values.transpose(0, 1, 3, 2, 4).reshape(page_ids.shape[0], kv.page_size, -1)
         pages = jnp.pad(pages, ((0, 0), (0, 0), (0, kv.data.shape[2] - pages.shape[2])))
     else:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.kv.pages import KVPages, from_storage
+from jaxengine.pallas_kernels.registry import TOKEN_ROWS
 
 
 def read_slots(kv: KVPages, pages: jax.Array, offsets: jax.Array, count: int, *, of_values: bool = False) -> jax.Array:
@@ -21,7 +22,7 @@ def read_slots(kv: KVPages, pages: jax.Array, offsets: jax.Array, count: int, *,
     if spec.num_kv_heads != 1 or spec.token_scales or kv.k_scale is not None or (of_values and spec.values_in_keys):
         raise ValueError(f"read_slots: the pool must hold one kv head, no codes, and the values asked for, got {spec}")
     width = spec.value_width if of_values else spec.key_width
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         lane = kv.lanes_of_page[0] + of_values * spec.key_width
         index, sizes = [pages, offsets, jnp.full_like(pages, lane)], (1, count, width)
     else:

@@ -56,7 +56,7 @@ def kv_cache_update(
     if slot_mapping.dtype != jnp.int32:
         raise ValueError(f"kv_cache_update: slot_mapping must be int32, got {slot_mapping.dtype}")
     if schedule is None:
-        schedule = kv_update_schedule(slot_mapping, page_size=spec.page_size, platform=kv.layout, tuning=tuning)
+        schedule = kv_update_schedule(slot_mapping, page_size=spec.page_size, platform=kv.platform, tuning=tuning)
     elif tuning is not None:
         raise ValueError("kv_cache_update: give tuning to kv_update_schedule: a schedule brings its own")
-    return kernel("kv_cache_update", kv.layout)(kv, k, v, slot_mapping, schedule=schedule)
+    return kernel("kv_cache_update", kv.platform)(kv, k, v, slot_mapping, schedule=schedule)

@@ -1,6 +1,6 @@
 """Write of new keys and values on TPU: a Mosaic kernel that moves aligned groups of eight tokens of a page.
 
-Owns the write to the "tpu" layout [P, page_size, C], in place.
+Owns the write to the layout TOKEN_ROWS, [P, page_size, C], in place.
 
 A token is one row of a page, but eight rows are the least a DMA can address, whatever the dtype. So the unit of work is
 a run: consecutive tokens that land on consecutive rows of one group of eight. The kernel reads the group (not when

@@ -1,4 +1,4 @@
-"""Write of new keys and values with XLA: one in-place scatter each, or one of both on the layout of TPUs."""
+"""Write of new keys and values with XLA: one in-place scatter each, or one of both in rows of tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.kv.pages import KVPages, to_storage
+from jaxengine.pallas_kernels.registry import TOKEN_ROWS
 from jaxengine.pallas_kernels.tuning import Tuning
 
 
@@ -27,7 +28,7 @@ def kv_cache_update(
     spec = kv.spec
     page = jnp.where(slot_mapping < 0, kv.data.shape[0], slot_mapping // spec.page_size)  # out of range: dropped
     offset = slot_mapping % spec.page_size
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         return replace(kv, data=_with_token_rows(kv, k, v, page, offset))
     data = _scatter_rows(kv.data, to_storage(k, spec, kv.layout, kv.k_scale), page, offset * spec.key_width)
     if v is not None:
@@ -37,7 +38,7 @@ def kv_cache_update(
 
 
 def _with_token_rows(kv: KVPages, k: jax.Array, v: jax.Array | None, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """Return the data of a pool of layout "tpu" with a row for each token, at these pages and offsets, i32[T] each."""
+    """Return the data of a pool in TOKEN_ROWS with a row for each token, at these pages and offsets, i32[T] each."""
     new = [to_storage(x, kv.spec, kv.layout, at) for x, at in ((k, kv.k_scale), (v, kv.v_scale)) if x is not None]
     rows, (first, end) = jnp.concatenate(new, axis=-1).reshape(len(k), -1), kv.lanes_of_page
     rows = jnp.pad(rows, ((0, 0), (0, end - first - rows.shape[1])))

@@ -15,7 +15,7 @@ from jaxengine.pallas_kernels.proof.calls import Call
 from jaxengine.pallas_kernels.proof.case import Case
 from jaxengine.pallas_kernels.proof.ragged import MIXES, Sizes, least_pages, ragged_batch, written_slots
 from jaxengine.pallas_kernels.proof.random_arrays import normal, typical, uniform
-from jaxengine.pallas_kernels.registry import kernel
+from jaxengine.pallas_kernels.registry import TOKEN_ROWS, kernel
 from jaxengine.pallas_kernels.tuning import tuning_of
 
 # What a pool that is read, and one that is written, takes unless the sequences need more.
@@ -117,7 +117,7 @@ def _pool(
     if unseen is not None and spec is not None and jnp.issubdtype(dtype, jnp.floating):
         values = jnp.where(_slots_of(kv, spec, unseen), jnp.asarray(jnp.nan, dtype), values)
     data, own = bits(values, kv.data.dtype), replace(kv.spec, num_pages=num_pages)
-    return KVPages(data, _scale(kv.k_scale, dtype, rng), _scale(kv.v_scale, dtype, rng), own, kv.layout, kv.lanes)
+    return KVPages(data, _scale(kv.k_scale, dtype, rng), _scale(kv.v_scale, dtype, rng), own, kv.platform, kv.lanes)
 
 
 def _scale(shape: Any, dtype: Any, rng: np.random.Generator) -> jax.Array | None:
@@ -132,7 +132,7 @@ def _slots_of(kv: KVPages, spec: AttentionSpec, slots: np.ndarray) -> jax.Array:
     """Return the elements of a pool that belong to slots, bool[pages, page_size], in a form that broadcasts to its
     data.
     """
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         first, _ = kv.lanes_of_page
         lane = np.arange(kv.data.shape[2])
         own = (lane >= first) & (lane < first + spec.num_kv_heads * kv.spec.token_width)

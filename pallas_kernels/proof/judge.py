@@ -128,7 +128,8 @@ def too_slow(verdicts: Iterable[Verdict]) -> str:
 
 def _kernel_rows(call: Call) -> list[tuple[str, str]]:
     """Return the rows of kernels, without which all of the call is plain XLA."""
-    kinds = [kind for kind in (call.kind, *PLATFORMS.get(call.platform, ())) if kind not in PLAIN_KINDS]
+    others = PLATFORMS[call.platform].kinds if call.platform in PLATFORMS else ()
+    kinds = [kind for kind in (call.kind, *others) if kind not in PLAIN_KINDS]
     return [(op, kind) for kind in kinds for op in (call.op, *_CASES)]
 
 

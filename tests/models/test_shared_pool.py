@@ -60,19 +60,19 @@ GROUPS: dict[str, list[Paged]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("name", GROUPS)
-def test_pages_share_no_bytes(name, layout):
+def test_pages_share_no_bytes(name, platform):
     groups, places = GROUPS[name], layer_places(GROUPS[name])
-    kv = alloc(pool_spec(groups, NUM_PAGES), layout=layout)
-    assert kv.data.nbytes == NUM_PAGES * page_bytes_of_group(groups, layout=layout)
+    kv = alloc(pool_spec(groups, NUM_PAGES), platform=platform)
+    assert kv.data.nbytes == NUM_PAGES * page_bytes_of_group(groups, platform=platform)
     owners = np.full((kv.data.size, len(groups)), -1)
     numbers = np.arange(kv.data.size).reshape(kv.data.shape)
     for number, group in enumerate(groups):
         for layer, index in product(group.layers, range(NUM_PAGES)):
             own = as_viewed(replace(of_layer(kv, places[layer], 0), data=jnp.asarray(numbers)))
             row = first_page(kv, places[layer], NUM_PAGES) + index * row_step(kv, places[layer])
-            taken = np.asarray(own.data[row][..., slice(*own.lanes_of_page)] if layout == "tpu" else own.data[row])
+            taken = np.asarray(own.data[row][..., slice(*own.lanes_of_page)] if platform == "tpu" else own.data[row])
             assert taken.size == math.prod((8, places[layer].spec.num_kv_heads, places[layer].spec.token_width))
             assert (owners[taken.ravel(), number] == -1).all()  # nor do layers of one group
             owners[taken.ravel(), number] = index
@@ -83,12 +83,12 @@ def test_pages_share_no_bytes(name, layout):
 def test_the_largest_magnitudes_are_those_of_a_layer_alone():
     name = "several in one group"
     groups, places = GROUPS[name], layer_places(GROUPS[name])
-    for layout in ("cpu", "tpu"):
-        kv = alloc(pool_spec(groups, NUM_PAGES), layout=layout)
+    for platform in ("cpu", "tpu"):
+        kv = alloc(pool_spec(groups, NUM_PAGES), platform=platform)
         kv = replace(kv, data=jnp.zeros(kv.data.shape, jnp.float32).view(kv.data.dtype))
         own = as_viewed(of_layer(kv, places[3], 0))
         row = first_page(kv, places[3], NUM_PAGES) + 2 * row_step(kv, places[3])
-        begin = own.lanes_of_page[0] if layout == "tpu" else 0
+        begin = own.lanes_of_page[0] if platform == "tpu" else 0
         marked = own.data.at[row, 0, begin].set(jnp.asarray(7.0, jnp.float32).view(own.data.dtype))
         kv = replace(kv, data=marked.reshape(kv.data.shape))
         found = {layer: largest_of_layer(kv, places[layer], NUM_PAGES) for layer in places}
@@ -125,12 +125,12 @@ def test_published_models_allocate_what_their_layers_keep(raw, bytes_of_token, r
     kept = [layer for group in groups for layer in group.layers]
     assert sorted(kept) == [n for n, layer in enumerate(model.config.attention) if layer.kv_source is None]
     assert num_places(groups) == rows
-    taken = page_bytes_of_group(groups, layout="tpu") * len(groups)
+    taken = page_bytes_of_group(groups, platform="tpu") * len(groups)
     # A page of every group is a page of every layer, but for the rows that the smallest group leaves empty.
     assert page_size * bytes_of_token <= taken <= 1.2 * page_size * bytes_of_token
-    assert page_bytes_of_group(groups, layout="cpu") == page_bytes_of_group(groups, layout="tpu")
-    shapes = jax.eval_shape(lambda: alloc(pool_spec(groups, 7), layout="tpu"))
-    assert shapes.data.size * 2 == 7 * page_bytes_of_group(groups, layout="tpu")
+    assert page_bytes_of_group(groups, platform="cpu") == page_bytes_of_group(groups, platform="tpu")
+    shapes = jax.eval_shape(lambda: alloc(pool_spec(groups, 7), platform="tpu"))
+    assert shapes.data.size * 2 == 7 * page_bytes_of_group(groups, platform="tpu")
 
 
 def recorded_config(name: str) -> Any:

@@ -254,7 +254,7 @@ def local_heads(implementation: Implementation) -> None:
 
 
 def exchange(source: str, dtype: str, *in_keys_and_implementation) -> None:
-    """Pages taken out of a pool of layout `source` and put into this implementation's are the same bits.
+    """Pages taken out of a pool of platform `source` and put into this implementation's are the same bits.
 
     in_keys: whether values are the first five elements of their keys.
     """

@@ -72,9 +72,9 @@ def watched(implementation: Implementation, label: str) -> Iterator[None]:
     assert not problems, f"{label} on {implementation.name}: {'; '.join(problems)}"
 
 
-def pool(problem: Problem, layout: str, values_in_keys: bool = False) -> KVPages:
+def pool(problem: Problem, platform: str, values_in_keys: bool = False) -> KVPages:
     """A pool that holds the problem's pages."""
-    return make_pool(problem.k_codes, problem.v_codes, layout, problem.k_scale, problem.v_scale, values_in_keys)
+    return make_pool(problem.k_codes, problem.v_codes, platform, problem.k_scale, problem.v_scale, values_in_keys)
 
 
 def ragged_batch(problem: Problem) -> RaggedBatch:

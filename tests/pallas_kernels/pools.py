@@ -51,7 +51,7 @@ def with_scale(stored: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
 
 
 def make_pool(
-    k: np.ndarray, v: np.ndarray, layout: str, k_scale=None, v_scale=None, values_in_keys: bool = False
+    k: np.ndarray, v: np.ndarray, platform: str, k_scale=None, v_scale=None, values_in_keys: bool = False
 ) -> KVPages:
     """A pool that holds codes k [P, page_size, K, H] and v [P, page_size, K, Hv], unless these lie in k.
 
@@ -63,16 +63,16 @@ def make_pool(
     held = [with_scale(*each) for each in ((k, k_scale), (v, v_scale))[: 1 if values_in_keys else 2]]
     if by_token:
         k_scale = v_scale = None
-    if layout == "tpu":
+    if platform == "tpu":
         data = np.concatenate(held, axis=-1).reshape(num_pages, page_size, -1)
         data = np.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % 128)))
     else:
         tiles = [x.transpose(0, 2, 1, 3).reshape(num_pages, num_heads, -1) for x in held]
         data = np.concatenate(tiles, axis=-1)
-    if layout == "cpu" and data.dtype.itemsize < 4:
+    if platform == "cpu" and data.dtype.itemsize < 4:
         data = data.view(f"uint{8 * data.dtype.itemsize}")
     scales = (None if scale is None else jnp.asarray(scale, jnp.float32) for scale in (k_scale, v_scale))
-    return KVPages(jnp.asarray(data), *scales, spec, layout)
+    return KVPages(jnp.asarray(data), *scales, spec, platform)
 
 
 def read_pool(kv: KVPages) -> tuple[np.ndarray, np.ndarray]:
@@ -84,12 +84,12 @@ def read_pool(kv: KVPages) -> tuple[np.ndarray, np.ndarray]:
     data = data.view(f"uint{8 * data.dtype.itemsize}")
     if spec.values_in_keys:
         shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
-        if kv.layout == "tpu":
+        if kv.platform == "tpu":
             keys = data[..., : spec.num_kv_heads * spec.head_dim].reshape(*data.shape[:2], -1, spec.head_dim)
         else:
             keys = data.reshape(shape).transpose(0, 2, 1, 3)
         return keys, keys[..., : spec.v_head_dim]
-    if kv.layout == "tpu":
+    if kv.platform == "tpu":
         width = spec.head_dim + spec.v_head_dim
         rows = data[..., : spec.num_kv_heads * width].reshape(*data.shape[:2], spec.num_kv_heads, width)
         return rows[..., : spec.head_dim], rows[..., spec.head_dim :]

@@ -39,7 +39,7 @@ def attend(tokens: int, interpret: Any) -> tuple[Callable, Any]:
     """Attention of two sequences, of one token each or more, and the shapes of its arguments."""
     shapes: tuple[Any, ...] = ((3,), (2,), (2, 2), (tokens,), (), ())
     batch: Any = RaggedBatch(*(Array(shape, INT32) for shape in shapes))
-    kv = jax.eval_shape(partial(alloc, KVSpec(PAGES, PAGE_SIZE, 1, 64, 64, "bfloat16"), layout="tpu"))
+    kv = jax.eval_shape(partial(alloc, KVSpec(PAGES, PAGE_SIZE, 1, 64, 64, "bfloat16"), platform="tpu"))
 
     def run(q, kv, batch):
         schedule = kernel("attention_schedule", "tpu")(
@@ -52,7 +52,7 @@ def attend(tokens: int, interpret: Any) -> tuple[Callable, Any]:
 
 
 def write(interpret: Any) -> tuple[Callable, Any]:
-    kv = jax.eval_shape(partial(alloc, KVSpec(PAGES, PAGE_SIZE, 1, 64, 64, "bfloat16"), layout="tpu"))
+    kv = jax.eval_shape(partial(alloc, KVSpec(PAGES, PAGE_SIZE, 1, 64, 64, "bfloat16"), platform="tpu"))
 
     def run(kv, new, slots):
         schedule = kernel("kv_update_schedule", "tpu")(slots, page_size=PAGE_SIZE, tuning=Tuning())

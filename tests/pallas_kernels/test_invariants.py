@@ -149,7 +149,7 @@ def public(q=(96, 4, 16), q_dtype=jnp.float32, kv_dtype="float32", spec=SPEC, fi
         (lambda: public(spec=replace(SLOPED, causal=False), slopes=jnp.zeros(4)), "slopes need causal=True"),
         (lambda: public(tree_mask=jnp.zeros((96, 1), jnp.int32)), r"tree_mask must be uint32\[96, words\]"),
         (lambda: public(tree_mask=jnp.zeros((96, 1), jnp.uint32), spec=replace(SPEC, window=4)), "tree_mask needs"),
-        (lambda: public(platform="tpu"), "platform 'tpu' cannot read a pool of layout 'cpu'"),
+        (lambda: public(platform="tpu"), "platform 'tpu' cannot read a pool of 'cpu'"),
         (lambda: kernel("ragged_paged_attention", "abacus"), "not implemented for platform 'abacus', allowed: cpu"),
         (lambda: public(schedule=0, tuning=Tuning()), "give tuning to attention_schedule"),
         (lambda: XlaAttention(block_q=0), "XlaAttention.block_q must be a whole number from 1 on, got 0"),

@@ -38,10 +38,11 @@ def shape(dtype, *sizes: int) -> Any:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def layer(spec: AttentionSpec, layout: str, dtype: str = "bfloat16", num_tokens: int = 16, num_seqs: int = 3):
+def layer(spec: AttentionSpec, platform: str, dtype: str = "bfloat16", num_tokens: int = 16, num_seqs: int = 3):
     """A layer's write and attention, and the shapes of its arguments."""
     pool = KVSpec(20, 16, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, dtype)
-    kv = KVPages(shape(storage_dtype(pool, layout), *pool_shape(pool, layout)), None, None, pool, layout)
+    layout = registry.layout_of(platform)
+    kv = KVPages(shape(storage_dtype(pool, layout), *pool_shape(pool, layout)), None, None, pool, platform)
     batch = (shape(I32, num_seqs + 1), shape(I32, num_seqs), shape(I32, num_seqs, 8), shape(I32, num_tokens))
     new = shape(dtype, num_tokens, spec.num_kv_heads, spec.head_dim)
 

@@ -37,8 +37,7 @@ class OffloadExtension(DeviceExtension):
     name = NAME
 
     def memory(self) -> Mapping[str, int]:
-        layout = self.shape.platform.name
-        page = page_bytes_of_group(self.shape.groups, layout=layout)
+        page = page_bytes_of_group(self.shape.groups, platform=self.shape.platform.name)
         return {"pages on their way": (MAX_LEAVING + MAX_COMING) * SIZES[-1] * page}
 
     def at_stage(self, stage: Any) -> StageExtension:

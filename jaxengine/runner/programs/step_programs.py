@@ -63,7 +63,7 @@ class StepPrograms:
     Attributes:
       shape: what they are made for; model, mesh, groups: fields of it.
       extensions: the optional capabilities of the stage.
-      layout: of the KV pool.
+      platform: name of the platform whose kernels run, and read the KV pool.
       num_columns: columns of a page table.
       epilogues: those of this stage, by name.
       state_shapes: the state kept between steps, abstract.
@@ -81,7 +81,7 @@ class StepPrograms:
         config, model = shape.config, shape.model
         self.shape, self.extensions = shape, tuple(extensions)
         self.model, self.mesh, self.groups = model, shape.mesh, shape.groups
-        self.layout = shape.platform.name
+        self.platform = shape.platform.name
         num_tables = len(paged_groups(self.groups)) + sum(each.num_tables for each in extensions)
         fields = {each.name: each.message for each in extensions}
         self.packer = Packer(shape.buckets, config.block_size, shape.num_ranks, num_tables, fields)
@@ -102,7 +102,7 @@ class StepPrograms:
         settings = config.max_logprobs, config.logprobs_mode
         self._epilogue_spec = EpilogueSpec(self._graph, self._params_tree, *settings, self.extensions)
         own = tuple(each.description for each in extensions if each.description)
-        self.description = repr((model.config, model.build, self.groups, self.layout, *settings, *own))
+        self.description = repr((model.config, model.build, self.groups, self.platform, *settings, *own))
         in_samplers = tuple(each.name for each in extensions if is_in_samplers(each))
         # With a stage's first layer, as keys of a bundle do not have the stages' devices.
         first = model.stage.layers[0]
@@ -124,7 +124,7 @@ class StepPrograms:
     @property
     def page_bytes(self) -> int:
         """Return the bytes of one page on one device, in all layers of a group."""
-        return page_bytes_of_group(self.groups, layout=self.layout)
+        return page_bytes_of_group(self.groups, platform=self.platform)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -141,7 +141,7 @@ class StepPrograms:
 
     def kv_shapes(self, num_pages: int) -> KVPages:
         """Return the abstract KV pool with `num_pages` pages per replica."""
-        return abstract_kv(self.groups, num_pages, layout=self.layout, mesh=self.mesh)
+        return abstract_kv(self.groups, num_pages, platform=self.platform, mesh=self.mesh)
 
     def forward(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> Program:
         """Return a bucket's forward pass: (params, kv, slots, last_token, message, given[, hidden]) -> (kv, slots,

@@ -25,7 +25,7 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tile
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
 from jaxengine.pallas_kernels.attention.xla.attend import attend_in_place_of
-from jaxengine.pallas_kernels.kv.pages import KVPages, check_layout
+from jaxengine.pallas_kernels.kv.pages import KVPages, check_token_scales
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from jaxengine.pallas_kernels.tuning import HopperAttention, Tuning
 
@@ -116,8 +116,8 @@ def ragged_paged_attention(
     interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. Raises
     ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
     """
-    check_layout(kv.layout, kv.spec)
-    spec.check_shard(kv.data.shape[1], kv.layout)
+    check_token_scales(kv.platform, kv.spec)
+    spec.check_shard(kv.data.shape[1], kv.platform)
     reason = why_not(spec, kv.page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None)
     if reason is None and isinstance(schedule, xla_schedule.Schedule):
         reason = "tokens that see some that follow"

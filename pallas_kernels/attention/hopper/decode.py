@@ -92,7 +92,9 @@ class DecodeShape:
         for queries in (2, 1):
             if (blocks := (SHARED_MEMORY_BYTES - fixed - queries * query) // per_block) >= 2:
                 return min(blocks, self.max_stages), queries
-        raise ValueError(f"head_dim {head_dim} with page_size {self.page_size} overflows shared memory on layout 'gpu'")
+        raise ValueError(
+            f"head_dim {head_dim} with page_size {self.page_size} overflows shared memory on platform 'gpu'"
+        )
 
 
 class _Refs(NamedTuple):

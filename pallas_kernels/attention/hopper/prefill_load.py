@@ -112,7 +112,7 @@ class Shape(NamedTuple):
             used += RAW_STAGES * 2 * self.block_kv * head_dim
         stages = (SHARED_MEMORY_BYTES - used) // (2 * self.block_kv * head_dim * width)
         if stages < 2:
-            raise ValueError(f"head_dim {head_dim} overflows shared memory on layout 'gpu'")
+            raise ValueError(f"head_dim {head_dim} overflows shared memory on platform 'gpu'")
         return min(stages, self.max_stages)
 
 

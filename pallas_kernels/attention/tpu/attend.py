@@ -1,7 +1,7 @@
 """Ragged paged attention for TPU: prepares the operands of the kernel and calls it for single tokens and for runs.
 
 Owns the arrangement of queries, masks and results around kernel.py. The order of the work is in schedule.py, the sizes
-in tiles.py. Reads pools of layout "tpu".
+in tiles.py. Reads pools of layout TOKEN_ROWS.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxengine.pallas_kernels.attention.tpu.tiles import (
 )
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
 from jaxengine.pallas_kernels.attention.xla.attend import attend_in_place_of
-from jaxengine.pallas_kernels.kv.pages import KVPages, check_layout
+from jaxengine.pallas_kernels.kv.pages import KVPages, check_token_scales
 from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import TpuAttention
 
@@ -70,7 +70,7 @@ def ragged_paged_attention(
     kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool layouts that the TPU kernel
     does not support.
     """
-    check_layout(kv.layout, kv.spec)
+    check_token_scales(kv.platform, kv.spec)
     if isinstance(schedule, xla_schedule.Schedule):
         rest = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest, "slopes": slopes}
         return attend_in_place_of("TPU kernel", "slopes by distance", q, kv, batch, schedule, **rest)

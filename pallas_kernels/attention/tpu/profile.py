@@ -100,7 +100,7 @@ def block_profile(
     tokens = tuning.single_tiles if decode else block_q_of(tuning, num_tokens, spec.group_size)
     seqs = tokens if decode else 1
     pool = KVSpec(_PAGES, page_size, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, kv_dtype, spec.values_in_keys)
-    kv = jax.eval_shape(functools.partial(alloc, pool, layout="tpu"))
+    kv = jax.eval_shape(functools.partial(alloc, pool, platform="tpu"))
     q = jax.ShapeDtypeStruct((tokens, spec.num_q_heads, spec.head_dim), dtype)
     shapes: tuple[Any, ...] = ((seqs + 1,), (seqs,), (seqs, max_pages), (tokens,), (), ())
     batch = RaggedBatch(*(cast(jax.Array, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes))

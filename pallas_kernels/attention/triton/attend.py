@@ -18,7 +18,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, Ragge
 from jaxengine.pallas_kernels.attention.triton.kernel import Shape, most_rows, rows_attention
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
 from jaxengine.pallas_kernels.attention.xla.attend import attend_in_place_of
-from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, check_layout
+from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, check_token_scales
 from jaxengine.pallas_kernels.tuning import Tuning
 
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -103,8 +103,8 @@ def ragged_paged_attention(
     interpret: run the kernels on the CPU. Raises ValueError if `spec` does not count the heads that the pool's shard
     holds, and for a pool of another layout.
     """
-    check_layout(kv.layout, kv.spec)
-    spec.check_shard(kv.data.shape[1], kv.layout)
+    check_token_scales(kv.platform, kv.spec)
+    spec.check_shard(kv.data.shape[1], kv.platform)
     reason = why_not(spec, q.dtype, kv.spec, tree_mask=tree_mask is not None)
     if kv.data.dtype.itemsize == 1 and 2**31 < kv.data.size <= 2**32:
         reason = f"a pool of {kv.data.size} codes, whose offsets jax's lowering keeps in 32 bits"

@@ -25,6 +25,7 @@ from jax import lax
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage, token_scales
+from jaxengine.pallas_kernels.registry import HEAD_TILES_AS_BITS, TOKEN_ROWS
 from jaxengine.pallas_kernels.tuning import XlaAttention
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
@@ -283,7 +284,7 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     part of the gather's own kernel, and a cond would make the host wait.
     """
     kv, spec = step.kv, step.kv.spec
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         return _gather_token_rows(tiles, tile, block, step)
     num_pages, num_kv_heads, _ = kv.data.shape
     block_kv = step.sizes.block_kv_of(spec.page_size, tiles.start[0].size)
@@ -307,7 +308,7 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
         shape = (num_seqs, num_kv_heads, block_pages, spec.page_size, -1)
         return *keys, jnp.where(in_use, values.reshape(shape), 0).reshape(values.shape)
 
-    if kv.layout == "cpu":
+    if kv.layout == HEAD_TILES_AS_BITS:
         is_whole = (block >= tiles.whole_from[tile]) & (block < tiles.whole_to[tile])
         gathered = lax.cond(is_whole, unmasked, masked)
     else:
@@ -323,7 +324,7 @@ def _pages_of_block(tiles: Tiles, tile, block, block_pages: int, page_table: jax
 
 
 def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Gather as `_gather_block` from a pool in which a token is one row, head after head: of layout "tpu"."""
+    """Gather as `_gather_block` from a pool in which a token is one row, head after head: of layout TOKEN_ROWS."""
     kv, spec = step.kv, step.kv.spec
     num_seqs, num_kv_heads = tiles.seqs.shape[1], len(step.scale)
     block_pages = step.sizes.block_kv_of(spec.page_size, tiles.start[0].size) // spec.page_size

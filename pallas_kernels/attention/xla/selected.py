@@ -20,6 +20,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, Ragge
 from jaxengine.pallas_kernels.attention.xla.attend import gather_columns, operand
 from jaxengine.pallas_kernels.attention.xla.schedule import Schedule, Tiles, attention_schedule
 from jaxengine.pallas_kernels.kv.pages import KVPages, token_scales
+from jaxengine.pallas_kernels.registry import TOKEN_ROWS
 from jaxengine.pallas_kernels.tuning import Tuning, XlaAttention
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
@@ -164,7 +165,7 @@ def _index_keys(
     kv, spec = step.kv, step.kv.spec
     columns = block * (block_kv // spec.page_size) + jnp.arange(block_kv // spec.page_size, dtype=jnp.int32)
     pages = step.batch.page_table[seqs[:, None], jnp.minimum(columns, step.batch.page_table.shape[1] - 1)]
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         first = kv.lanes_of_page[0] + spec.key_width
         rows = kv.data.at[pages].get(mode="clip")[..., first : first + spec.value_width]
     else:
@@ -229,7 +230,7 @@ def _latents(kv: KVPages, pages: jax.Array, offsets: jax.Array, dtype: jnp.dtype
     f32 [B, b], or None for a pool without them.
     """
     spec = kv.spec
-    if kv.layout == "tpu":
+    if kv.layout == TOKEN_ROWS:
         index = jnp.stack([pages, offsets, jnp.full_like(pages, kv.lanes_of_page[0])], axis=-1)
     else:
         index = jnp.stack([pages, jnp.zeros_like(pages), offsets * spec.key_width], axis=-1)

@@ -68,7 +68,7 @@ def compiler(model, tmp_path):
             target=target,
             model=model,
             options=OPTIONS | options,
-            platform=None,
+            kernels=None,
             short=True,
             skip=[],
             log=str(tmp_path / "log"),

@@ -25,14 +25,14 @@ EXPERTS = dataclasses.replace(
 )
 
 
-def pool_of(spec: KVSpec, layout: str) -> KVPages:
-    return jax.eval_shape(lambda: alloc(spec, layout=layout))
+def pool_of(spec: KVSpec, platform: str) -> KVPages:
+    return jax.eval_shape(lambda: alloc(spec, platform=platform))
 
 
 def test_few_rows_of_an_expert_are_a_tile():
     """Three tokens to two experts of eight each: six experts with a row each, which a tensor core multiplies as 16."""
     model, of_an_expert = build_model(EXPERTS, Build("bfloat16")), 2 * 3 * 1024 * 32
-    pools = [pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), layout) for layout in ("cpu", "gpu")]
+    pools = [pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), platform) for platform in ("cpu", "gpu")]
     plain, tiled = (product_work(model, Bucket(3, 3), "bfloat16", pool).flops for pool in pools)
     assert tiled - plain == 6 * (16 - 1) * of_an_expert
     plain, tiled = (product_work(model, Bucket(64, 3), "bfloat16", pool).flops for pool in pools)
@@ -42,7 +42,7 @@ def test_few_rows_of_an_expert_are_a_tile():
 def test_rows_that_experts_are_filled_up_with_are_counted():
     """Of 2,048 tokens on four devices 1,024 rows are a device's, 512 of each expert, which may have seven more each."""
     model = build_model(EXPERTS, Build("bfloat16", MeshLayout(2, 1, 2, True, GATHER)))
-    pools = [pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), layout) for layout in ("cpu", "tpu")]
+    pools = [pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), platform) for platform in ("cpu", "tpu")]
     on_cpus, on_tpus = (product_work(model, Bucket(1024, 3), "bfloat16", pool).row_bytes for pool in pools)
     matrices = (1024 + 2 * 32) + (32 + 1024)
     assert on_tpus - on_cpus == 2 * 7 * (2 * matrices + 1024 * 8)
@@ -51,7 +51,9 @@ def test_rows_that_experts_are_filled_up_with_are_counted():
 def test_keys_made_of_latents_are_counted():
     """Of 128 heads on eight devices, eight at a time: latents go in twice, keys and values of 16 heads come out."""
     model = build_model(model_config("deepseek-v3:1"), Build("bfloat16", MeshLayout(model=8)))
-    pools = [pool_of(KVSpec(8, 128, 1, 576, 512, "bfloat16", values_in_keys=True), layout) for layout in ("cpu", "tpu")]
+    pools = [
+        pool_of(KVSpec(8, 128, 1, 576, 512, "bfloat16", values_in_keys=True), platform) for platform in ("cpu", "tpu")
+    ]
     for num_tokens, made in ((512, 0), (1024, 1024 * (2 * 576 + 16 * (128 + 64 + 128)))):
         plain, more = (product_work(model, Bucket(num_tokens, 8), "bfloat16", pool).row_bytes for pool in pools)
         assert more - plain == 2 * made

@@ -10,7 +10,8 @@ import pytest
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
 from jaxengine.config.kv_cache import kv_dtype
 from jaxengine.config.platforms import PLATFORMS
-from jaxengine.pallas_kernels.kv.pages import LAYOUTS, PER_TOKEN, PER_TOKEN_LAYOUTS
+from jaxengine.pallas_kernels.kv.pages import PER_TOKEN
+from jaxengine.pallas_kernels.registry import PLATFORMS as KERNELS
 from jaxengine.runner.memory import StageNeeds, plan_memory
 from tests.models.tiny import TINY
 from tests.tables import each_row
@@ -170,10 +171,10 @@ def test_a_plan_that_does_not_fit_says_what_would():
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
-@pytest.mark.parametrize("platform", LAYOUTS)
+@pytest.mark.parametrize("platform", KERNELS)
 def test_scales_of_tokens_are_for_pools_that_hold_them(name, platform):
     """The option's names and platforms are those of the pools, which options know nothing of."""
-    if platform in PER_TOKEN_LAYOUTS:
+    if KERNELS[platform].reads_token_scales:
         assert kv_dtype(name, None, "bfloat16", platform) == name
     else:
         with pytest.raises(ConfigError, match=f"kv_cache_dtype.*{platform}"):

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.commands.cli import main
+from jaxengine.models.kernel_rows import PLATFORMS, layout_of
 from jaxengine.records.folder import ENGINE_FILE, find_step, read_about, step_files
 from jaxengine.records.step_file import RecordError, num_bytes, write_step
 from jaxengine.replay.backends import choose_backend
@@ -125,13 +126,13 @@ def test_interpreted_kernels_give_the_same_bits(record, again, tmp_path, platfor
     """A step as an engine on such a card would record it: pages in its layout, and what its kernels give."""
     folder = Path(shutil.copytree(record("llama", **LAYERS), tmp_path / "steps"))
     about, step = read_about(folder), find_step(folder, 3)
-    backend = choose_backend("interpret", "cpu", platform)
+    backend = choose_backend("interpret", "cpu", PLATFORMS[platform].option)
     with backend.context():
         stage = open_stage(about, backend, layers=True, compile_cache_dir="")
         arrays = {**step.arrays, **run_step(stage, step, "cpu")}
     pool = stage.programs.kv_shapes(2)
     for name in ("pages/data", "after/pages/data"):
-        arrays[name] = converted(arrays[name], "cpu", platform, pool.spec, pool.data)
+        arrays[name] = converted(arrays[name], layout_of("cpu"), layout_of(platform), pool.spec, pool.data)
     write_step(step_files(folder)[3], step.about, arrays)
     (folder / ENGINE_FILE).write_text(json.dumps({**about, "platform": platform}))
     report = again(folder, 3, "interpret")
@@ -196,7 +197,7 @@ def test_what_cannot_be_run_is_said(record, again, tmp_path, capsys):
         ({"step": 999}, "has no step 999; it has "),
         ({"backend": "gpu"}, "backend is 'gpu'; allowed: native, cpu, interpret, xla"),
         ({"backend": "interpret"}, "platform 'cpu' has no Pallas kernels to interpret"),
-        ({"backend": "cpu", "platform": "tpu"}, "--platform is for --backend interpret"),
+        ({"backend": "cpu", "kernels": "tpu"}, "--kernels is for --backend interpret"),
     ):
         with pytest.raises(RecordError, match=match):
             again(folder, **options)

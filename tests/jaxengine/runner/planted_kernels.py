@@ -45,8 +45,9 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int = 0) -> jax.Array:
 def plant(monkeypatch, **faults: str) -> None:
     """Make the kernels of this module those of CPUs, with these faults by operation, until the test ends."""
     monkeypatch.setitem(sys.modules, "jaxengine.pallas_kernels.planted", sys.modules[__name__])
-    for table in (registry.PLATFORMS, registry._KINDS):
-        monkeypatch.setitem(table, "cpu", (KIND, "cpu", "xla"))
+    kinds = (KIND, *registry.PLATFORMS["cpu"].kinds)
+    monkeypatch.setitem(registry.PLATFORMS, "cpu", replace(registry.PLATFORMS["cpu"], kinds=kinds))
+    monkeypatch.setitem(registry._KINDS, "cpu", kinds)
     for op in OPS:
         monkeypatch.setitem(registry._ROWS, (op, KIND), KIND)
     monkeypatch.setattr(sys.modules[__name__], "FAULTS", faults)

@@ -42,8 +42,8 @@ BATCHES = {
 
 
 @pytest.fixture(params=["cpu", pytest.param("tpu", marks=pytest.mark.thorough("interpreted"))])
-def layout(request, monkeypatch):
-    monkeypatch.setattr(mla_made, "LAYOUTS", ("cpu", "tpu"))
+def platform(request, monkeypatch):
+    monkeypatch.setattr(mla_made, "PLATFORMS", ("cpu", "tpu"))
     for name, value in {"PIECE": 32, "BLOCK": 16, "HEADS": 2}.items():
         monkeypatch.setattr(mla_made, name, value)
     with pltpu.force_tpu_interpret_mode() if request.param == "tpu" else nullcontext():
@@ -67,14 +67,14 @@ WINDOWED = dataclasses.replace(ATTENTION, window=64)
         ({}, WINDOWED, NUM_TOKENS, False),
         ({"dtype": "int8"}, ATTENTION, NUM_TOKENS, False),
         ({"page_size": 24}, ATTENTION, NUM_TOKENS, False),
-        ({"layout": "gpu"}, ATTENTION, NUM_TOKENS, False),
+        ({"platform": "gpu"}, ATTENTION, NUM_TOKENS, False),
     ],
 )
 def test_who_has_made_rows(monkeypatch, change, attention, num_tokens, has_some):
-    monkeypatch.setattr(mla_made, "LAYOUTS", ("cpu",))
-    wanted = {"page_size": PAGE_SIZE, "dtype": "float32", "layout": "cpu"} | change
+    monkeypatch.setattr(mla_made, "PLATFORMS", ("cpu",))
+    wanted = {"page_size": PAGE_SIZE, "dtype": "float32", "platform": "cpu"} | change
     kv = KVSpec(NUM_PAGES, wanted["page_size"], 1, 34, 32, wanted["dtype"], values_in_keys=True)
-    pool = jax.eval_shape(lambda: alloc(kv, layout=wanted["layout"]))
+    pool = jax.eval_shape(lambda: alloc(kv, platform=wanted["platform"]))
     batch, *_ = drawn(np.random.default_rng(0), MIXED)
     rows = partial(mla_made.made_rows, attention, attention_spec(attention), num_tokens=num_tokens)
     assert (jax.eval_shape(lambda batch, kv: rows(batch=batch, kv=kv), batch, pool) is not None) == has_some
@@ -83,7 +83,7 @@ def test_who_has_made_rows(monkeypatch, change, attention, num_tokens, has_some)
 @pytest.mark.parametrize(("name", "expected"), [("mixed T=1024", True), ("mixed T=512", False), ("decode", False)])
 def test_steps_that_hold_such_rows_have_them(monkeypatch, name, expected):
     seen = []
-    monkeypatch.setattr(mla_made, "LAYOUTS", ("cpu",))
+    monkeypatch.setattr(mla_made, "PLATFORMS", ("cpu",))
     monkeypatch.setattr(mla, "attend_made", lambda o, *rest, **sizes: seen.append(o.shape) or o)
     config = EngineConfig(max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=1024)
     (stage,) = open_stages(model_config("deepseek-v3:1"), config, PLATFORMS["cpu"], jax.devices()[:1])
@@ -101,19 +101,19 @@ def test_short_rows_before_long_ones_have_few_tokens():
     assert [mla_made.most_short(deepseek, tokens) for tokens in (683, 1024, 2048)] == [16, 352, 1376]
 
 
-def test_made_rows_are_what_absorbed_ones_are(layout):
+def test_made_rows_are_what_absorbed_ones_are(platform):
     rng = np.random.default_rng(0)
     layer = LatentAttention(ATTENTION, 16, source="a", build=Build("float32"))
     for weight in (layer.w_uk, layer.w_uv):
         assert isinstance(weight, PlainWeight)
         weight.values[...] = jnp.asarray(rng.standard_normal(weight.values.shape, np.float32))
     spec = attention_spec(ATTENTION)
-    pool = alloc(KVSpec(NUM_PAGES, PAGE_SIZE, 1, 34, 32, "float32", values_in_keys=True), layout=layout)
+    pool = alloc(KVSpec(NUM_PAGES, PAGE_SIZE, 1, 34, 32, "float32", values_in_keys=True), platform=platform)
 
     @jax.jit
     def attend(q, q_rope, keys, pages, batch):
         kv = import_pages(pool, jnp.arange(NUM_PAGES), pages)
-        sizes = {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": layout}
+        sizes = {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": platform}
         step = StepInputs(Rows(batch.slot_mapping >= 0, None), None, attention_schedule(batch, spec, **sizes))
         made = mla_made.made_rows(ATTENTION, spec, batch, kv, NUM_TOKENS)
         assert made is not None
@@ -122,7 +122,7 @@ def test_made_rows_are_what_absorbed_ones_are(layout):
         )
         return absorbed, both, made.num_short
 
-    for rows, num_short in list(BATCHES.values())[: 3 if layout == "tpu" else None]:
+    for rows, num_short in list(BATCHES.values())[: 3 if platform == "tpu" else None]:
         batch, keys, pages = drawn(rng, rows)
         q, q_rope = (rng.standard_normal((NUM_TOKENS, 4, width), np.float32) for width in (3, 2))
         absorbed, both, short = attend(q, q_rope, keys, pages, batch)

@@ -22,7 +22,7 @@ from tests.tables import each_row
 
 OPS = ("selection_schedule", "select_keys", "selected_attention")
 IMPLEMENTATIONS = {kernel(op, platform) for op, platform in KERNELS if op in OPS}
-LAYOUTS = sorted({platform for op, platform in KERNELS if op == "select_keys"})
+PLATFORMS = sorted({platform for op, platform in KERNELS if op == "select_keys"})
 PAGE, PAGES, COLUMNS, HEADS, WIDTH, RANK, REST = 4, 40, 12, 5, 6, 12, 5
 TUNING = Tuning(xla_selection=XlaSelection(block_seqs=2, block_q=3, block_kv=8, block_tokens=3, gathered_keys=4))
 SPEC = AttentionSpec(3, 1, RANK + REST, RANK, 0.3, values_in_keys=True)
@@ -50,7 +50,7 @@ def batch_of(name: str) -> tuple[RaggedBatch, int]:
     return RaggedBatch(*map(jnp.asarray, (cu, lens, table, slots, np.int32(len(rows)), np.int32(decodes)))), num_tokens
 
 
-def pool_of(batch: RaggedBatch, dtype: str, layout: str, keys=None):
+def pool_of(batch: RaggedBatch, dtype: str, platform: str, keys=None):
     """A pool that holds NaN wherever no token sees anything, and its latents and keys, float32."""
     rng = np.random.default_rng(5)
     parts = rng.standard_normal((PAGES, PAGE, 1, RANK + REST)), rng.standard_normal((PAGES, PAGE, 1, WIDTH))
@@ -69,12 +69,12 @@ def pool_of(batch: RaggedBatch, dtype: str, layout: str, keys=None):
         scales = [np.full(1, 0.03, np.float32), np.full(1, 0.02, np.float32)]
     stored = [codes(*each) for each in zip((latents, own), [dtype] * 2, scales, strict=True)]
     held = [values_of(*each)[:, :, 0] for each in zip(stored, scales, strict=True)]
-    return make_pool(*stored, layout, *scales), held
+    return make_pool(*stored, platform, *scales), held
 
 
-def check(name: str, dtype: str, layout: str, count: int, keys=None, num_heads: int = HEADS) -> None:
+def check(name: str, dtype: str, platform: str, count: int, keys=None, num_heads: int = HEADS) -> None:
     batch, num_tokens = batch_of(name)
-    kv, (latents, own) = pool_of(batch, dtype, layout, keys)
+    kv, (latents, own) = pool_of(batch, dtype, platform, keys)
     rng = np.random.default_rng(7)
     q_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     index_q = jnp.asarray(rng.standard_normal((num_tokens, num_heads, WIDTH)), q_dtype)
@@ -83,7 +83,7 @@ def check(name: str, dtype: str, layout: str, count: int, keys=None, num_heads: 
 
     @jax.jit
     def run(index_q, weights, q, kv, batch):
-        sizes = {"num_tokens": num_tokens, "page_size": PAGE, "platform": layout, "tuning": TUNING}
+        sizes = {"num_tokens": num_tokens, "page_size": PAGE, "platform": platform, "tuning": TUNING}
         schedule = selection_schedule(batch, **sizes)
         found = select_keys(index_q, weights, kv, batch, count=count, schedule=schedule)
         parts = jnp.split(q, (RANK,), axis=-1)
@@ -106,21 +106,21 @@ CASES = [
     ("decodes", "bfloat16", "tpu"),
 ]
 FURTHER = [
-    *((name, dtype, layout) for name in BATCHES for layout in LAYOUTS for dtype in ("float32", "bfloat16")),
+    *((name, dtype, platform) for name in BATCHES for platform in PLATFORMS for dtype in ("float32", "bfloat16")),
     *((name, dtype, "cpu") for name in BATCHES for dtype in ("int8", "fp8_per_token_head")),
 ]
 
 
-@each_row(("name", "dtype", "layout"), CASES)
-def test_against_float64(name, dtype, layout):
-    check(name, dtype, layout, 6)
+@each_row(("name", "dtype", "platform"), CASES)
+def test_against_float64(name, dtype, platform):
+    check(name, dtype, platform, 6)
 
 
 @pytest.mark.thorough("further batches and dtypes, and other counts")
-@each_row(("name", "dtype", "layout"), FURTHER)
-def test_further_against_float64(name, dtype, layout):
+@each_row(("name", "dtype", "platform"), FURTHER)
+def test_further_against_float64(name, dtype, platform):
     for count in (1, 60):
-        check(name, dtype, layout, count)
+        check(name, dtype, platform, count)
 
 
 def test_of_equal_scores_the_lowest_position_comes_first():

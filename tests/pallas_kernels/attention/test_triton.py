@@ -33,7 +33,7 @@ from jaxengine.pallas_kernels.tuning import Tuning
 from tests.tables import each_row
 
 SPEC = AttentionSpec(8, 2, 128, 128, 0.1)
-LAYOUT = "gpu_triton"
+PLATFORM = "gpu_triton"
 
 
 def test_cards_of_ampere_and_ada_run_them_where_jax_lowers_them(monkeypatch):
@@ -54,7 +54,7 @@ def test_cards_of_ampere_and_ada_run_them_where_jax_lowers_them(monkeypatch):
     assert {plain_operations(each) for each in ("8.9", "10.3")} == {"attention and quantised products"}
     lowers_triton.cache_clear()
     plain = ["gpu_xla"] * 4 + ["gpu", "gpu_xla", "gpu_xla"]
-    ours = ["gpu_xla", LAYOUT, LAYOUT, LAYOUT, *plain[4:]]
+    ours = ["gpu_xla", PLATFORM, PLATFORM, PLATFORM, *plain[4:]]
     assert found == {"0.10.2": ours, "0.11.0": plain, "0.12.0.1": plain}
 
 
@@ -98,7 +98,7 @@ def _arguments(spec: AttentionSpec, dtype: str, num_tokens: int, num_pages: int 
     arrays: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
     batch = RaggedBatch(*arrays)
     q = jax.ShapeDtypeStruct((num_tokens, spec.num_q_heads, spec.head_dim), jnp.bfloat16)
-    return q, jax.eval_shape(partial(alloc, pool, layout=LAYOUT)), batch
+    return q, jax.eval_shape(partial(alloc, pool, platform=PLATFORM)), batch
 
 
 def test_pools_of_codes_whose_offsets_do_not_fit_are_left_to_xla(caplog):
@@ -113,8 +113,8 @@ def test_pools_of_codes_whose_offsets_do_not_fit_are_left_to_xla(caplog):
 
 def test_a_pool_of_other_heads_is_refused():
     q, kv, batch = _arguments(SPEC, "bfloat16", 8)
-    kv = KVPages(jax.ShapeDtypeStruct((64, 1, 4096), jnp.bfloat16), None, None, kv.spec, LAYOUT)  # pyright: ignore
-    with pytest.raises(ValueError, match="holds 1 kv heads, AttentionSpec.num_kv_heads is 2: on layout 'gpu_triton'"):
+    kv = KVPages(jax.ShapeDtypeStruct((64, 1, 4096), jnp.bfloat16), None, None, kv.spec, PLATFORM)  # pyright: ignore
+    with pytest.raises(ValueError, match="holds 1 kv heads, AttentionSpec.num_kv_heads is 2: on platform 'gpu_triton'"):
         jax.eval_shape(partial(ragged_paged_attention, spec=SPEC), q, kv, batch)
 
 
@@ -124,7 +124,7 @@ def test_a_decode_loads_each_key_that_it_sees_once():
     starts = np.concatenate([[0], np.cumsum(np.minimum(keys, 1))])
     arrays = starts, keys, np.zeros((8, 24)), np.zeros(8), 8, 0
     batch = RaggedBatch(*(jnp.asarray(each, jnp.int32) for each in arrays))
-    sizes: dict[str, Any] = {"num_tokens": 8, "page_size": 16, "platform": LAYOUT, "tuning": Tuning()}
+    sizes: dict[str, Any] = {"num_tokens": 8, "page_size": 16, "platform": PLATFORM, "tuning": Tuning()}
     before = {"": 0, "window": np.maximum(keys - 100, 0), "chunk": np.maximum(keys - 1, 0) // 150 * 150}
     for name, spec in {"": SPEC, "window": replace(SPEC, window=100), "chunk": replace(SPEC, chunk=150)}.items():
         items = jax.jit(partial(attention_schedule, spec=spec, **sizes))(batch).items

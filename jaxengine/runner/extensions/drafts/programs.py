@@ -51,13 +51,13 @@ class DraftPrograms:
         self._group = [group.window for group in paged_groups(target.groups)].index(None)
         self._graph, params = nnx.split(model)
         self._params_tree = jax.tree.structure(params)
-        settings = self._groups, self._group, target.packer.page_size, target.layout
+        settings = self._groups, self._group, target.packer.page_size, target.platform
         self.description = repr((type(model).__name__, model.config, model.build, *settings))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of the draft model's pool on one device."""
-        return page_bytes_of_group(self._groups, layout=self.target.layout)
+        return page_bytes_of_group(self._groups, platform=self.target.platform)
 
     @property
     def slot_bytes(self) -> int:
@@ -80,7 +80,7 @@ class DraftPrograms:
         """Return the abstract arrays kept between steps: the draft model's pool, `num_pages` pages per replica as in
         the target's.
         """
-        return abstract_kv(self._groups, num_pages, layout=self.target.layout, mesh=self.target.mesh)
+        return abstract_kv(self._groups, num_pages, platform=self.target.platform, mesh=self.target.mesh)
 
     def start(self, kept: Any) -> Program:
         """Return the program () -> the initial arrays kept between steps; each device makes its own part.

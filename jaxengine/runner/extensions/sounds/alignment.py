@@ -75,7 +75,7 @@ class AlignmentExtension(DeviceExtension):
         sounds = NotedSounds(StepSounds(pool, row[None], bounds, jnp.int32(1)), self.tower.alignment_heads)
         batch = ForwardBatch(message[0, _HEADER:], token, bounds[1:] - 1, (ragged,), {SOUNDS: sounds})
         shape = self.shape
-        kv = abstract_kv(shape.groups, pages.shape[1], layout=shape.platform.name, mesh=shape.mesh)
+        kv = abstract_kv(shape.groups, pages.shape[1], platform=shape.platform.name, mesh=shape.mesh)
         model(batch, device_kv(kv))
         sizes = self.tower.sizes.num_positions, self.tower.decoder_layers
         with jax.named_scope(NAME):
