@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxengine.pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.registry import kernel, kernel_module, platform_rows
 
@@ -49,13 +50,12 @@ def quantized_matmul(
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
-    _check("quantized_matmul", x, codes, scales, zeros, 2)
-    values, x_scales, dtype = _parts(x, dtype)
+    operands, dtype = _checked("quantized_matmul", x, codes, scales, zeros, dtype, 2)
     by_platform = {
         platform: partial(kernel("quantized_matmul", row), dtype=dtype, out_dtype=jnp.dtype(out_dtype))
         for platform, row in platform_rows().items()
     }
-    return lax.platform_dependent(values, x_scales, codes, scales, zeros, **by_platform)
+    return lax.platform_dependent(operands, **by_platform)
 
 
 def product_of(op: str, platform: str, size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
@@ -90,12 +90,12 @@ def quantized_grouped_matmul(
     Raises ValueError when shapes or dtypes do not fit together.
     """
     name = "quantized_grouped_matmul"
-    _check_groups(name, x, codes, scales, zeros, group_sizes)
+    operands, dtype = _checked(name, x, codes, scales, zeros, dtype, 3)
+    _check_sizes(name, group_sizes, len(codes))
     check_bias(name, len(codes), codes.shape[2], bias)
-    values, x_scales, dtype = _parts(x, dtype)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
     products = biased_products(name, _grouped_products(dtype, out_dtype))
-    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, bias, **products)
+    return lax.platform_dependent(operands, group_sizes, bias, **products)
 
 
 def quantized_gated_matmul(
@@ -121,12 +121,12 @@ def quantized_gated_matmul(
     Raises ValueError when shapes or dtypes do not fit together.
     """
     name = "quantized_gated_matmul"
-    _check_groups(name, x, codes, scales, zeros, group_sizes)
+    operands, dtype = _checked(name, x, codes, scales, zeros, dtype, 3)
+    _check_sizes(name, group_sizes, len(codes))
     check_halves(name, len(codes), codes.shape[2], bias)
-    values, x_scales, dtype = _parts(x, dtype)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
     products = gated_products(name, _grouped_products(dtype, out_dtype), activation, out_dtype, dtype=dtype)
-    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, bias, **products)
+    return lax.platform_dependent(operands, group_sizes, bias, **products)
 
 
 def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
@@ -137,31 +137,22 @@ def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax
     }
 
 
-def _check_groups(
-    name: str, x: Any, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, group_sizes: jax.Array
-) -> None:
-    """Raise ValueError, naming operation `name`, unless operands are as `quantized_grouped_matmul` describes them."""
-    _check(name, x, codes, scales, zeros, 3)
-    if group_sizes.dtype != jnp.int32 or group_sizes.shape != codes.shape[:1]:
+def _check_sizes(name: str, group_sizes: jax.Array, num_groups: int) -> None:
+    """Raise ValueError, naming operation `name`, unless group sizes are i32 [num_groups]."""
+    if group_sizes.dtype != jnp.int32 or group_sizes.shape != (num_groups,):
         got = f"{group_sizes.dtype} {group_sizes.shape}"
-        raise ValueError(f"{name}: group_sizes must be int32 {codes.shape[:1]}, got {got}")
+        raise ValueError(f"{name}: group_sizes must be int32 {(num_groups,)}, got {got}")
 
 
-def _parts(x: jax.Array | RoundedRows, dtype: Any) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Return (values or codes of the rows, their scales or None, `dtype` or its default: x's, float32 for codes)."""
-    if isinstance(x, RoundedRows):
-        return x.codes, x.scales, jnp.dtype(jnp.float32 if dtype is None else dtype)
-    return x, None, jnp.dtype(x.dtype if dtype is None else dtype)
+def _checked(
+    name: str, x: Any, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any, rank: int
+) -> tuple[QuantizedOperands, Any]:
+    """Return the operands, and `dtype` or its default: x's, float32 for rounded rows.
 
-
-def _check(
-    name: str, x: jax.Array | RoundedRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, rank: int
-) -> None:
-    """Raise ValueError, naming operation `name`, unless operands are as `quantized_matmul` describes them.
-
-    rank: dimensions of codes and scales, 3 with an axis of groups.
+    rank: dimensions of codes and scales, 3 with an axis of groups. Raises ValueError, naming operation `name`, unless
+    operands are as `quantized_matmul` describes them.
     """
-    values = x.codes if isinstance(x, RoundedRows) else x
+    values, x_scales, default = (*x, jnp.float32) if isinstance(x, RoundedRows) else (x, None, x.dtype)
     inputs = codes.shape[-2] * per_byte(codes.dtype) if codes.ndim == rank else 0
     if values.ndim != 2 or inputs != values.shape[1]:
         raise ValueError(f"{name}: x [M, in] and codes [..., in, out] must agree, got {values.shape} and {codes.shape}")
@@ -173,8 +164,9 @@ def _check(
         raise ValueError(f"{name}: scales must be {wanted} where n divides {codes.shape[-2]}, got {scales.shape}")
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"{name}: zeros must have the shape of scales, {scales.shape}, got {zeros.shape}")
-    if isinstance(x, RoundedRows):
-        count = x.scales.shape[-1] if x.scales.ndim == 2 and len(x.scales) == len(values) else 0
+    if x_scales is not None:
+        count = x_scales.shape[-1] if x_scales.ndim == 2 and len(x_scales) == len(values) else 0
         if not count or values.shape[1] % count or (scales.shape[-2] % count and count % scales.shape[-2]):
             text = f"scales of rows must be [M, n] where n and {scales.shape[-2]} divide one another"
-            raise ValueError(f"{name}: {text}, got {x.scales.shape}")
+            raise ValueError(f"{name}: {text}, got {x_scales.shape}")
+    return QuantizedOperands(values, x_scales, codes, scales, zeros), jnp.dtype(default if dtype is None else dtype)

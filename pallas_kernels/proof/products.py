@@ -10,20 +10,20 @@ import numpy as np
 from jaxengine.pallas_kernels.matmul.gated import activated, biased
 from jaxengine.pallas_kernels.matmul.lora import lora_visits
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.proof.calls import Call
 from jaxengine.pallas_kernels.proof.case import Case
 from jaxengine.pallas_kernels.proof.random_arrays import normal, typical, uniform
 from jaxengine.pallas_kernels.registry import adds_bias, group_kernel, kernel, kernel_kind
 
-_QUANTIZED = ("x", "x_scales", "codes", "scales", "zeros")
-# Arguments of implementations, in order. A bias may be absent.
+# Arguments of implementations, in order: names, and records of several. A bias may be absent.
 ARGUMENTS = {
     "matmul": ("x", "w"),
     "grouped_matmul": ("x", "w", "group_sizes", "bias"),
     "gated_matmul": ("x", "w", "group_sizes", "bias"),
-    "quantized_matmul": _QUANTIZED,
-    "quantized_grouped_matmul": (*_QUANTIZED, "group_sizes", "bias"),
-    "quantized_gated_matmul": (*_QUANTIZED, "group_sizes", "bias"),
+    "quantized_matmul": (QuantizedOperands,),
+    "quantized_grouped_matmul": (QuantizedOperands, "group_sizes", "bias"),
+    "quantized_gated_matmul": (QuantizedOperands, "group_sizes", "bias"),
     "microscaled_rows": ("x", "global_scale"),
 }
 # Gated products, and the products that they activate.
@@ -36,7 +36,9 @@ def product_case(call: Call) -> Case:
     Activation and bias are computed apart where the implementation leaves them out. Mixes: "ragged", and for an
     operation with groups "one" (see `_divide`).
     """
-    shapes = dict(zip(ARGUMENTS[call.op], call.arguments, strict=False))
+    shapes: dict[str, Any] = {}
+    for name, shape in zip(ARGUMENTS[call.op], call.arguments, strict=False):
+        shapes |= shape._asdict() if name is QuantizedOperands else {name: shape}
 
     def run(*arguments: Any) -> Any:
         options = dict(call.options)
@@ -56,7 +58,10 @@ def product_case(call: Call) -> Case:
         made = {name: None if shape is None else _array(name, shape, shapes, rng) for name, shape in shapes.items()}
         if "group_sizes" in shapes:
             _divide(made, mix, call.platform, rng)
-        return tuple(made.values())
+        if "codes" not in made:
+            return tuple(made.values())
+        record = QuantizedOperands(**{name: made.pop(name) for name in QuantizedOperands._fields})
+        return record, *made.values()
 
     return Case(run, inputs, ("ragged", "one") if "group_sizes" in shapes else ("ragged",))
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.pallas_kernels import reference
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
 from jaxengine.pallas_kernels.matmul.tpu.widened import CHUNK, PIECE
 from jaxengine.pallas_kernels.matmul.xla.grouped import tile_rows_of
@@ -278,7 +279,8 @@ def run(
     **more: Any,
 ) -> np.ndarray:
     options = {"out_dtype": out_dtype, "sizes": case.sizes, **implementation._options(), **more}
-    options |= {"dtype": jnp.bfloat16} if op.startswith("quantized") else {}
+    if op.startswith("quantized"):
+        options["dtype"], operands = jnp.bfloat16, (QuantizedOperands(*operands[:5]), *operands[5:])
     with watched(implementation, name):
         got = jax.block_until_ready(kernel(op, implementation.platform)(*operands, **options))
     assert (got.dtype, got.shape) == (out_dtype, (case.rows, case.out))

@@ -24,6 +24,7 @@ from jaxengine import pallas_kernels
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
 from jaxengine.pallas_kernels.matmul.lora import lora_visits
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.registry import kernel
 from jaxengine.pallas_kernels.tuning import Tuning
 from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED
@@ -72,7 +73,7 @@ def multiply(op: str, interpret: Any, *, groups: int = 0, codes: Any = jnp.int8,
 
     def run(x, codes, scales, *sizes):
         options = {"dtype": BFLOAT16, "out_dtype": BFLOAT16, "interpret": interpret, **more}
-        return kernel(op, "tpu")(x, None, codes, scales, None, *sizes, **options)
+        return kernel(op, "tpu")(QuantizedOperands(x, None, codes, scales, None), *sizes, **options)
 
     return run, (rows, matrix, scales, *sizes)
 

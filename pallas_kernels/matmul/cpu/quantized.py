@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.matmul.nibbles import code_parts, per_byte, row_parts
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
@@ -23,19 +24,11 @@ _MOST_TERMS = 8
 _MOST_SUMS_BYTES, _TRIP_SUMS_BYTES = 4 << 20, 1 << 20
 
 
-def quantized_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    *,
-    dtype: Any,
-    out_dtype: Any,
-) -> jax.Array:
+def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any) -> jax.Array:
     """Multiply x [M, in] by codes * scales - zeros on a CPU: [M, out] in out_dtype, computed in float32 whatever
     `dtype`; matmul.quantized.quantized_matmul has checked the arguments.
     """
+    x, x_scales, codes, scales, zeros = operands
     del dtype
     wide = widened_rows(x, x_scales)
     if x.shape[0] == 1 and (terms := _num_terms(codes, scales)):

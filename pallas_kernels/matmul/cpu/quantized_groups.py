@@ -8,22 +8,16 @@ import jax
 
 from jaxengine.pallas_kernels.matmul.cpu.grouped import over_groups
 from jaxengine.pallas_kernels.matmul.cpu.quantized import columns_product, widened_rows
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 
 
 def quantized_grouped_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    group_sizes: jax.Array,
-    *,
-    dtype: Any,
-    out_dtype: Any,
+    operands: QuantizedOperands, group_sizes: jax.Array, *, dtype: Any, out_dtype: Any
 ) -> jax.Array:
     """Multiply rows x [M, in] by the quantised matrix of their group on a CPU: [M, out] in out_dtype, computed in
     float32 whatever `dtype`; matmul.quantized.quantized_grouped_matmul has checked the arguments.
     """
+    x, x_scales, codes, scales, zeros = operands
     del dtype
     wide = widened_rows(x, x_scales)
 

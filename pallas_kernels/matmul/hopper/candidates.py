@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands
 from jaxengine.pallas_kernels.matmul.hopper.quantized import quantized_matmul
 from jaxengine.pallas_kernels.matmul.hopper.shape import MOST_SHARED_ROWS, OUTPUTS, RESERVED_BYTES, Shape
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from jaxengine.pallas_kernels.tuning import HopperProducts
 
@@ -80,4 +81,4 @@ def _product(
 ) -> jax.Array:
     """Compute the product bf16 [M, out] with these sizes; arguments as of `quantized_matmul`, x not rounded."""
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
-    return quantized_matmul(x, None, codes, scales, zeros, **options)
+    return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)

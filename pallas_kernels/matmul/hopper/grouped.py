@@ -21,6 +21,7 @@ from jaxengine.pallas_kernels.cards import card_of_trace
 from jaxengine.pallas_kernels.matmul.gated import Gating, activated, say_once
 from jaxengine.pallas_kernels.matmul.hopper import gated, quantized, shape
 from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, Shape, most_rows, step_of
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.xla import grouped as grouped_tiles
 from jaxengine.pallas_kernels.matmul.xla import quantized_groups as quantized_groups_xla
 from jaxengine.pallas_kernels.tuning import HopperProducts, tuning_of
@@ -81,11 +82,7 @@ def gated_matmul(
 
 
 def quantized_grouped_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+    operands: QuantizedOperands,
     group_sizes: jax.Array,
     *,
     dtype: Any,
@@ -99,20 +96,17 @@ def quantized_grouped_matmul(
     The public operation has checked the arguments. XLA multiplies where the kernel cannot.
     sizes, interpret and tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
+    x, x_scales, codes, scales, zeros = operands
     size, out = x.shape[1], scales.shape[2]
     if _is_xla(interpret, f"[{size}, {out}]", why_xla_of(x, x_scales, codes, scales, dtype)):
         options = {"dtype": dtype, "out_dtype": out_dtype, "transposed": _multiplies()}
-        return quantized_groups_xla.quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
+        return quantized_groups_xla.quantized_grouped_matmul(operands, group_sizes, **options)
     matrix = _Matrix(codes, scales, zeros)
     return _multiply(matrix, x, x_scales, group_sizes, None, out_dtype, sizes, interpret, tensor_memory)
 
 
 def quantized_gated_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+    operands: QuantizedOperands,
     group_sizes: jax.Array,
     bias: jax.Array | None,
     *,
@@ -129,11 +123,12 @@ def quantized_gated_matmul(
     `activated`. sizes, interpret and tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
+    x, x_scales, codes, scales, zeros = operands
     reason = why_xla_of(x, x_scales, codes, scales, dtype)
     if _is_unfused(interpret, x.shape[1], scales.shape[2], reason, activation, tensor_memory):
         options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
         options |= {"tensor_memory": tensor_memory}
-        y = quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
+        y = quantized_grouped_matmul(operands, group_sizes, **options)
         return activated(y, group_sizes, bias, activation, out_dtype)
     matrix = _Matrix(codes, scales, zeros, bias)
     return _multiply(matrix, x, x_scales, group_sizes, activation, out_dtype, sizes, interpret, False)

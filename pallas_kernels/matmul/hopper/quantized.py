@@ -35,6 +35,7 @@ from jaxengine.pallas_kernels.matmul.blackwell import tile as blackwell
 from jaxengine.pallas_kernels.matmul.hopper import gated, ring
 from jaxengine.pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, OUTPUTS, Shape, why_xla
 from jaxengine.pallas_kernels.matmul.nibbles import row_parts
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.matmul.xla import quantized as quantized_xla
 from jaxengine.pallas_kernels.mosaic_gpu import WARPGROUP_ROWS, launch, swizzled, tiles
@@ -50,11 +51,7 @@ REGISTERS = 40, 232  # per lane of the loading and of the computing warpgroups
 
 
 def quantized_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+    operands: QuantizedOperands,
     *,
     dtype: Any,
     out_dtype: Any,
@@ -69,17 +66,18 @@ def quantized_matmul(
     `mosaic_gpu.launch`. tensor_memory: True for the kernel of Blackwell cards, False for that of Hopper ones, None for
     that of the trace's card.
     """
+    x, x_scales, codes, scales, zeros = operands
     num_scales, out = scales.shape
     size = x.shape[1]
     reason = why_xla(size, out, num_scales, codes.dtype, dtype)
     card = card_of_trace()
     if interpret is False and (card is None or not card.multiplies):
-        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+        return quantized_xla.quantized_matmul(operands, dtype=dtype, out_dtype=out_dtype)
     if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
         reason = "rows have more scales than the matrix"
     if reason:
         log_once(f"[{size}, {out}]: {reason}")
-        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+        return quantized_xla.quantized_matmul(operands, dtype=dtype, out_dtype=out_dtype)
     chosen: HopperProducts = (
         product_sizes("gpu", x.shape[0], size, out, num_scales, codes.dtype) if sizes is None else sizes
     )

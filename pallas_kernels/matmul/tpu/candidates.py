@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.tpu.quantized import quantized_matmul, tiles
 from jaxengine.pallas_kernels.matmul.tpu.widened import SPAN, chunk_of
 from jaxengine.pallas_kernels.tuning import TpuProducts
@@ -72,4 +73,4 @@ def _candidate(
 def _product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: TpuProducts) -> jax.Array:
     """Compute the product bf16 [M, out] with these sizes; arguments as of `quantized_matmul`, x not rounded."""
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
-    return quantized_matmul(x, None, codes, scales, zeros, **options)
+    return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.matmul.gated import Gating, activated, biased, say_once
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.tpu.moved import ROWS, move_rows
 from jaxengine.pallas_kernels.matmul.tpu.quantized import (
     PreparedRows,
@@ -46,11 +47,7 @@ _BIASES = 16  # biases in VMEM at once: a register of bfloat16 has as many rows
 
 
 def quantized_grouped_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+    operands: QuantizedOperands,
     group_sizes: jax.Array,
     bias: jax.Array | None = None,
     *,
@@ -65,21 +62,17 @@ def quantized_grouped_matmul(
     XLA multiplies if the kernel cannot. sizes: by default those of the chip that the trace is for. interpret: argument
     of `pl.pallas_call`.
     """
+    x, x_scales, codes, scales, zeros = operands
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
-        y = quantized_groups_xla.quantized_grouped_matmul(
-            x, x_scales, codes, scales, zeros, group_sizes, dtype=dtype, out_dtype=out_dtype, fine=jnp.float32
-        )
+        options = {"dtype": dtype, "out_dtype": out_dtype, "fine": jnp.float32}
+        y = quantized_groups_xla.quantized_grouped_matmul(operands, group_sizes, **options)
         return biased(y, group_sizes, bias)
     matrix = Matrix(codes, scales.astype(jnp.float32), zeros, bias)
     return product_of_groups(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, sizes, interpret)
 
 
 def quantized_gated_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+    operands: QuantizedOperands,
     group_sizes: jax.Array,
     bias: jax.Array | None,
     *,
@@ -93,11 +86,12 @@ def quantized_gated_matmul(
 
     The public operation has checked the arguments. sizes, interpret: as `quantized_grouped_matmul`'s.
     """
+    x, x_scales, codes, scales, zeros = operands
     options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
     size = x.shape[1]
     if why := why_not_aligned(size, scales.shape[1], dtype):
         log_not_fused(size, codes.shape[2] // 2, why)
-        y = quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
+        y = quantized_grouped_matmul(operands, group_sizes, **options)
         return activated(y, group_sizes, bias, activation, out_dtype)
     matrix = Matrix(codes, scales.astype(jnp.float32), zeros, bias)
     return gated_product_of_groups(x, x_scales, matrix, group_sizes, activation, *options.values())

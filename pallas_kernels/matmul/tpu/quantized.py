@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, chunk_of, why_not
 from jaxengine.pallas_kernels.matmul.xla import quantized as quantized_xla
@@ -27,16 +28,7 @@ _WORKSPACE = 8 << 20  # bytes in addition to operands and results: a widened chu
 
 
 def quantized_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    *,
-    dtype: Any,
-    out_dtype: Any,
-    sizes: TpuProducts | None = None,
-    interpret: Any = False,
+    operands: QuantizedOperands, *, dtype: Any, out_dtype: Any, sizes: TpuProducts | None = None, interpret: Any = False
 ) -> jax.Array:
     """Multiply x [M, in] by codes * scales - zeros on a TPU: [M, out] in out_dtype; matmul.quantized.quantized_matmul
     has checked the arguments.
@@ -44,13 +36,14 @@ def quantized_matmul(
     XLA multiplies if the kernel cannot, see `why_xla`. sizes: by default those of the chip that the trace is for.
     interpret: argument of `pl.pallas_call`.
     """
+    x, x_scales, codes, scales, zeros = operands
     (num_rows, size), (count, out) = x.shape, scales.shape
     if why_not(size, count, dtype):
         defaults = tuning_of("tpu").tpu_products if sizes is None else sizes
         # Eight-bit codes are exact in bfloat16.
         x = x.astype(dtype) if x.dtype == jnp.int8 and defaults.int8_products == 1 else x
         options = {"dtype": dtype, "out_dtype": out_dtype, "fine": jnp.float32}  # a TPU has no float16
-        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, **options)
+        return quantized_xla.quantized_matmul(operands._replace(x=x), **options)
     chosen: TpuProducts = product_sizes("tpu", num_rows, size, out, count, codes.dtype) if sizes is None else sizes
     by_sums = sums_are_smaller(num_rows, size // count, chosen)
     rows = prepared(x, x_scales, codes.dtype, count, dtype, chosen, by_sums=by_sums)

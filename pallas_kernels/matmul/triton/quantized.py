@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.xla import quantized as quantized_xla
 from jaxengine.pallas_kernels.triton import LEAST, padded, widened, widened_pairs
 from jaxengine.pallas_kernels.tuning import TritonProducts, tuning_of
@@ -35,11 +36,7 @@ MOST_SUMS = 64 * 64  # sums of a tile that leave registers to the codes of 128 i
 
 
 def quantized_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+    operands: QuantizedOperands,
     *,
     dtype: Any,
     out_dtype: Any,
@@ -52,6 +49,7 @@ def quantized_matmul(
     XLA multiplies if the kernel cannot, or has too many rows to be the faster one; a log line says why. sizes: by
     default those of the table. interpret: run on the CPU.
     """
+    x, x_scales, codes, scales, zeros = operands
     (rows, size), (num_scales, out) = x.shape, scales.shape
     sizes = tuning_of("gpu_triton").triton_products if sizes is None else sizes
     reason = why_xla(size, out, num_scales, codes.dtype, dtype)
@@ -63,7 +61,7 @@ def quantized_matmul(
         reason = f"{rows} rows are more than {most_rows}"
     if reason:
         _log_once(f"[{size}, {out}]: {reason}")
-        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+        return quantized_xla.quantized_matmul(operands, dtype=dtype, out_dtype=out_dtype)
     shape = Shape(rows, size, out, num_scales, codes.dtype, zeros is not None, jnp.dtype(out_dtype), sizes)
     operands = [x.astype(jnp.bfloat16), codes.T, scales, *([] if zeros is None else [zeros])]
     parts = pl.pallas_call(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.matmul.nibbles import code_parts, row_parts
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.rounding import MOST_CODE, RoundedRows, units_of
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
@@ -23,21 +24,12 @@ MOST_GROUP_ROWS = 64
 BLOCK_COLUMNS = 512  # columns of a matrix that are widened at a time
 
 
-def quantized_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    *,
-    dtype: Any,
-    out_dtype: Any,
-    fine: Any = jnp.float16,
-) -> jax.Array:
+def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any, fine: Any = jnp.float16) -> jax.Array:
     """Multiply rows x [M, in] by codes * scales - zeros: [M, out] in out_dtype. fine: see `fine_rows`.
 
     Shapes are those of the public operation, jaxengine.pallas_kernels.matmul.quantized, which has checked them.
     """
+    x, x_scales, codes, scales, zeros = operands
     rows = x.shape[0]
     if rows == 1:
         # For one row XLA:GPU writes all products, a float32 array of the matrix's size, to memory before it sums them.

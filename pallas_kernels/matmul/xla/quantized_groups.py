@@ -12,16 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.matmul.nibbles import code_parts, per_byte, row_parts
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.xla.grouped import over_tiles
 from jaxengine.pallas_kernels.matmul.xla.quantized import fine_rows, multiplied, widened_product
 
 
 def quantized_grouped_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+    operands: QuantizedOperands,
     group_sizes: jax.Array,
     *,
     dtype: Any,
@@ -34,6 +31,7 @@ def quantized_grouped_matmul(
 
     transposed: as `matmul.xla.grouped.grouped_matmul`'s. fine: see `matmul.xla.quantized.fine_rows`.
     """
+    x, x_scales, codes, scales, zeros = operands
     out_size = codes.shape[2]
     by_channel = scales.shape[1] == 1 and zeros is None and (x_scales is None or x_scales.shape[1] == 1)
     widened = None if by_channel else fine_rows(x, x_scales, dtype, fine)

@@ -23,6 +23,7 @@ from jaxengine.pallas_kernels.matmul.hopper.grouped import Tiles, most_rows_of, 
 from jaxengine.pallas_kernels.matmul.hopper.shape import OUTPUTS, Shape, step_of, why_xla
 from jaxengine.pallas_kernels.matmul.lora import grouped_form, lora_product, lora_visits
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.quantized import product_of, quantized_matmul
 from jaxengine.pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from jaxengine.pallas_kernels.registry import platform_of
@@ -281,7 +282,7 @@ def test_tiles_of_groups_are_those_of_the_kernel(codes, group, tensor_memory, mo
             continue
         scales = jnp.ones((groups, 256 // group, 128))
         product = partial(grouped.quantized_grouped_matmul, dtype=jnp.bfloat16, **options)
-        jax.eval_shape(product, x, None, matrix, scales, None, sizes)
+        jax.eval_shape(product, QuantizedOperands(x, None, matrix, scales, None), sizes)
     assert len(made) == 5 and all(of_kernel == of_rows for of_kernel, of_rows in made), made
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 
 from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.quantized import (
     CODES,
     quantized_gated_matmul,
@@ -69,7 +71,8 @@ def matrix_of(rng, size, out, num_scales, dtype, zeros, stack=()):
 
 @cache
 def compiled(function, dtype):
-    return jax.jit(partial(function, dtype=jnp.dtype(dtype), out_dtype=jnp.float32))
+    options = {"dtype": jnp.dtype(dtype), "out_dtype": jnp.float32}
+    return jax.jit(lambda *given: function(QuantizedOperands(*given[:5]), *given[5:], **options))
 
 
 # rows, inputs, outputs, scales along the inputs, dtype of codes, whether there are zeros, dtype of rows
@@ -186,9 +189,10 @@ def test_a_tpu_without_kernel_has_no_float16(op):
     rng = np.random.default_rng(0)
     matrix = matrix_of(rng, 96, 40, 3, "int8", False)
     rows, wide = rounded_to(jnp.asarray(rng.standard_normal((70, 96)), jnp.float32), 3, "int8")
-    operands = *rows, *(jnp.asarray(part) for part in matrix[:2]), None
+    codes, scales = (jnp.asarray(part) for part in matrix[:2])
+    operands: tuple[Any, ...] = (QuantizedOperands(*rows, codes, scales, None),)
     if op == "quantized_grouped_matmul":
-        operands = *rows, *(part[None] for part in operands[2:4]), None, jnp.asarray([70], jnp.int32)
+        operands = QuantizedOperands(*rows, codes[None], scales[None], None), jnp.asarray([70], jnp.int32)
     call = partial(kernel(op, "tpu"), dtype=jnp.bfloat16, out_dtype=jnp.float32)
     text = jax.jit(call).trace(*operands).lower(lowering_platforms=("tpu",)).as_text()
     assert "xf16" not in text and "HIGHEST" in text
@@ -249,7 +253,7 @@ def test_codes_of_groups_that_are_stored_turned():
     rng = np.random.default_rng(0)
     codes, scales, _ = matrix_of(rng, 32, 24, 2, "uint8", False, (3,))
     x, sizes = jnp.asarray(rng.standard_normal((9, 32)), jnp.float32), jnp.asarray([4, 0, 5], jnp.int32)
-    given = x, None, stored(codes, "uint8"), scales, None, sizes
+    given = QuantizedOperands(x, None, stored(codes, "uint8"), scales, None), sizes
     options = {"dtype": jnp.float32, "out_dtype": jnp.float32}
     run = quantized_groups_xla.quantized_grouped_matmul
     np.testing.assert_array_equal(run(*given, **options, transposed=True), run(*given, **options))
@@ -286,10 +290,10 @@ def test_one_row_of_a_large_matrix(codes_dtype, num_scales, monkeypatch):
     x = jnp.asarray(rng.standard_normal((1, 384)), jnp.float32)
     matrix = matrix_of(rng, 384, 264, num_scales, codes_dtype, True)
     run = jax.jit(partial(kernel("quantized_matmul", "cpu"), dtype=jnp.float32, out_dtype=jnp.float32))
-    given = x, None, stored(matrix[0], codes_dtype), *matrix[1:]
-    assert "while" in run.lower(*given).as_text()
+    given = QuantizedOperands(x, None, stored(matrix[0], codes_dtype), *matrix[1:])
+    assert "while" in run.lower(given).as_text()
     exact = reference.quantized_matmul(np.asarray(x), *(np.asarray(part) for part in matrix))
-    assert error(run(*given), exact) < 1e-6
+    assert error(run(given), exact) < 1e-6
 
 
 @pytest.mark.parametrize(("codes_dtype", "sums"), [("int8", 72), ("uint8", 36)])
@@ -373,12 +377,12 @@ def test_a_tpu_without_products_of_eight_bits_makes_none(int8_products):
     x, codes = (jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for shape in ((5, 96), (96, 40)))
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.float32, "sizes": TpuProducts(int8_products=int8_products)}
     call = partial(tpu.quantized_matmul, **options)
-    operands = x, jnp.full((5, 1), 0.5), codes, jnp.full((1, 40), 0.25), None
-    dots = [eqn for eqn in jax.make_jaxpr(call)(*operands).eqns if eqn.primitive.name == "dot_general"]
+    operands = QuantizedOperands(x, jnp.full((5, 1), 0.5), codes, jnp.full((1, 40), 0.25), None)
+    dots = [eqn for eqn in jax.make_jaxpr(call)(operands).eqns if eqn.primitive.name == "dot_general"]
     kinds = {str(invar.aval.dtype) for eqn in dots for invar in eqn.invars}
     assert kinds == ({"int8"} if int8_products == 2 else {"bfloat16"})
     expected = np.asarray(x, np.float32) @ np.asarray(codes, np.float32) / 8
-    np.testing.assert_allclose(call(*operands), expected, rtol=1e-6)
+    np.testing.assert_allclose(call(operands), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
