@@ -1,8 +1,9 @@
-"""Messages between the processes of one engine: framed, authenticated, and decoded as data only.
+"""Messages between the processes of one engine: framed, authenticated, encrypted, and decoded as data only.
 
-Both ends share a key from a file. Each proves that it has it by an HMAC-SHA256 over both nonces and its role, which
-prevents replay. Every message carries a code, whose key is specific to the connection and direction, over its number
-and content. The content is not encrypted.
+Both ends share a key from a file. They agree on a secret of their connection (X25519), and each proves that it has the
+key by an HMAC-SHA256 over both public values, the secret and its role. Messages are sealed with ChaCha20-Poly1305, by a
+key of the connection and direction and by their number: none can be read, changed, repeated, left out or sent back by
+somebody else, and a recorded connection stays secret even from who learns the shared key later.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import hashlib
 import hmac
 import json
 import math
-import os
 import selectors
 import socket
 import threading
@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.config.key_file import HOW_TO_MAKE, read_key
@@ -47,6 +50,8 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
     # Between steps: orders of jaxengine.cluster.orders, and the workers' answers. number: of the order.
     "order": {"number": int, "name": str, "arguments": dict},
     "answer": {"number": int, "content": dict},
+    # A part of jax's start-up traffic, one array of uint8, on a connection that began with "coordinator".
+    "bytes": {},
     # Any time.
     "alive": {},
     "failed": {"reason": str},
@@ -56,8 +61,9 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "float32", "uint8")}
 MAX_MESSAGE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 1 << 20  # options may hold a chat template and a whole config.json
-_GREETING = b"jaxengine cluster 1\n"
-_NONCE_BYTES = _CODE_BYTES = 32
+_GREETING = b"jaxengine cluster 2\n"
+_PUBLIC_BYTES = _PROOF_BYTES = 32
+_TAG_BYTES = 16
 _HANDSHAKE_SECONDS = 10.0
 # Time without acknowledgement after which the system ends a connection: the other machine is gone.
 _UNACKNOWLEDGED_MS = 6000
@@ -152,7 +158,7 @@ def read_cluster_key(file: str | None) -> bytes:
 
 
 class Channel:
-    """Authenticated connection. Any thread may send, one thread receives.
+    """Authenticated and encrypted connection. Any thread may send, one thread receives.
 
     Raises ClusterError for an invalid message, OSError when the connection has ended.
 
@@ -161,9 +167,9 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes):
-        """Take over a connection after its handshake. send_key, receive_key: of the codes of either direction."""
+        """Take over a connection after its handshake. send_key, receive_key: 32 bytes, of either direction."""
         self.connection = connection
-        self._keys = send_key, receive_key
+        self._ciphers = ChaCha20Poly1305(send_key), ChaCha20Poly1305(receive_key)
         self._numbers = [0, 0]
         self._sending = threading.Lock()
         connection.settimeout(SILENCE_SECONDS)
@@ -178,7 +184,7 @@ class Channel:
             raise ClusterError(f"a message {op!r} has {len(payload)} bytes; allowed are {MAX_MESSAGE_BYTES}")
         length = len(payload).to_bytes(8, "little")
         with self._sending:
-            self.connection.sendall(length + self._code(0, length, payload) + payload)
+            self.connection.sendall(length + self._ciphers[0].encrypt(self._nonce(0), payload, length))
 
     def receive(self) -> Message:
         """Wait for the next message, heartbeats included, and return it.
@@ -186,14 +192,22 @@ class Channel:
         Raises ConnectionError at the end of the connection, TimeoutError after SILENCE_SECONDS without a byte,
         ClusterError for an invalid message.
         """
-        head = _receive_exactly(self.connection, 8 + _CODE_BYTES)
-        length = int.from_bytes(head[:8], "little")
+        head = _receive_exactly(self.connection, 8)
+        length = int.from_bytes(head, "little")
         if length > MAX_MESSAGE_BYTES:
             raise ClusterError(f"a message claims {length} bytes; allowed are {MAX_MESSAGE_BYTES}")
-        payload = _receive_exactly(self.connection, length)
-        if not hmac.compare_digest(self._code(1, head[:8], payload), head[8:]):
-            raise ClusterError("a message was not sent by the other end")
-        return decode(payload)
+        sealed = _receive_exactly(self.connection, length + _TAG_BYTES)
+        try:
+            return decode(self._ciphers[1].decrypt(self._nonce(1), sealed, head))
+        except InvalidTag:
+            raise ClusterError("a message was not sent by the other end") from None
+
+    def receive_bytes(self) -> memoryview:
+        """Wait for the next message, which must be "bytes", and return its content. Raises as `receive`."""
+        message = self.receive()
+        if message.op != "bytes" or [array.dtype.name for array in message.arrays] != ["uint8"]:
+            raise ClusterError(f"a connection of jax's start-up sent {message.op!r}")
+        return message.arrays[0].data
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
         """Pass messages, except heartbeats, to `handle` until it returns False; send heartbeats meanwhile.
@@ -219,13 +233,10 @@ class Channel:
         """Close the connection; a thread that is receiving is woken."""
         close_connection(self.connection)
 
-    def _code(self, way: int, length: bytes, payload: bytes) -> bytes:
-        """Return the code of the next message in a direction. way: 0 for sent, 1 for received messages."""
-        number = self._numbers[way].to_bytes(8, "little")
+    def _nonce(self, way: int) -> bytes:
+        """Return the next message's number in a direction, 12 bytes. way: 0 for sent, 1 for received messages."""
         self._numbers[way] += 1
-        code = hmac.new(self._keys[way], number + length, hashlib.sha256)
-        code.update(payload)
-        return code.digest()
+        return self._numbers[way].to_bytes(12, "little")
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
@@ -243,20 +254,22 @@ def connect_channel(host: str, port: int, key: bytes) -> Channel:
 def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
     """Do a worker's part of the handshake. Raises as `connect_channel`; the caller then closes the connection."""
     deadline = _prepare(connection)
-    own = os.urandom(_NONCE_BYTES)
-    connection.sendall(_GREETING + own)
-    answer = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)
+    own = X25519PrivateKey.generate()
+    public = own.public_key().public_bytes_raw()
+    connection.sendall(_GREETING + public)
+    answer = _receive_exactly(connection, len(_GREETING) + _PUBLIC_BYTES, deadline)
     if answer[: len(_GREETING)] != _GREETING:
         raise ClusterError("the peer is not an engine of this version")
-    nonces = own + answer[len(_GREETING) :]
-    connection.sendall(_keyed(key, b"worker", nonces))
+    theirs = answer[len(_GREETING) :]
+    shared = public + theirs + _secret(own, theirs)
+    connection.sendall(_keyed(key, b"worker", shared))
     try:
-        proof = _receive_exactly(connection, _CODE_BYTES, deadline)
+        proof = _receive_exactly(connection, _PROOF_BYTES, deadline)
     except ConnectionError:
         raise ClusterError("host 0 has another cluster key") from None
-    if not hmac.compare_digest(proof, _keyed(key, b"host 0", nonces)):
+    if not hmac.compare_digest(proof, _keyed(key, b"host 0", shared)):
         raise ClusterError("host 0 has another cluster key")
-    return Channel(connection, _keyed(key, b"to host 0", nonces), _keyed(key, b"to worker", nonces))
+    return Channel(connection, _keyed(key, b"to host 0", shared), _keyed(key, b"to worker", shared))
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
@@ -264,16 +277,17 @@ def accept_channel(connection: socket.socket, key: bytes) -> Channel:
     it has the key; the caller then closes the connection.
     """
     deadline = _prepare(connection)
-    greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)
+    greeting = _receive_exactly(connection, len(_GREETING) + _PUBLIC_BYTES, deadline)
     if greeting[: len(_GREETING)] != _GREETING:
         raise ClusterError("it is not a worker of this version")
-    own = os.urandom(_NONCE_BYTES)
-    connection.sendall(_GREETING + own)
-    nonces = greeting[len(_GREETING) :] + own
-    if not hmac.compare_digest(_receive_exactly(connection, _CODE_BYTES, deadline), _keyed(key, b"worker", nonces)):
+    own, theirs = X25519PrivateKey.generate(), greeting[len(_GREETING) :]
+    public = own.public_key().public_bytes_raw()
+    shared = theirs + public + _secret(own, theirs)
+    connection.sendall(_GREETING + public)
+    if not hmac.compare_digest(_receive_exactly(connection, _PROOF_BYTES, deadline), _keyed(key, b"worker", shared)):
         raise ClusterError("it has another cluster key")
-    connection.sendall(_keyed(key, b"host 0", nonces))
-    return Channel(connection, _keyed(key, b"to worker", nonces), _keyed(key, b"to host 0", nonces))
+    connection.sendall(_keyed(key, b"host 0", shared))
+    return Channel(connection, _keyed(key, b"to worker", shared), _keyed(key, b"to host 0", shared))
 
 
 def close_connection(connection: socket.socket) -> None:
@@ -292,9 +306,22 @@ def _prepare(connection: socket.socket) -> float:
     return time.monotonic() + _HANDSHAKE_SECONDS
 
 
-def _keyed(key: bytes, role: bytes, nonces: bytes) -> bytes:
-    """Return a proof of the key, or a key of one direction, for a connection with these nonces."""
-    return hmac.new(key, role + b"\0" + nonces, hashlib.sha256).digest()
+def _secret(own: X25519PrivateKey, theirs: bytes) -> bytes:
+    """Return the secret of a connection whose other end sent the public value `theirs`, both of 32 bytes.
+
+    Raises ClusterError for a value that gives everybody the same secret.
+    """
+    try:
+        return own.exchange(X25519PublicKey.from_public_bytes(theirs))
+    except ValueError:
+        raise ClusterError("the peer's public value is of a small group") from None
+
+
+def _keyed(key: bytes, role: bytes, shared: bytes) -> bytes:
+    """Return a proof of the key, or a key of one direction, 32 bytes, for a connection with these public values and
+    secret.
+    """
+    return hmac.new(key, role + b"\0" + shared, hashlib.sha256).digest()
 
 
 def _receive_exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:

@@ -2,7 +2,7 @@
 
 Host 0 sends each program to the workers (worker.py) before it executes it itself, so that all processes execute the
 same programs in the same order. It admits workers and detects lost ones. jax's start-up traffic between processes
-passes through authenticated connections too, so that host 0 opens only master_port. Exchanges between devices use their
+passes through such connections too, so that host 0 opens only master_port. Exchanges between devices use their
 own connections, over a network that must be trusted.
 """
 
@@ -283,7 +283,7 @@ class Cluster(Peers):
                     self._greetings.pop(connection, None)
             hello = channel.receive()
             if hello.op == "coordinator":
-                self._relay(connection)
+                self._relay(channel)
             elif worker := self._enter(channel, hello, address):
                 self._follow(worker)
         except (ClusterError, OSError) as error:
@@ -364,14 +364,19 @@ class Cluster(Peers):
                 with contextlib.suppress(OSError):  # it may be gone as well
                     other.channel.send("failed", reason=f"{worker} is lost: {reason}")
 
-    def _relay(self, connection: socket.socket) -> None:
-        """Connect a worker's connection with jax's coordination service in this process."""
+    def _relay(self, channel: Channel) -> None:
+        """Connect a worker's channel with jax's coordination service in this process, until the worker closes it.
+
+        Raises ClusterError for another message than "bytes".
+        """
         with socket.create_connection(("127.0.0.1", self._coordinator_port), self._config.cluster_timeout) as service:
-            for each in (connection, service):
+            for each in (channel.connection, service):
                 each.settimeout(None)
-            threading.Thread(target=pump, args=(service, connection), daemon=True).start()
-            pump(connection, service)
-            close_connection(service)
+            threading.Thread(target=seal, args=(service, channel), daemon=True).start()
+            try:
+                unseal(channel, service)
+            finally:
+                close_connection(service)
 
 
 def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
@@ -396,11 +401,20 @@ def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> No
     jax.devices()
 
 
-def pump(source: socket.socket, sink: socket.socket) -> None:
-    """Copy bytes from one socket to another until either end is closed."""
+def seal(source: socket.socket, channel: Channel) -> None:
+    """Send the bytes of a socket over a channel until either end is closed."""
     with contextlib.suppress(OSError):
         while part := source.recv(1 << 16):
-            sink.sendall(part)
+            channel.send("bytes", [np.frombuffer(part, np.uint8)])
+
+
+def unseal(channel: Channel, sink: socket.socket) -> None:
+    """Write what `seal` sends at the other end to a socket until either end is closed. Raises ClusterError for another
+    message.
+    """
+    with contextlib.suppress(OSError):
+        while True:
+            sink.sendall(channel.receive_bytes())
 
 
 def free_listener() -> socket.socket:

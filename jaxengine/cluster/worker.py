@@ -25,11 +25,10 @@ from jaxengine.cluster.channel import (
     Channel,
     ClusterError,
     Message,
-    close_connection,
     connect_channel,
     read_cluster_key,
 )
-from jaxengine.cluster.host0 import BLAME_SECONDS, LOG_SECONDS, free_listener, join_jax, pump, versions
+from jaxengine.cluster.host0 import BLAME_SECONDS, LOG_SECONDS, free_listener, join_jax, seal, unseal, versions
 from jaxengine.cluster.order_taker import OrderTaker
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -148,9 +147,16 @@ class Host0(Peers):
             self.leave(f"host 0 is lost: {error}")
         for each in (connection, channel.connection):
             each.settimeout(None)
-        threading.Thread(target=pump, args=(channel.connection, connection), daemon=True).start()
-        pump(connection, channel.connection)
-        close_connection(channel.connection)
+        threading.Thread(target=self._unseal, args=(channel, connection), daemon=True).start()
+        seal(connection, channel)
+        channel.close()
+
+    def _unseal(self, channel: Channel, connection: socket.socket) -> None:
+        """Write to a connection of jax's client what host 0 sends for it; exit if somebody else sends something."""
+        try:
+            unseal(channel, connection)
+        except ClusterError as error:
+            self.leave(f"host 0 is lost: {error}")
 
     def _join(self) -> Channel:
         """Connect to host 0, which may not have started yet. Raises ClusterError after cluster_timeout seconds, and at

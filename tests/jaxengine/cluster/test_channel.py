@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from jaxengine.cluster import channel
 from jaxengine.cluster.channel import (
     MAX_MESSAGE_BYTES,
     Channel,
@@ -23,7 +24,7 @@ from jaxengine.cluster.channel import (
 )
 from jaxengine.config.engine_config import ConfigError
 
-KEY = b"k" * 32
+KEY, THERE, BACK = b"k" * 32, b"t" * 32, b"b" * 32
 STEP = Message("forward", {"num_tokens": 8, "num_seqs": 8}, [np.arange(12, dtype=np.int32).reshape(2, 6)])
 
 
@@ -143,30 +144,87 @@ def test_what_is_not_a_worker_is_refused(ends):
         accept_channel(other, KEY)
 
 
-@pytest.mark.parametrize("change", ["a byte", "again", "back"])
+@pytest.mark.parametrize("change", ["a byte", "its length", "again", "back"])
 def test_a_message_of_somebody_else_is_refused(ends, change):
     one, other = ends
-    Channel(one, b"there", b"back").send("end")
+    keys = THERE, BACK
+    Channel(one, *keys).send("end")
     sent = bytearray(other.recv(1000))
-    there, back = (b"back", b"there") if change == "back" else (b"there", b"back")
-    reader = Channel(one, back, there)
+    reader = Channel(one, *keys) if change == "back" else Channel(one, *reversed(keys))
     if change == "again":
         other.sendall(sent)
         assert reader.receive().op == "end"
     elif change == "a byte":
         sent[-20] ^= 1
+    elif change == "its length":
+        sent[0] -= 1
     other.sendall(sent)
     with pytest.raises(ClusterError, match="not sent by the other end"):
         reader.receive()
+
+
+def test_a_connection_that_ends_in_a_message_is_lost(ends):
+    one, other = ends
+    Channel(one, THERE, BACK).send("plan", num_pages=7, programs="x")
+    one.shutdown(socket.SHUT_WR)
+    sent = other.recv(1000)
+    for kept in (0, 5, 20, len(sent) - 1):
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as again:
+            again.sendall(sent[:kept])
+            again.close()
+            with server.accept()[0] as reader, pytest.raises(ConnectionResetError):
+                Channel(reader, BACK, THERE).receive()
+
+
+def test_nobody_between_reads_or_repeats_a_connection():
+    """What passes between two ends holds no word of theirs, and host 0 refuses all of it when it comes again."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as tap:
+        heard: dict[str, bytearray] = {"worker": bytearray(), "host 0": bytearray()}
+
+        def listen(name: str, source: socket.socket, sink: socket.socket) -> None:
+            while part := source.recv(1 << 16):
+                heard[name] += part
+                sink.sendall(part)
+            sink.shutdown(socket.SHUT_WR)
+
+        with ThreadPoolExecutor(3) as pool:
+            worker = pool.submit(connect_channel, "127.0.0.1", tap.getsockname()[1], KEY)
+            inner, outer = tap.accept()[0], socket.create_connection(server.getsockname())
+            pool.submit(listen, "worker", inner, outer)
+            pool.submit(listen, "host 0", outer, inner)
+            host0 = accept_channel(server.accept()[0], KEY)
+            worker.result().send("failed", reason="a secret of the worker")
+            assert host0.receive().fields == {"reason": "a secret of the worker"}
+            host0.send("bytes", [np.frombuffer(b"a secret of host 0", np.uint8)])
+            assert bytes(worker.result().receive_bytes()) == b"a secret of host 0"
+            host0.send("end")
+            with pytest.raises(ClusterError, match="sent 'end'"):
+                worker.result().receive_bytes()
+            host0.close()
+            worker.result().close()
+        for end in (inner, outer):
+            end.close()
+        assert all(len(each) > 100 and b"secret" not in each for each in heard.values())
+        with socket.create_connection(server.getsockname()) as again, server.accept()[0] as connection:
+            again.sendall(heard["worker"])
+            with pytest.raises(ClusterError, match="another cluster key"):
+                accept_channel(connection, KEY)
+
+
+def test_a_public_value_that_fixes_the_secret_is_refused(ends):
+    one, other = ends
+    one.sendall(channel._GREETING + bytes(32))
+    with pytest.raises(ClusterError, match="small group"):
+        accept_channel(other, KEY)
 
 
 def test_a_message_that_claims_to_be_large_is_not_waited_for(ends):
     one, other = ends
     one.sendall((MAX_MESSAGE_BYTES + 1).to_bytes(8, "little") + bytes(32))
     with pytest.raises(ClusterError, match=f"claims {MAX_MESSAGE_BYTES + 1} bytes"):
-        Channel(other, b"", b"").receive()
+        Channel(other, THERE, BACK).receive()
     with pytest.raises(ClusterError, match="allowed are"):
-        Channel(other, b"", b"").send("change", [np.zeros(MAX_MESSAGE_BYTES, np.int32)], name="x")
+        Channel(other, THERE, BACK).send("change", [np.zeros(MAX_MESSAGE_BYTES, np.int32)], name="x")
 
 
 def test_a_key_file_is_its_owners_alone(tmp_path):
