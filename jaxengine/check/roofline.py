@@ -269,11 +269,12 @@ def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:
 
 def _num_matrices(decl: ParamDecl) -> int:
     """Return the number of matrices stacked in a weight of axes (heads, latent), such as one for each head of MLA, each
-    applied to rows of its own: groups of its sources' rows. 0 for other axes.
+    applied to rows of its own: groups of its sources' rows. 0 for other weights.
 
-    A projection from heads to a latent, as Mamba's x_proj, has the same axes: each of its outputs counts.
+    A projection from heads to a latent, as Mamba's x_proj, has the same axes, but its sources are joined along the
+    latent.
     """
-    if decl.axes != ("heads", "latent"):
+    if decl.axes != ("heads", "latent") or decl.joined_axis:
         return 0
     return sum(source.rows // source.group for source in decl.sources)
 

@@ -6,14 +6,16 @@ import dataclasses
 
 import jax
 
-from jaxengine.check.roofline import product_work
+from jaxengine.check.roofline import _num_matrices, product_work
 from jaxengine.check.shapes import SHAPES, model_config
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
-from jaxengine.models.registry import build_model
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.sharding.layout import GATHER, RAGGED, MeshLayout
+from tests.models.conftest import CHECKPOINTS
 from tests.models.tiny import with_attention
 
 # One layer of eight experts of 32, two of each token.
@@ -69,6 +71,17 @@ def test_a_block_of_rows_and_all_tokens_are_counted_where_devices_have_experts()
     )
     matrices = (1024 + 2 * 32) + (32 + 1024)
     assert gathers - sends == 2 * (12 - 3) * matrices + 1024 * (6 * (2 + 4) + 12 * 8)
+
+
+def test_a_projection_to_a_latent_is_no_stack_of_matrices():
+    """Mamba's x_proj has the axes of MLA's matrices of heads, and is a single one."""
+    for config, stacked in (
+        (read_folder(CHECKPOINTS / "mamba"), set()),
+        (model_config("deepseek-v3:1"), {"w_uk", "w_uv"}),
+    ):
+        params = list(declared_params(build_model(config, Build("bfloat16"))))
+        assert {path for param in params if _num_matrices(param.decl) for path in param.path} >= stacked
+        assert {_num_matrices(param.decl) for param in params} == ({0, 128} if stacked else {0})
 
 
 def test_states_are_read_and_written_once():
