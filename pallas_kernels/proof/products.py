@@ -55,7 +55,9 @@ def product_case(call: Call) -> Case:
         return implementation(*arguments, **options)
 
     def inputs(mix: str, rng: np.random.Generator) -> tuple[Any, ...]:
-        made = {name: None if shape is None else _array(name, shape, shapes, rng) for name, shape in shapes.items()}
+        made: dict[str, Any] = {
+            name: None if shape is None else _array(name, shape, shapes, rng) for name, shape in shapes.items()
+        }
         if "group_sizes" in shapes:
             _divide(made, mix, call.platform, rng)
         if "codes" not in made:

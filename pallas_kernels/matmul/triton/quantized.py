@@ -63,7 +63,7 @@ def quantized_matmul(
         _log_once(f"[{size}, {out}]: {reason}")
         return quantized_xla.quantized_matmul(operands, dtype=dtype, out_dtype=out_dtype)
     shape = Shape(rows, size, out, num_scales, codes.dtype, zeros is not None, jnp.dtype(out_dtype), sizes)
-    operands = [x.astype(jnp.bfloat16), codes.T, scales, *([] if zeros is None else [zeros])]
+    inputs = [x.astype(jnp.bfloat16), codes.T, scales, *([] if zeros is None else [zeros])]
     parts = pl.pallas_call(
         partial(_multiply, shape),
         out_shape=jax.ShapeDtypeStruct((shape.splits, rows, out), shape.stored_dtype),
@@ -71,7 +71,7 @@ def quantized_matmul(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=sizes.stages),
         interpret=interpret,
         name="quantized_matmul",
-    )(*operands)
+    )(*inputs)
     return functools.reduce(jnp.add, (parts[each] for each in range(shape.splits))).astype(out_dtype)
 
 
