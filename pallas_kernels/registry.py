@@ -20,6 +20,7 @@ from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen0
 PLATFORMS = {
     "cpu": ("cpu", "xla"),
     "gpu": ("hopper", "cuda", "xla"),
+    "gpu_blackwell": ("blackwell", "cuda", "xla"),
     "gpu_triton": ("triton", "cuda", "xla"),
     "gpu_xla": ("cuda", "xla"),
     "tpu": ("tpu", "xla"),
@@ -33,11 +34,13 @@ _KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,), EXACT: (EXACT, *PLATFORMS["cpu"])}
 # Kinds in plain XLA. Implementations of other kinds are kernels, which a device has to prove (pallas_kernels.proof).
 PLAIN_KINDS = frozenset(("cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
+    ("attention_schedule", "blackwell"): "attention.blackwell.attend",
     ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
     ("attention_schedule", "triton"): "attention.triton.attend",
     ("attention_schedule", "xla"): "attention.xla.schedule",
     ("attention_schedule", UNPAGED): "attention.unpaged",
+    ("ragged_paged_attention", "blackwell"): "attention.blackwell.attend",
     ("ragged_paged_attention", "hopper"): "attention.hopper.attend",
     ("ragged_paged_attention", "tpu"): "attention.tpu.attend",
     ("ragged_paged_attention", "triton"): "attention.triton.attend",
@@ -256,7 +259,7 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
     """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, those in
     place of kernels that fail their proof included.
 
-    "gpu", "gpu_triton" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA
+    "gpu" and the platforms named "gpu_..." count as one: where an operation is chosen by what jax compiles for, all CUDA
     cards share a row. "cpu" includes the rows of EXACT.
     """
     family = platform.partition("_")[0]
@@ -271,8 +274,8 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
 
 
 def platform_of(device: Any) -> str:
-    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels), "gpu_triton" (Triton kernels) or
-    "gpu_xla" (any other CUDA card).
+    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Hopper), "gpu_blackwell", "gpu_triton" (Ampere and Ada)
+    or "gpu_xla" (any other CUDA card).
 
     Raises ValueError for a kind of device that has no rows.
     """
@@ -281,13 +284,15 @@ def platform_of(device: Any) -> str:
     if device.platform in ("gpu", "cuda"):
         if has_mosaic(device.compute_capability):
             return "gpu"
+        if has_tcgen05(device.compute_capability):
+            return "gpu_blackwell"
         return "gpu_triton" if has_triton(device.compute_capability) else "gpu_xla"
     raise ValueError(f"platform {device.platform!r} has no kernels, allowed: cpu, tpu, gpu (CUDA)")
 
 
 def product_platform_of(device: Any) -> str:
-    """Return the platform whose matrix products a jax device runs: "gpu" also for cards with tcgen05 kernels, else as
-    `platform_of`.
+    """Return the platform whose matrix products a jax device runs: "gpu" also for Blackwell cards, whose kernels share
+    its rows, else as `platform_of`.
     """
     platform = platform_of(device)
-    return "gpu" if platform == "gpu_xla" and has_tcgen05(device.compute_capability) else platform
+    return "gpu" if platform == "gpu_blackwell" else platform

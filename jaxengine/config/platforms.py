@@ -43,6 +43,6 @@ PLATFORMS = {
     # A CPU shares its memory with everything else and compiles slowly; two sequences cost it as much as four.
     "cpu": Platform("cpu", "float32", 16, 32, 512, 0.5, 512, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
     "gpu": _GPU,
-    **{name: replace(_GPU, name=name) for name in ("gpu_triton", "gpu_xla")},
+    **{name: replace(_GPU, name=name) for name in ("gpu_blackwell", "gpu_triton", "gpu_xla")},
     "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, None, _DECODES, _CHUNKS, keeps_tables=False),
 }

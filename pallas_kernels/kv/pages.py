@@ -7,7 +7,7 @@ pages.
 
 A layout is named after the platform whose kernels read it.
 
-- "cpu", "gpu", "gpu_triton", "gpu_xla": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H]
+- "cpu", "gpu" and those named "gpu_...": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H]
   followed by one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth, many short ones at
   half of it; on a GPU a tile is one TMA box.
 - "tpu": [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values. One DMA
@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec
 
 from jaxengine.pallas_kernels.registry import UNPAGED
 
-LAYOUTS = ("cpu", "gpu", "gpu_triton", "gpu_xla", "tpu")
+LAYOUTS = ("cpu", "gpu", "gpu_blackwell", "gpu_triton", "gpu_xla", "tpu")
 PER_TOKEN_LAYOUTS = ("cpu", "gpu_triton", "gpu_xla")  # layouts that support token scales
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 LANES = 128  # columns of a TPU register
