@@ -259,7 +259,7 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
     """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, those in
     place of kernels that fail their proof included.
 
-    "gpu" and the platforms named "gpu_..." count as one: where an operation is chosen by what jax compiles for, all CUDA
+    "gpu" and the other platforms of CUDA count as one: where an operation is chosen by what jax compiles for, all CUDA
     cards share a row. "cpu" includes the rows of EXACT.
     """
     family = platform.partition("_")[0]

@@ -7,7 +7,7 @@ pages.
 
 A layout is named after the platform whose kernels read it.
 
-- "cpu", "gpu" and those named "gpu_...": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H]
+- "cpu", "gpu" and the others of CUDA: [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H]
   followed by one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth, many short ones at
   half of it; on a GPU a tile is one TMA box.
 - "tpu": [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values. One DMA

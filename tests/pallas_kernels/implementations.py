@@ -87,10 +87,11 @@ class Implementation:
         if self.platform == "gpu_triton":
             return {"paged_attention_rows", "paged_attention_cuts"}
         always, with_runs = _KERNELS[self.platform]
-        if self.platform == "gpu" and case.values_in_keys:
+        on_mosaic = self.platform in ("gpu", "gpu_blackwell")
+        if on_mosaic and case.values_in_keys:
             return {"paged_attention_latent", "paged_attention_merge"}
         has_runs = case.num_tokens > case.max_seqs
-        if self.platform == "gpu":  # rows of few tokens are no runs
+        if on_mosaic:  # rows of few tokens are no runs
             most = HopperAttention().decode_tokens, WARPGROUP_ROWS // (case.heads[0] // case.heads[1])
             row = min(case.num_tokens // case.max_seqs, *most)
             has_runs &= case.num_tokens > row
@@ -115,7 +116,9 @@ class Implementation:
 
 # By platform: those of every program, and those of one with more tokens than sequences.
 _KERNELS = {
-    "gpu": ({"paged_attention_decode", "paged_attention_merge"}, {"paged_attention_prefill"}),
+    **dict.fromkeys(
+        ("gpu", "gpu_blackwell"), ({"paged_attention_decode", "paged_attention_merge"}, {"paged_attention_prefill"})
+    ),
     "tpu": ({"paged_attention_single"}, {"paged_attention_runs"}),
 }
 
@@ -232,6 +235,15 @@ MOSAIC_GPU = Implementation(
 )
 # Of products only: it has no other kernels.
 BLACKWELL = replace(MOSAIC_GPU, name="mgpu-blackwell", options={"tensor_memory": True})
+# Of attention: 256 rows of a prefill tile, or 128 of head dims above 192.
+BLACKWELL_ATTENTION = replace(
+    MOSAIC_GPU,
+    name="mgpu-blackwell-attention",
+    platform="gpu_blackwell",
+    elsewhere=lambda case, dtype: "latents" if case.values_in_keys else _not_mosaic_gpu(case, dtype),
+    latent_dims=(40, 24),
+    tuning=Tuning(hopper_attention=HopperAttention(num_ctas=3, prefill_rows=256)),
+)
 TRITON = Implementation(
     "triton",
     "gpu_triton",
@@ -258,4 +270,7 @@ DEVICE = (
 IN_PROCESS = [CPU, GPU_XLA, *DEVICE]
 TPU = [TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER, TPU_PRODUCTION_LAZY, TPU_PRODUCTION_EAGER]
 INTERPRETED = [*TPU, MOSAIC_GPU, TRITON]
-IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*IN_PROCESS, *INTERPRETED, BLACKWELL)}
+IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (*IN_PROCESS, *INTERPRETED, BLACKWELL, BLACKWELL_ATTENTION)
+}

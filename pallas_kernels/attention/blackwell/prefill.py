@@ -3,8 +3,8 @@
 Tiles, loads and stores are those of `attention.hopper`, with 128 rows for each warpgroup: the rows of a product, of
 which each lane of registers holds one, so that maxima and sums of a row need no other lane. A warpgroup starts the
 scores of the next block before it does the softmax of this one, and the sums of values stay in tensor memory, where
-they are scaled in pieces. So neither warpgroup waits for the tensor cores but at its first block, and they need not take
-turns. Weights go through shared memory.
+they are scaled in pieces: the tensor cores have work during a softmax, and the two need not take turns. Weights go
+through shared memory.
 """
 
 from __future__ import annotations

@@ -28,5 +28,7 @@ def scale_sums(sums: Any, factor: Any) -> None:
     for first in range(0, sums.shape[1], PIECE):
         end = min(first + PIECE, sums.shape[1])
         piece = columns_of(sums, first, end)
-        plgpu.async_store_tmem(sums.at[:, pl.ds(first, end - first)], piece * lax.broadcast_in_dim(factor, piece.shape, [0]))
+        plgpu.async_store_tmem(
+            sums.at[:, pl.ds(first, end - first)], piece * lax.broadcast_in_dim(factor, piece.shape, [0])
+        )
     plgpu.commit_tmem()

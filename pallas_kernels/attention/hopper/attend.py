@@ -134,8 +134,9 @@ def ragged_paged_attention(
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes what no kernel
     supports, and a batch whose schedule is XLA's because of `kv_limits`; a warning says why, once per reason.
-    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: of the
-    card. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
+    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: of
+    the card. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of
+    another layout.
     """
     check_layout(kv.layout, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.layout)

@@ -153,7 +153,8 @@ def decode_partials(
 
     q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. page_table: i32 [S, W].
     scale: f32 [K], factor of the product of query and key code, log2(e) not included; values are summed as codes.
-    attend: what the computing warpgroup does where shape.tensor_memory, as `_attend` does it with wgmma. Raises ValueError if shared memory does not hold two blocks.
+    attend: what the computing warpgroup does where shape.tensor_memory, as `_attend` does it with wgmma. Raises
+    ValueError if shared memory does not hold two blocks.
     """
     num_items, rows = items.items.shape[0], shape.rows
     memory = _scratch(shape)

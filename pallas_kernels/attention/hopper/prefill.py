@@ -117,9 +117,9 @@ def registers(shape: Shape) -> tuple[int, int]:
     possible.
 
     Windows and sinks need more in the producer, and widening most; accumulators of a large head dim leave least to
-    give.
+    give, and those in tensor memory most.
     """
-    producer = 88 if shape.widens else 72 if shape.spec.head_dim <= 192 else 56
+    producer = 96 if shape.tensor_memory else 88 if shape.widens else 72 if shape.spec.head_dim <= 192 else 56
     return producer, (REGISTERS - producer) // 2
 
 
@@ -300,8 +300,8 @@ def _visible(shape: Shape, tile: Tile, warpgroup, block):
 def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, sums, largest, total, weight) -> None:
     """Write the warpgroup's rows of the tile: the output of the tile's own tokens, and the log-sum-exp of all rows.
 
-    sums(first, end): columns of the sums, f32 [rows, end - first]. weight: f32 [rows], factor of the sums besides a pool's value scale. largest (in base 2),
-    total: f32 [rows].
+    sums(first, end): columns of the sums, f32 [rows, end - first]. weight: f32 [rows], factor of the sums besides a
+    pool's value scale. largest (in base 2), total: f32 [rows].
     """
     rows, head_dim = pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows), shape.spec.head_dim
     if shape.widens:

@@ -196,9 +196,7 @@ def scratch(shape: Shape) -> list[Any]:
     if not of_tensors:
         return buffers
     complete = plgpu.Barrier(num_barriers=shape.computing, orders_tensor_core=True)
-    sums = [
-        plgpu.TMEM((shape.warpgroup_rows, shape.computing * columns), jnp.float32) for columns in (block, head_dim)
-    ]
+    sums = [plgpu.TMEM((shape.warpgroup_rows, shape.computing * columns), jnp.float32) for columns in (block, head_dim)]
     return [*buffers, tiles((rows, block), shape.dtype), *sums, complete, complete]
 
 

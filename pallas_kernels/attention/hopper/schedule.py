@@ -28,7 +28,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, Ragge
 from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from jaxengine.pallas_kernels.tuning import HopperAttention, TritonAttention, Tuning
 
-MAX_WIDE_HEAD_DIM = 192  # of prefill tiles of more than 128 rows
+MAX_WIDE_HEAD_DIM = 128  # of prefill tiles of more than 128 rows
 DECODE_KEYS = 64  # keys of a decode block; a page is a multiple of a block, or a block of pages
 
 # Columns of `DecodeItems.items`.
