@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 # Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
-# Attention and products with quantised and with grouped matrices also have a form with those of 10.0 and 10.3 (tcgen05).
+# Attention and products with quantised and with grouped matrices also have a form for 10.0 and 10.3 (tcgen05).
 _MOSAIC_CAPABILITIES = ("9.0",)
 _TCGEN05_CAPABILITIES = ("10.0", "10.3")
 _TRITON_CAPABILITIES = ("8.0", "8.6", "8.9")

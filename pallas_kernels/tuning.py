@@ -90,7 +90,7 @@ class TpuAttention(_Sizes):
 
 @dataclass(frozen=True)
 class HopperAttention(_Sizes):
-    """Sizes of attention.hopper."""
+    """Sizes of attention.hopper and attention.blackwell."""
 
     num_ctas: int = 132  # persistent CTAs of each kernel: one per SM, of which H100 SXM and H200 have 132
     decode_tokens: int = 8  # most new tokens of a decode row
@@ -98,7 +98,6 @@ class HopperAttention(_Sizes):
     min_part_cost: int = 4  # a CTA's part is not cut smaller than this, in blocks
     decode_stages: int = 6  # most blocks in shared memory, for decodes
     prefill_stages: int = 4  # and for prefills
-    prefill_rows: int = 128  # rows of queries of a prefill tile: 64 or, on Blackwell, 128 for each of two warpgroups
     merge_stages: int = 8  # partials in flight
     merge_ctas_per_sm: int = 4  # a unit of merging is mostly latency: several at a time
 
@@ -223,8 +222,6 @@ def tuning_of(platform: str) -> Tuning:
             triton_attention=replace(table.triton_attention, num_ctas=2 * card.num_sms),
             triton_products=replace(table.triton_products, num_ctas=card.num_sms),
         )
-    if platform == "gpu_blackwell":
-        table = replace(table, hopper_attention=replace(table.hopper_attention, prefill_rows=256))
     if platform in ("gpu", "gpu_blackwell") and (card := card_of_trace()) is not None and card.num_sms:
         attention = replace(table.hopper_attention, num_ctas=card.num_sms)
         products = replace(table.hopper_products, num_ctas=card.num_sms)

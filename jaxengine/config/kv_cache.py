@@ -20,7 +20,7 @@ _CODES = {
 }
 # vLLM's names for a scale per token and KV head, and the platforms whose attention kernels read these.
 _PER_TOKEN = ("int8_per_token_head", "fp8_per_token_head")
-_READ_ON = ("cpu", "gpu_triton", "gpu_xla")
+_READ_ON = ("cpu", "gpu_blackwell", "gpu_triton", "gpu_xla")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", *_CODES, *_PER_TOKEN)
 AUTO, CALIBRATE, UNIT = "auto", "calibrate", "unit"
 

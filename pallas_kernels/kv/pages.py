@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec
 from jaxengine.pallas_kernels.registry import UNPAGED
 
 LAYOUTS = ("cpu", "gpu", "gpu_blackwell", "gpu_triton", "gpu_xla", "tpu")
-PER_TOKEN_LAYOUTS = ("cpu", "gpu_triton", "gpu_xla")  # layouts that support token scales
+PER_TOKEN_LAYOUTS = ("cpu", "gpu_blackwell", "gpu_triton", "gpu_xla")  # layouts that support token scales
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 LANES = 128  # columns of a TPU register
 _UNSIGNED = {1: "uint8", 2: "uint16"}

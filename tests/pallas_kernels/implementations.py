@@ -177,6 +177,12 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def _not_blackwell(case: Case, dtype: str) -> str | None:
+    if case.values_in_keys or case.kv_dtype in PER_TOKEN:
+        return "latents" if case.values_in_keys else "scales of tokens"
+    return _not_mosaic_gpu(case, dtype)
+
+
 def _not_triton(case: Case, dtype: str) -> str | None:
     pool_dtype = case.pool_dtype(dtype)
     reasons = {
@@ -235,14 +241,14 @@ MOSAIC_GPU = Implementation(
 )
 # Of products only: it has no other kernels.
 BLACKWELL = replace(MOSAIC_GPU, name="mgpu-blackwell", options={"tensor_memory": True})
-# Of attention: 256 rows of a prefill tile, or 128 of head dims above 192.
+# Of attention only.
 BLACKWELL_ATTENTION = replace(
     MOSAIC_GPU,
     name="mgpu-blackwell-attention",
     platform="gpu_blackwell",
-    elsewhere=lambda case, dtype: "latents" if case.values_in_keys else _not_mosaic_gpu(case, dtype),
+    refuses=lambda case, dtype: None,
+    elsewhere=_not_blackwell,
     latent_dims=(40, 24),
-    tuning=Tuning(hopper_attention=HopperAttention(num_ctas=3, prefill_rows=256)),
 )
 TRITON = Implementation(
     "triton",
@@ -260,7 +266,12 @@ DEVICE = (
             "device",
             ACCELERATOR,
             refuses={"gpu": _mosaic_gpu_refuses, "tpu": _tpu_refuses}.get(ACCELERATOR, lambda case, dtype: None),
-            elsewhere={"gpu": _not_mosaic_gpu, "gpu_triton": _not_triton, "tpu": _not_tpu}.get(ACCELERATOR),
+            elsewhere={
+                "gpu": _not_mosaic_gpu,
+                "gpu_blackwell": _not_blackwell,
+                "gpu_triton": _not_triton,
+                "tpu": _not_tpu,
+            }.get(ACCELERATOR),
             default_dims=(64, 64),
             latent_dims=(192, 128) if ACCELERATOR == "gpu" else (40, 24),
         )

@@ -14,7 +14,7 @@ from jaxengine.pallas_kernels.attention.blackwell.decode import attend
 from jaxengine.pallas_kernels.attention.blackwell.prefill import body
 from jaxengine.pallas_kernels.attention.hopper import attend as hopper
 
-COMPUTING = hopper.Computing(decode=attend, prefill=body, latents=False)
+COMPUTING = hopper.Computing(decode=attend, prefill=body, prefill_rows=256, latents=False)
 
 
 def attention_schedule(*arguments: Any, **options: Any) -> Any:

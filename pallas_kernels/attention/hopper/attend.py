@@ -41,6 +41,7 @@ class Computing(NamedTuple):
 
     decode: Callable[..., None] | None = None  # see `decode_partials`
     prefill: Callable[..., None] | None = None  # see `prefill_attention`
+    prefill_rows: int = 2 * WARPGROUP_ROWS  # of a prefill tile, at most
     latents: bool = True  # whether there is a kernel for latents
 
 
@@ -112,8 +113,9 @@ def attention_schedule(
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     if kv_limits is not None:
         return xla_schedule.attention_schedule(batch, spec, **sizes, kv_limits=kv_limits)
-    reason = why_not(spec, page_size, latents=computing.latents)
-    return (xla_schedule if reason else kernel_schedule).attention_schedule(batch, spec, **sizes)
+    if why_not(spec, page_size, latents=computing.latents):
+        return xla_schedule.attention_schedule(batch, spec, **sizes)
+    return kernel_schedule.attention_schedule(batch, spec, **sizes, most_rows=computing.prefill_rows)
 
 
 def ragged_paged_attention(
@@ -142,6 +144,8 @@ def ragged_paged_attention(
     spec.check_shard(kv.data.shape[1], kv.layout)
     unusual = {"tree_mask": tree_mask is not None, "latents": computing.latents}
     reason = why_not(spec, kv.page_size, q.dtype, kv.dtype, **unusual)
+    if reason is None and kv.spec.token_scales:
+        reason = "scales of single tokens"
     if reason is None and isinstance(schedule, xla_schedule.Schedule):
         reason = "tokens that see some that follow"
     if reason is not None:
@@ -153,7 +157,8 @@ def ragged_paged_attention(
     o, lse = decode_attention(q, q_rest, kv, batch, schedule.decode, **options, attend=computing.decode)
     if prefill is None:
         return o, lse
-    run_o, run_lse = prefill_attention(q, kv, batch, prefill, **options, body=computing.prefill)
+    of_card = {"body": computing.prefill, "most_rows": computing.prefill_rows}
+    run_o, run_lse = prefill_attention(q, kv, batch, prefill, **options, **of_card)
     in_run = (prefill.token_item < prefill.items.shape[0])[:, None]
     return jnp.where(in_run[..., None], run_o, o), jnp.where(in_run, run_lse, lse)
 

@@ -58,15 +58,16 @@ def prefill_attention(
     sizes: HopperAttention,
     interpret: Any = False,
     body: Callable[[Shape, Refs], None] | None = None,
+    most_rows: int = 2 * WARPGROUP_ROWS,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend the tokens of `items`: o [T, N, H] in q's dtype and lse f32 [T, N], undefined for other tokens.
 
     q: [T, N, H] of bfloat16 or float16. sinks: f32 [N] or None. sizes: see tuning. interpret: see `mosaic_gpu.launch`.
-    body: runs one warpgroup of a CTA with products in tensor memory; None for this module's, with wgmma. Raises
-    ValueError if shared memory does not hold two blocks of keys and values.
+    body: runs one warpgroup of a CTA with products in tensor memory; None for this module's, with wgmma. most_rows: of
+    `prefill_rows`, as of the schedule. Raises ValueError if shared memory does not hold two blocks of keys and values.
     """
     num_tokens, num_heads, head_dim = q.shape
-    block_q = prefill_block_q(spec, sizes.prefill_rows)
+    block_q = prefill_block_q(spec, most_rows)
     padded = max(block_q, -(-num_tokens // BOX_ROWS) * BOX_ROWS)
     q = q if padded == num_tokens else jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0)))
     shape = Shape(
@@ -79,7 +80,7 @@ def prefill_attention(
         sizes.num_ctas,
         sinks is not None,
         sizes.prefill_stages,
-        sizes.prefill_rows // 2,
+        most_rows // 2,
         tensor_memory=body is not None,
     )
     num_items, rows = items.items.shape[0], (shape.num_groups, shape.tile_rows)
@@ -119,7 +120,7 @@ def registers(shape: Shape) -> tuple[int, int]:
     Windows and sinks need more in the producer, and widening most; accumulators of a large head dim leave least to
     give, and those in tensor memory most.
     """
-    producer = 96 if shape.tensor_memory else 88 if shape.widens else 72 if shape.spec.head_dim <= 192 else 56
+    producer = 88 if shape.widens or shape.tensor_memory else 72 if shape.spec.head_dim <= 192 else 56
     return producer, (REGISTERS - producer) // 2
 
 

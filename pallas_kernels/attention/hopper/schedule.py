@@ -119,9 +119,16 @@ def prefill_block_q(spec: AttentionSpec, rows: int = 2 * WARPGROUP_ROWS) -> int:
 
 
 def attention_schedule(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    tuning: Tuning,
+    most_rows: int = 2 * WARPGROUP_ROWS,
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds.
+    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds. most_rows: of
+    `prefill_rows`.
 
     Tokens of no sequence are in no item. `prefill` is None over latents, and where no batch of this shape has a run.
     """
@@ -145,7 +152,7 @@ def attention_schedule(
     if not most:  # drafts of a sequence or two are too short for a run
         return Schedule(decode, None, tuning)
     token_seqs = jnp.where(valid & ~in_row, seqs, num_seqs)
-    block_q = prefill_block_q(spec, sizes.prefill_rows)
+    block_q = prefill_block_q(spec, most_rows)
     return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec, block_q), tuning)
 
 

@@ -226,7 +226,7 @@ def test_partition_spec_splits_pages_and_heads(layout):
         (lambda: alloc(spec("float64")), "KVSpec.dtype 'float64' is not supported, allowed: float32"),
         (
             lambda: alloc(spec("int8_per_token_head"), layout="tpu"),
-            "'tpu' has no scales of tokens, allowed: cpu, gpu_triton, gpu_xla",
+            "'tpu' has no scales of tokens, allowed: cpu, gpu_blackwell, gpu_triton, gpu_xla",
         ),
         (lambda: spec("bfloat16", token_scales=True), "token_scales are those of codes of one byte, got bfloat16"),
         (lambda: alloc(spec("float32"), layout="abacus"), "layout 'abacus' is not implemented, allowed: cpu"),
