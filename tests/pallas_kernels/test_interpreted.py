@@ -172,9 +172,8 @@ def pytest_generate_tests(metafunc):
     skip = pytest.mark.skipif(bool(NO_TCGEN05), reason=NO_TCGEN05)
 
     def marks(job: Job) -> list[pytest.MarkDecorator]:
-        return [skip] * (job[1] in (BLACKWELL.name, BLACKWELL_ATTENTION.name)) + [pytest.mark.versions] * (
-            job in VERSIONS
-        )
+        on_blackwell = job[1] in (BLACKWELL.name, BLACKWELL_ATTENTION.name)
+        return [skip] * on_blackwell + [pytest.mark.versions] * (job in VERSIONS)
 
     rows = [
         pytest.param(index, job, id=" ".join(map(str, job)), marks=marks(job))

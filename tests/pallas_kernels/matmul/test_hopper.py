@@ -74,6 +74,7 @@ def test_cards_are_known_by_their_names(kind):
         with plain_cards():
             assert card_of_trace() == Card(False, 114)
         assert tuning_of("gpu").hopper_products.num_ctas == 114
+        assert tuning_of("gpu_blackwell").hopper_attention.num_ctas == 114
     with mesh_of("TPU v6e", 1):
         assert card_of_trace() is None
 
