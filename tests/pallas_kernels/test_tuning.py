@@ -83,8 +83,8 @@ HOPPER_TILES = [
     ((64, 8), 128, "int8", 64, (6, 2), 16, 64, 3),
     ((8, 8), 256, "bfloat16", 16, (2, 1), 128, 64, 2),
 ]
-# (query, kv) heads, head dim, dtype of the pool; then blocks and queries in flight of decode, and tokens, rows and blocks
-# in flight of a prefill tile.
+# (query, kv) heads, head dim, dtype of the pool; then blocks and queries in flight of decode, and tokens, rows and
+# blocks in flight of a prefill tile.
 BLACKWELL_TILES = [
     ((64, 8), 64, "bfloat16", (6, 2), 32, 256, 4),
     ((32, 32), 80, "int8", (6, 2), 256, 256, 4),

@@ -179,7 +179,7 @@ def decode_attention(
     """Attend the tokens in rows of `items`: o [T, N, Hv] and lse f32 [T, N], 0 and -inf for all other tokens.
 
     q, q_rest: as in the public operation; q_rest is None unless values lie in keys. sinks: f32 [N] or None. sizes: of
-    the schedule's tuning. attend: of `Computing.decode`.
+    the tuning. attend: of `Computing.decode`.
     """
     num_tokens, num_q_heads, _ = q.shape
     num_rows, width = items.row_tokens.shape
@@ -189,8 +189,7 @@ def decode_attention(
         tiles = spec.num_kv_heads // stored_heads
         shape = LatentShape(spec, tiles, kv.page_size, width, q.dtype, sizes.decode_stages)
     else:
-        sizes_of_shape = kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages
-        shape = DecodeShape(spec, *sizes_of_shape, tensor_memory=attend is not None)
+        shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages, attend is not None)
     num_kv_heads, group = spec.num_kv_heads, spec.group_size
     padding = shape.rows - width * group
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
