@@ -13,18 +13,19 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 # Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
-# Kernels for quantised and for grouped matrices also have a form with the instructions of 10.0 (tcgen05).
+# Attention and products with quantised and with grouped matrices also have a form for 10.0 and 10.3 (tcgen05).
 _MOSAIC_CAPABILITIES = ("9.0",)
-_TCGEN05_CAPABILITIES = ("10.0",)
+_TCGEN05_CAPABILITIES = ("10.0", "10.3")
 _TRITON_CAPABILITIES = ("8.0", "8.6", "8.9")
 # CUDA's names of the cards of a compute capability: A100, A800, A30; A2, A10G, A16, A40, RTX A6000, RTX 30; L4, L40S,
-# RTX 6000 Ada, RTX 40; H20, H100, H200, H800, GH200; B100, B200, GB200.
+# RTX 6000 Ada, RTX 40; H20, H100, H200, H800, GH200; B100, B200, GB200; B300, GB300.
 _CARDS = {
     "8.0": re.compile(r"NVIDIA A(100|800|30)\b"),
     "8.6": re.compile(r"NVIDIA (A(2|10[GM]?|16|40)\b|RTX A\d+|GeForce RTX 30\d\d)"),
     "8.9": re.compile(r"NVIDIA (L(2|4|20|40S?)\b|RTX \d+ Ada|GeForce RTX 40\d\d)"),
     "9.0": re.compile(r"NVIDIA G?H\d+\b"),
     "10.0": re.compile(r"NVIDIA G?B[12]00\b"),
+    "10.3": re.compile(r"NVIDIA G?B300\b"),
 }
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
 
@@ -47,7 +48,7 @@ def has_mosaic(capability: str) -> bool:
 
 
 def has_tcgen05(capability: str) -> bool:
-    """Whether the matrix-product kernels for tcgen05 run on a card of this compute capability."""
+    """Whether the Mosaic GPU kernels for tcgen05 run on a card of this compute capability."""
     return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
 
 
@@ -65,12 +66,11 @@ def lowers_triton() -> bool:
 
 
 def plain_operations(capability: str) -> str:
-    """Return what a CUDA card of this compute capability computes in plain XLA for want of any kernel: "attention",
-    "attention and quantised products", or "".
+    """Return what a CUDA card of this compute capability computes in plain XLA for want of any kernel: "attention and
+    quantised products", or "".
     """
-    if has_mosaic(capability) or has_triton(capability):
-        return ""
-    return "attention" if has_tcgen05(capability) else "attention and quantised products"
+    has_any = has_mosaic(capability) or has_tcgen05(capability) or has_triton(capability)
+    return "" if has_any else "attention and quantised products"
 
 
 def why_no_kernels(capability: str) -> str:
@@ -86,7 +86,7 @@ class Card(NamedTuple):
     Attributes:
       hopper: compute capability 9.0, for which the Mosaic GPU kernels are written; False within `plain_cards`.
       num_sms: streaming multiprocessors.
-      blackwell: compute capability 10.0, for which there are product kernels; False within `plain_cards`.
+      blackwell: compute capability 10.0 or 10.3, for which there are kernels with tcgen05; False within `plain_cards`.
       triton: compute capability 8.0 to 8.9, with a jax that lowers Triton kernels; False within `plain_cards`.
     """
 

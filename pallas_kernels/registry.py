@@ -43,6 +43,9 @@ class KernelPlatform:
 PLATFORMS = {
     "cpu": KernelPlatform(("cpu", "xla"), "cpu", HEAD_TILES_AS_BITS, "cpu", reads_token_scales=True),
     "gpu": KernelPlatform(("hopper", "cuda", "xla"), "cuda", HEAD_TILES, "hopper"),
+    "gpu_blackwell": KernelPlatform(
+        ("blackwell", "cuda", "xla"), "cuda", HEAD_TILES, "blackwell", reads_token_scales=True
+    ),
     "gpu_triton": KernelPlatform(("triton", "cuda", "xla"), "cuda", HEAD_TILES, "triton", reads_token_scales=True),
     "gpu_xla": KernelPlatform(("cuda", "xla"), "cuda", HEAD_TILES, "xla", reads_token_scales=True),
     "tpu": KernelPlatform(("tpu", "xla"), "tpu", TOKEN_ROWS, "tpu"),
@@ -62,11 +65,13 @@ _KINDS = {
 # Kinds in plain XLA. Implementations of other kinds are kernels, which a device has to prove (pallas_kernels.proof).
 PLAIN_KINDS = frozenset(("cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
+    ("attention_schedule", "blackwell"): "attention.blackwell.attend",
     ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
     ("attention_schedule", "triton"): "attention.triton.attend",
     ("attention_schedule", "xla"): "attention.xla.schedule",
     ("attention_schedule", UNPAGED): "attention.unpaged",
+    ("ragged_paged_attention", "blackwell"): "attention.blackwell.attend",
     ("ragged_paged_attention", "hopper"): "attention.hopper.attend",
     ("ragged_paged_attention", "tpu"): "attention.tpu.attend",
     ("ragged_paged_attention", "triton"): "attention.triton.attend",
@@ -315,8 +320,8 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
 
 
 def platform_of(device: Any) -> str:
-    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels), "gpu_triton" (Triton kernels) or
-    "gpu_xla" (any other CUDA card).
+    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Hopper), "gpu_blackwell", "gpu_triton" (Ampere and Ada)
+    or "gpu_xla" (any other CUDA card).
 
     Raises ValueError for a kind of device that has no rows.
     """
@@ -325,13 +330,15 @@ def platform_of(device: Any) -> str:
     if device.platform in ("gpu", "cuda"):
         if has_mosaic(device.compute_capability):
             return "gpu"
+        if has_tcgen05(device.compute_capability):
+            return "gpu_blackwell"
         return "gpu_triton" if has_triton(device.compute_capability) else "gpu_xla"
     raise ValueError(f"platform {device.platform!r} has no kernels, allowed: cpu, tpu, gpu (CUDA)")
 
 
 def product_platform_of(device: Any) -> str:
-    """Return the platform whose matrix products a jax device runs: "gpu" also for cards with tcgen05 kernels, else as
-    `platform_of`.
+    """Return the platform whose matrix products a jax device runs: "gpu" also for Blackwell cards, whose kernels share
+    its rows, else as `platform_of`.
     """
     platform = platform_of(device)
-    return "gpu" if platform == "gpu_xla" and has_tcgen05(device.compute_capability) else platform
+    return "gpu" if platform == "gpu_blackwell" else platform

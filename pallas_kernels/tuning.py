@@ -91,7 +91,7 @@ class TpuAttention(_Sizes):
 
 @dataclass(frozen=True)
 class HopperAttention(_Sizes):
-    """Sizes of attention.hopper."""
+    """Sizes of attention.hopper and attention.blackwell."""
 
     num_ctas: int = 132  # persistent CTAs of each kernel: one per SM, of which H100 SXM and H200 have 132
     decode_tokens: int = 8  # most new tokens of a decode row
@@ -223,7 +223,7 @@ def tuning_of(platform: str) -> Tuning:
             triton_attention=replace(table.triton_attention, num_ctas=2 * card.num_sms),
             triton_products=replace(table.triton_products, num_ctas=card.num_sms),
         )
-    if platform == "gpu" and (card := card_of_trace()) is not None and card.num_sms:
+    if platform in ("gpu", "gpu_blackwell") and (card := card_of_trace()) is not None and card.num_sms:
         attention = replace(table.hopper_attention, num_ctas=card.num_sms)
         products = replace(table.hopper_products, num_ctas=card.num_sms)
         table = replace(table, hopper_attention=attention, hopper_products=products)

@@ -124,6 +124,7 @@ ROOMS = {
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
         "jaxengine.pallas_kernels.attention.xla"
     ),
+    "jaxengine.pallas_kernels.attention.blackwell": "jaxengine.pallas_kernels.attention.hopper",
     "jaxengine.pallas_kernels.attention.triton": (
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
         "jaxengine.pallas_kernels.attention.xla jaxengine.pallas_kernels.attention.hopper"

@@ -77,6 +77,7 @@ class Target:
 _H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), True, 132, 128, 1.98, 52428800, 233472, 232448)
 _H200 = replace(_H100, description="NVIDIA H200 141GB HBM3e")
 _B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 232448)
+_B300 = replace(_B200, description="NVIDIA B300", capability=(10, 3))
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
 _A10G = Gpu("NVIDIA A10G", (8, 6), False, 80, 128, 1.71, 6291456, 102400, 101376)
 _L4 = Gpu("NVIDIA L4", (8, 9), False, 58, 128, 2.04, 50331648, 102400, 101376)
@@ -86,7 +87,6 @@ _L4 = Gpu("NVIDIA L4", (8, 9), False, 58, 128, 2.04, 50331648, 102400, 101376)
 CLOCKS = {"v5e": 1.5e9, "v5p": 3.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9, "sm_90": 1.755e9}
 _NO_COPIES = "libtpu's profile of it ends at copies within the chip"
 _NO_ROOM = "what a block's profile holds does not fit into its VMEM"
-_NO_WGMMA = "the kernels are written with wgmma, which it does not have"
 _NO_TRITON = "" if lowers_triton() else "this jax has XLA compile no Triton kernels"
 
 # A v5p device is a chip of two cores that act as one, a tpu7x device one of the two cores of its chip.
@@ -142,8 +142,9 @@ TARGETS = {
             2250e12,
             _B200.shared_per_block,
             gpu=_B200,
-            plain_attention=_NO_WGMMA,
         ),
+        # NVIDIA's data sheets of HGX B300: 270 GB that a program may use of 288, 8 TB/s.
+        Target("sm_103", "cuda", "", 270_000_000_000, 8000e9, 2250e12, _B300.shared_per_block, gpu=_B300),
     )
 }
 

@@ -55,7 +55,8 @@ def _of_target(name: str, target: str) -> Chip:
 
 
 _TARGETS = {"v5e": "v5e", "v6e": "v6e", "v5p": "v5p", "tpu7x": "tpu7x", "cpu": "cpu"}
-_TARGETS |= {"a100": "sm_80", "a10g": "sm_86", "l4": "sm_89", "h100": "sm_90", "h200": "h200", "b200": "sm_100"}
+_TARGETS |= {"a100": "sm_80", "a10g": "sm_86", "l4": "sm_89", "h100": "sm_90", "h200": "h200"}
+_TARGETS |= {"b200": "sm_100", "b300": "sm_103"}
 # bfloat16 of a T4 is computed as float32.
 CHIPS = {
     **{name: _of_target(name, target) for name, target in _TARGETS.items()},

@@ -208,8 +208,8 @@ class ProgressBar:
 
 
 def kernel_platform(device: Any) -> str:
-    """Return the platform, a key of PLATFORMS, whose kernels a device runs. Warns about a GPU that has no attention
-    kernels, which runs "gpu_xla", and says whether it has none for products either.
+    """Return the platform, a key of PLATFORMS, whose kernels a device runs. Warns about a GPU without kernels
+    ("gpu_xla").
     """
     platform = platform_of(device)
     if platform == "gpu_xla":

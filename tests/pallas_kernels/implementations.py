@@ -87,10 +87,11 @@ class Implementation:
         if self.platform == "gpu_triton":
             return {"paged_attention_rows", "paged_attention_cuts"}
         always, with_runs = _KERNELS[self.platform]
-        if self.platform == "gpu" and case.values_in_keys:
+        on_mosaic = self.platform in ("gpu", "gpu_blackwell")
+        if on_mosaic and case.values_in_keys:
             return {"paged_attention_latent", "paged_attention_merge"}
         has_runs = case.num_tokens > case.max_seqs
-        if self.platform == "gpu":  # rows of few tokens are no runs
+        if on_mosaic:  # rows of few tokens are no runs
             most = HopperAttention().decode_tokens, WARPGROUP_ROWS // (case.heads[0] // case.heads[1])
             row = min(case.num_tokens // case.max_seqs, *most)
             has_runs &= case.num_tokens > row
@@ -115,7 +116,9 @@ class Implementation:
 
 # By platform: those of every program, and those of one with more tokens than sequences.
 _KERNELS = {
-    "gpu": ({"paged_attention_decode", "paged_attention_merge"}, {"paged_attention_prefill"}),
+    **dict.fromkeys(
+        ("gpu", "gpu_blackwell"), ({"paged_attention_decode", "paged_attention_merge"}, {"paged_attention_prefill"})
+    ),
     "tpu": ({"paged_attention_single"}, {"paged_attention_runs"}),
 }
 
@@ -172,6 +175,12 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
         "pool": not quantized and pool_dtype != dtype,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _not_blackwell(case: Case, dtype: str) -> str | None:
+    if case.values_in_keys or case.kv_dtype in PER_TOKEN:
+        return "latents" if case.values_in_keys else "scales of tokens"
+    return _not_mosaic_gpu(case, dtype)
 
 
 def _not_triton(case: Case, dtype: str) -> str | None:
@@ -232,6 +241,15 @@ MOSAIC_GPU = Implementation(
 )
 # Of products only: it has no other kernels.
 BLACKWELL = replace(MOSAIC_GPU, name="mgpu-blackwell", options={"tensor_memory": True})
+# Of attention only.
+BLACKWELL_ATTENTION = replace(
+    MOSAIC_GPU,
+    name="mgpu-blackwell-attention",
+    platform="gpu_blackwell",
+    refuses=lambda case, dtype: None,
+    elsewhere=_not_blackwell,
+    latent_dims=(40, 24),
+)
 TRITON = Implementation(
     "triton",
     "gpu_triton",
@@ -248,7 +266,12 @@ DEVICE = (
             "device",
             ACCELERATOR,
             refuses={"gpu": _mosaic_gpu_refuses, "tpu": _tpu_refuses}.get(ACCELERATOR, lambda case, dtype: None),
-            elsewhere={"gpu": _not_mosaic_gpu, "gpu_triton": _not_triton, "tpu": _not_tpu}.get(ACCELERATOR),
+            elsewhere={
+                "gpu": _not_mosaic_gpu,
+                "gpu_blackwell": _not_blackwell,
+                "gpu_triton": _not_triton,
+                "tpu": _not_tpu,
+            }.get(ACCELERATOR),
             default_dims=(64, 64),
             latent_dims=(192, 128) if ACCELERATOR == "gpu" else (40, 24),
         )
@@ -258,4 +281,7 @@ DEVICE = (
 IN_PROCESS = [CPU, GPU_XLA, *DEVICE]
 TPU = [TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER, TPU_PRODUCTION_LAZY, TPU_PRODUCTION_EAGER]
 INTERPRETED = [*TPU, MOSAIC_GPU, TRITON]
-IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*IN_PROCESS, *INTERPRETED, BLACKWELL)}
+IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (*IN_PROCESS, *INTERPRETED, BLACKWELL, BLACKWELL_ATTENTION)
+}

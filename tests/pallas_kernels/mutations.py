@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 from tests.pallas_kernels.mutants import (
     counters,
     gpu_blackwell,
+    gpu_blackwell_attention,
     gpu_decode,
     gpu_latent,
     gpu_lora,
@@ -51,6 +52,7 @@ GATES: dict[str, ModuleType] = {
     "gpu-latent": gpu_latent,
     "gpu-products": gpu_products,
     "gpu-blackwell": gpu_blackwell,
+    "gpu-blackwell-attention": gpu_blackwell_attention,
     "gpu-lora": gpu_lora,
     "gpu-triton": gpu_triton,
     "gpu-triton-products": gpu_triton_products,

@@ -22,6 +22,7 @@ from tests.pallas_kernels.conformance import check_runs_kernels, replaced
 from tests.pallas_kernels.findings import NO_TCGEN05
 from tests.pallas_kernels.implementations import (
     BLACKWELL,
+    BLACKWELL_ATTENTION,
     IMPLEMENTATIONS,
     MOSAIC_GPU,
     TPU_EAGER,
@@ -170,4 +171,5 @@ def test_a_short_run_of_ci_has_a_jax_that_runs_blackwell_jobs():
     pythons = [tuple(map(int, python.split("."))) for python, requirement in rows.items() if requirement == "jax"]
     assert pythons and max(pythons) >= (3, 12), f"no short run with the newest jax: {rows}"
     assert 'if [ "$1" != jax ]; then kernels=(-k "not test_interpreted and not test_mutations"); fi' in script
-    assert {job[0] for job in VERSIONS if job[1] == BLACKWELL.name} == {"hopper_product", "hopper_grouped"}
+    on_blackwell = {job[0] for job in VERSIONS if job[1] in (BLACKWELL.name, BLACKWELL_ATTENTION.name)}
+    assert on_blackwell == {"attention", "hopper_product", "hopper_grouped"}

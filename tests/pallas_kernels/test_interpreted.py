@@ -22,6 +22,7 @@ from tests.pallas_kernels.checks import INVARIANTS, SLOTS, one_program_per_bucke
 from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED, NO_TCGEN05
 from tests.pallas_kernels.implementations import (
     BLACKWELL,
+    BLACKWELL_ATTENTION,
     INTERPRETED,
     MOSAIC_GPU,
     TPU_EAGER,
@@ -78,6 +79,7 @@ VERSIONS: tuple[Job, ...] = (
     ("hopper_product", MOSAIC_GPU.name, "pairs in groups of 32, tiles of 64"),
     ("hopper_product", MOSAIC_GPU.name, "e4m3 as it is"),
     ("hopper_grouped", MOSAIC_GPU.name, "groups of several tiles"),
+    ("attention", BLACKWELL_ATTENTION.name, "mixed", "bfloat16", "needle"),
     ("hopper_grouped", BLACKWELL.name, "groups of several tiles"),
     ("hopper_product", BLACKWELL.name, "e4m3 as it is"),
     ("hopper_product", BLACKWELL.name, "pairs in groups of 32, tiles of 64"),
@@ -125,6 +127,7 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("triton_product", TRITON.name, name) for name in triton_products.QUICK])
     groups.append([("hopper_product", BLACKWELL.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", BLACKWELL.name, name) for name in hopper_products.QUICK_GROUPS])
+    groups.append([("attention", BLACKWELL_ATTENTION.name, "mixed", "bfloat16", "needle")])  # has all of its kernels
     return [group for group in groups + _ALWAYS if group]
 
 
@@ -153,6 +156,9 @@ def thorough_groups() -> list[list[Job]]:
         groups += [[("hopper_product", one.name, case)] for case in hopper_products.PRODUCTS]
         groups += [[("hopper_grouped", one.name, case)] for case in hopper_products.GROUPS]
     groups += [[("hopper_gated", MOSAIC_GPU.name, case)] for case in hopper_products.GATED]
+    # What computes is Blackwell's own; loads, stores and merges have been through every case as Hopper's.
+    of_features = (*GPU_BATCHES, *GPU_FEATURES, "codes of decodes")
+    groups += [[("attention", BLACKWELL_ATTENTION.name, case, "bfloat16", "needle")] for case in of_features]
     groups.append([("triton_product", TRITON.name, case) for case in triton_products.PRODUCTS])
     return groups + _ALWAYS
 
@@ -166,7 +172,8 @@ def pytest_generate_tests(metafunc):
     skip = pytest.mark.skipif(bool(NO_TCGEN05), reason=NO_TCGEN05)
 
     def marks(job: Job) -> list[pytest.MarkDecorator]:
-        return [skip] * (job[1] == BLACKWELL.name) + [pytest.mark.versions] * (job in VERSIONS)
+        on_blackwell = job[1] in (BLACKWELL.name, BLACKWELL_ATTENTION.name)
+        return [skip] * on_blackwell + [pytest.mark.versions] * (job in VERSIONS)
 
     rows = [
         pytest.param(index, job, id=" ".join(map(str, job)), marks=marks(job))

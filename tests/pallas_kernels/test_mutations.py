@@ -32,6 +32,7 @@ SAMPLE = [
     pytest.param("gpu-decode:blocks not waited for", marks=pytest.mark.versions),
     pytest.param("gpu-products:scales shifted by a group", marks=SAME),
     pytest.param("gpu-blackwell:sums overwritten as they are read", marks=pytest.mark.versions),
+    pytest.param("gpu-blackwell-attention:scaled sums not committed", marks=SAME),
     pytest.param("gpu-lora:rows of others' tiles of slots kept", marks=SAME),
     pytest.param("gpu-triton:merge takes the next row's parts", marks=SAME),
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from jaxengine.pallas_kernels.attention.blackwell.attend import COMPUTING as BLACKWELL
 from jaxengine.pallas_kernels.attention.hopper import latent
 from jaxengine.pallas_kernels.attention.hopper.attend import why_not
 from jaxengine.pallas_kernels.attention.hopper.decode import DecodeShape
@@ -82,6 +83,18 @@ HOPPER_TILES = [
     ((64, 8), 128, "int8", 64, (6, 2), 16, 64, 3),
     ((8, 8), 256, "bfloat16", 16, (2, 1), 128, 64, 2),
 ]
+# (query, kv) heads, head dim, dtype of the pool; then blocks and queries in flight of decode, and tokens, rows and
+# blocks in flight of a prefill tile.
+BLACKWELL_TILES = [
+    ((64, 8), 64, "bfloat16", (6, 2), 32, 256, 4),
+    ((32, 32), 80, "int8", (6, 2), 256, 256, 4),
+    ((32, 8), 128, "bfloat16", (4, 2), 64, 256, 3),
+    ((32, 8), 128, "int8", (4, 2), 64, 256, 2),
+    ((28, 4), 128, "bfloat16", (4, 2), 256, 256, 3),
+    ((16, 8), 192, "bfloat16", (2, 2), 64, 128, 3),
+    ((16, 8), 192, "int8", (2, 1), 64, 128, 2),
+    ((16, 8), 256, "bfloat16", (2, 1), 64, 128, 2),
+]
 
 
 @each_row(
@@ -138,6 +151,21 @@ def test_hopper_tiles(heads, head_dim, kv_dtype, page_size, decode, block_q, key
     prefill = Shape(spec, 4096, page_size, block_q, *dtypes, sizes.num_ctas, False, sizes.prefill_stages)
     assert (prefill.block_kv, prefill.stages) == (keys, stages)
     check_registers(*prefill_registers(prefill), num_computing=2)
+
+
+@each_row(("heads", "head_dim", "kv_dtype", "decode", "block_q", "rows", "stages"), BLACKWELL_TILES)
+def test_blackwell_tiles(heads, head_dim, kv_dtype, decode, block_q, rows, stages):
+    sizes, spec = HopperAttention(), AttentionSpec(*heads, head_dim, head_dim, 1.0)
+    dtypes, most = (jnp.dtype("bfloat16"), jnp.dtype(kv_dtype)), BLACKWELL.prefill_rows
+    assert DecodeShape(spec, 64, 1, *dtypes, sizes.decode_stages, tensor_memory=True).stages() == decode
+    assert prefill_block_q(spec, most) == block_q
+    prefill = Shape(
+        *(spec, 4096, 64, block_q, *dtypes, sizes.num_ctas, True, sizes.prefill_stages), most // 2, tensor_memory=True
+    )
+    assert (prefill.tile_rows, prefill.stages) == (rows, stages)
+    assert prefill.computing * (prefill.block_kv + head_dim) <= 512, "columns of tensor memory"
+    if prefill.computing == 2:
+        check_registers(*prefill_registers(prefill), num_computing=2)
 
 
 def check_registers(producer: int, compute: int, *, num_computing: int) -> None:

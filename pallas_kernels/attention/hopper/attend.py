@@ -11,7 +11,8 @@ the attention.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,17 +36,35 @@ MAX_HEAD_DIM = 256
 MAX_ONE_BYTE_HEAD_DIM = 192
 
 
+class Computing(NamedTuple):
+    """What the computing warpgroups of a card's kernels do, None for this card's."""
+
+    decode: Callable[..., None] | None = None  # see `decode_partials`
+    prefill: Callable[..., None] | None = None  # see `prefill_attention`
+    prefill_rows: int = 2 * WARPGROUP_ROWS  # of a prefill tile, at most
+    latents: bool = True  # whether there is a kernel for latents
+
+
+HOPPER = Computing()
+
+
 def why_not(
-    spec: AttentionSpec, page_size: int, q_dtype: Any = None, kv_dtype: Any = None, *, tree_mask: bool = False
+    spec: AttentionSpec,
+    page_size: int,
+    q_dtype: Any = None,
+    kv_dtype: Any = None,
+    *,
+    tree_mask: bool = False,
+    latents: bool = True,
 ) -> str | None:
     """Return the reason why the kernels do not support an attention, which XLA then serves; None if they support it.
 
     q_dtype, kv_dtype: None if not known yet (a schedule is built before them); what depends on them is then not
-    checked. tree_mask: whether there is one.
+    checked. tree_mask: whether there is one. latents: whether there is a kernel for values that lie in keys.
     """
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
     if spec.values_in_keys:
-        if (reason := why_not_latent(spec)) is not None:
+        if (reason := why_not_latent(spec) if latents else "values that lie in keys") is not None:
             return reason
     elif spec.head_dim != spec.v_head_dim:
         return f"head_dim {spec.head_dim} and v_head_dim {spec.v_head_dim} differ"
@@ -86,14 +105,17 @@ def attention_schedule(
     page_size: int,
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
+    computing: Computing = HOPPER,
 ) -> kernel_schedule.Schedule | xla_schedule.Schedule:
     """Build the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
-    `kv_limits` is given.
+    `kv_limits` is given. computing: of the card.
     """
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     if kv_limits is not None:
         return xla_schedule.attention_schedule(batch, spec, **sizes, kv_limits=kv_limits)
-    return (xla_schedule if why_not(spec, page_size) else kernel_schedule).attention_schedule(batch, spec, **sizes)
+    if why_not(spec, page_size, latents=computing.latents):
+        return xla_schedule.attention_schedule(batch, spec, **sizes)
+    return kernel_schedule.attention_schedule(batch, spec, **sizes, most_rows=computing.prefill_rows)
 
 
 def ragged_paged_attention(
@@ -108,17 +130,22 @@ def ragged_paged_attention(
     q_rest: jax.Array | None = None,
     slopes: jax.Array | None = None,
     interpret: Any = False,
+    computing: Computing = HOPPER,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes what no kernel
     supports, and a batch whose schedule is XLA's because of `kv_limits`; a warning says why, once per reason.
-    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. Raises
-    ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
+    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: of
+    the card. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of
+    another layout.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)
-    reason = why_not(spec, kv.page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None)
+    unusual = {"tree_mask": tree_mask is not None, "latents": computing.latents}
+    reason = why_not(spec, kv.page_size, q.dtype, kv.dtype, **unusual)
+    if reason is None and kv.spec.token_scales:
+        reason = "scales of single tokens"
     if reason is None and isinstance(schedule, xla_schedule.Schedule):
         reason = "tokens that see some that follow"
     if reason is not None:
@@ -127,10 +154,11 @@ def ragged_paged_attention(
     assert isinstance(schedule, kernel_schedule.Schedule)
     prefill, sizes = schedule.prefill, schedule.tuning.hopper_attention
     options: dict[str, Any] = {"spec": spec, "sinks": sinks, "sizes": sizes, "interpret": interpret}
-    o, lse = decode_attention(q, q_rest, kv, batch, schedule.decode, **options)
+    o, lse = decode_attention(q, q_rest, kv, batch, schedule.decode, **options, attend=computing.decode)
     if prefill is None:
         return o, lse
-    run_o, run_lse = prefill_attention(q, kv, batch, prefill, **options)
+    of_card = {"body": computing.prefill, "most_rows": computing.prefill_rows}
+    run_o, run_lse = prefill_attention(q, kv, batch, prefill, **options, **of_card)
     in_run = (prefill.token_item < prefill.items.shape[0])[:, None]
     return jnp.where(in_run[..., None], run_o, o), jnp.where(in_run, run_lse, lse)
 
@@ -146,11 +174,12 @@ def decode_attention(
     sinks: jax.Array | None,
     sizes: HopperAttention,
     interpret: Any,
+    attend: Callable[..., None] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend the tokens in rows of `items`: o [T, N, Hv] and lse f32 [T, N], 0 and -inf for all other tokens.
 
     q, q_rest: as in the public operation; q_rest is None unless values lie in keys. sinks: f32 [N] or None. sizes: of
-    the schedule's tuning.
+    the tuning. attend: of `Computing.decode`.
     """
     num_tokens, num_q_heads, _ = q.shape
     num_rows, width = items.row_tokens.shape
@@ -160,7 +189,7 @@ def decode_attention(
         tiles = spec.num_kv_heads // stored_heads
         shape = LatentShape(spec, tiles, kv.page_size, width, q.dtype, sizes.decode_stages)
     else:
-        shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages)
+        shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages, attend is not None)
     num_kv_heads, group = spec.num_kv_heads, spec.group_size
     padding = shape.rows - width * group
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
@@ -185,7 +214,7 @@ def decode_attention(
         results = latent_attention(*queries, pool, batch.page_table, scale, items, **options)
         o, lse = merge_parts(*results, items, sinks, sizes=sizes, interpret=interpret)
     else:
-        partials = decode_partials(by_row(q), pool, batch.page_table, scale, items, shape, interpret)
+        partials = decode_partials(by_row(q), pool, batch.page_table, scale, items, shape, interpret, attend)
         v_scale = jnp.ones((num_kv_heads,), jnp.float32) if kv.v_scale is None else kv.v_scale
         o, lse = merge_partials(*partials, items.pair_items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
 

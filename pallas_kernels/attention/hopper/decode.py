@@ -14,6 +14,7 @@ takes a box per page.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class DecodeShape:
     dtype: Any  # dtype of queries and of wgmma's operands
     kv_dtype: Any  # dtype of the pool
     max_stages: int  # most blocks in shared memory
+    tensor_memory: bool = False  # whether products are tcgen05's, with sums in tensor memory, as on Blackwell
 
     parts = 2  # a block of the pool is keys and values
     head_tiles = 1  # tiles of query heads that share a kv head
@@ -62,6 +64,11 @@ class DecodeShape:
     def rows(self) -> int:
         """Rows of queries, maxima and sums of a (row, kv head) pair in global memory: M, a multiple of 8."""
         return -(-self.tokens * self.spec.group_size // 8) * 8
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of queries in a product."""
+        return 2 * WARPGROUP_ROWS if self.tensor_memory else WARPGROUP_ROWS
 
     @property
     def boxes(self) -> int:
@@ -77,6 +84,8 @@ class DecodeShape:
     def output_columns(self) -> int:
         """Columns of the accumulator that are staged in shared memory at a time, a divisor of the head dim."""
         head_dim = self.spec.head_dim
+        if self.tensor_memory:
+            return 16
         return OUTPUT_COLUMNS if head_dim % OUTPUT_COLUMNS == 0 else head_dim
 
     def stages(self) -> tuple[int, int]:
@@ -85,9 +94,11 @@ class DecodeShape:
         Raises ValueError where it does not hold two blocks.
         """
         head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
-        query = WARPGROUP_ROWS * head_dim * width
-        fixed = RESERVED_BYTES + WARPGROUP_ROWS * self.output_columns * 4
-        fixed += 2 * DECODE_KEYS * head_dim * width if self.converts else 0
+        rows, banks = self.product_rows, 2 if self.tensor_memory else 1
+        query = rows * head_dim * width
+        fixed = RESERVED_BYTES + rows * self.output_columns * 4
+        fixed += banks * 2 * DECODE_KEYS * head_dim * width if self.converts else 0
+        fixed += rows * DECODE_KEYS * width if self.tensor_memory else 0
         per_block = 2 * DECODE_KEYS * head_dim * jnp.dtype(self.kv_dtype).itemsize
         for queries in (2, 1):
             if (blocks := (SHARED_MEMORY_BYTES - fixed - queries * query) // per_block) >= 2:
@@ -97,7 +108,7 @@ class DecodeShape:
         )
 
 
-class _Refs(NamedTuple):
+class Refs(NamedTuple):
     """Operands, results and shared memory of the kernel, in launch order."""
 
     q: Any  # [R * K * M, H]
@@ -109,16 +120,24 @@ class _Refs(NamedTuple):
     o: Any  # f32 [I, M, H]
     largest: Any  # f32 [I, M]
     total: Any  # f32 [I, M]
-    q_smem: Any  # [queries, 64, H]
+    q_smem: Any  # [queries, product_rows, H]
     kv_smem: Any  # [blocks, 2 * block, H] keys, then values
-    o_smem: Any  # f32 [64, output_columns]
-    largest_smem: Any  # f32 [64]
-    total_smem: Any  # f32 [64]
+    o_smem: Any  # f32 [product_rows, output_columns]
+    largest_smem: Any  # f32 [product_rows]
+    total_smem: Any  # f32 [product_rows]
     kv_full: Any  # barrier per block: its copies have arrived
     kv_free: Any  # barrier per block: it has been read
     q_full: Any  # this and the next: the same, per tile of queries
     q_free: Any
-    wide_smem: Any = None  # [2 * block, H] one block in the dtype of the queries; None unless shape.converts
+    wide_smem: Any  # [banks * 2 * block, H] blocks in the dtype of the queries; None unless shape.converts
+    weight_smem: Any = None  # [product_rows, block] weights; this and what follows on Blackwell only
+    sums_tmem: Any = None  # f32 [product_rows, block] products of queries and keys
+    o_tmem: Any = None  # f32 [product_rows, H] weighted sums of values
+    scored: Any = None  # barrier: the products of queries and keys are complete
+    added: Any = None  # barrier: the products of weights and values are complete
+
+
+NUM_OPERANDS = Refs._fields.index("q_smem")  # operands and results
 
 
 def decode_partials(
@@ -129,40 +148,34 @@ def decode_partials(
     items: DecodeItems,
     shape: DecodeShape,
     interpret: Any = False,
+    attend: Callable[..., None] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the partial softmax of every item: sums of weighted values f32 [I, M, H], maxima in base 2 and
     denominators f32 [I, M]; entries past the last item hold anything.
 
     q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. page_table: i32 [S, W].
     scale: f32 [K], factor of the product of query and key code, log2(e) not included; values are summed as codes.
-    Raises ValueError if shared memory does not hold two blocks.
+    attend: what the computing warpgroup does where shape.tensor_memory, as `_attend` does it with wgmma. Raises
+    ValueError if shared memory does not hold two blocks.
     """
     num_items, rows = items.items.shape[0], shape.rows
-    head_dim, dtype = shape.spec.head_dim, shape.dtype
-    blocks, queries = shape.stages()
-    scratch = [
-        tiles((queries, WARPGROUP_ROWS, head_dim), dtype),
-        tiles((blocks, 2 * DECODE_KEYS, head_dim), shape.kv_dtype),
-        tiles((WARPGROUP_ROWS, shape.output_columns), jnp.float32),
-        plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
-        plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
-        plgpu.Barrier(num_barriers=blocks, num_arrivals=2 * shape.boxes),
-        plgpu.Barrier(num_barriers=blocks),
-        plgpu.Barrier(num_barriers=queries),
-        plgpu.Barrier(num_barriers=queries),
-    ]
-    if shape.converts:
-        scratch.append(tiles((2 * DECODE_KEYS, head_dim), dtype))
+    memory = _scratch(shape)
+
+    def body(*given: Any) -> None:
+        allocated = iter(given[NUM_OPERANDS:])
+        refs = Refs(*given[:NUM_OPERANDS], *(each and next(allocated) for each in memory))
+        _body(shape, refs, attend or _attend)
+
     o, largest, total = launch(
-        lambda *refs: _body(shape, _Refs(*refs)),
+        body,
         *(q, pool, page_table, scale, items.cta_items, items.items),
         name="paged_attention_decode",
         outputs=[
-            jax.ShapeDtypeStruct((num_items, rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, rows, shape.spec.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_items, rows), jnp.float32),
             jax.ShapeDtypeStruct((num_items, rows), jnp.float32),
         ],
-        scratch=scratch,
+        scratch=[each for each in memory if each is not None],
         num_ctas=items.cta_items.shape[0] - 1,
         num_warpgroups=2,
         interpret=interpret,
@@ -170,7 +183,31 @@ def decode_partials(
     return o, largest, total
 
 
-def _body(shape: DecodeShape, refs: _Refs) -> None:
+def _scratch(shape: DecodeShape) -> list[Any]:
+    """Return the shared memory, barriers and tensor memory of `Refs`, in its order; None for what `shape` has not."""
+    blocks, queries = shape.stages()
+    head_dim, rows = shape.spec.head_dim, shape.product_rows
+    buffers = [
+        tiles((queries, rows, head_dim), shape.dtype),
+        tiles((blocks, 2 * DECODE_KEYS, head_dim), shape.kv_dtype),
+        tiles((rows, shape.output_columns), jnp.float32),
+        plgpu.SMEM((rows,), jnp.float32),
+        plgpu.SMEM((rows,), jnp.float32),
+        plgpu.Barrier(num_barriers=blocks, num_arrivals=2 * shape.boxes),
+        plgpu.Barrier(num_barriers=blocks, orders_tensor_core=shape.tensor_memory and not shape.converts),
+        plgpu.Barrier(num_barriers=queries),
+        plgpu.Barrier(num_barriers=queries),
+    ]
+    banks = 2 if shape.tensor_memory else 1
+    buffers.append(tiles((banks * 2 * DECODE_KEYS, head_dim), shape.dtype) if shape.converts else None)
+    if not shape.tensor_memory:
+        return buffers
+    sums = [plgpu.TMEM((rows, columns), jnp.float32) for columns in (DECODE_KEYS, head_dim)]
+    complete = plgpu.Barrier(orders_tensor_core=True)
+    return [*buffers, tiles((rows, DECODE_KEYS), shape.dtype), *sums, complete, complete]
+
+
+def _body(shape: DecodeShape, refs: Refs, attend: Callable[..., None]) -> None:
     """Run one warpgroup of a CTA: warpgroup 1 loads the CTA's items, warpgroup 0 computes them."""
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
@@ -181,7 +218,7 @@ def _body(shape: DecodeShape, refs: _Refs) -> None:
 
     @pl.when(warpgroup == 0)
     def _():
-        _attend(shape, refs, first, end)
+        attend(shape, refs, first, end)
 
 
 def load(shape: Any, refs: Any, first, end) -> None:
@@ -252,7 +289,7 @@ def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, 
     return [(page_table[seq, column], 0) for column in columns]
 
 
-def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
+def _attend(shape: DecodeShape, refs: Refs, first, end) -> None:
     """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end), each
     over its blocks."""
     blocks, queries = shape.stages()
@@ -270,7 +307,7 @@ def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
             slot = lax.rem(step, jnp.int32(blocks))
             plgpu.barrier_wait(refs.kv_full.at[slot])
             start = block * DECODE_KEYS
-            keys, values = _operands(shape, refs, slot, begin - start, stop - start)
+            keys, values = operands(shape, refs, slot, 0, begin - start, stop - start)
 
             def multiply(accumulator):
                 plgpu.wgmma(accumulator, q, keys.transpose((1, 0)))
@@ -302,20 +339,21 @@ def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
             refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK], attend_block, (step, *nothing)
         )
         plgpu.barrier_arrive(refs.q_free.at[q_slot])
-        _store(shape, refs, item, *softmax)
+        acc, largest, total = softmax
+        store(shape, refs, item, lambda first, end: acc[:, first:end], largest, total)
         return step
 
     lax.fori_loop(first, end, attend_item, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _operands(shape: DecodeShape, refs: _Refs, slot, begin, end):
-    """Return keys and values of the block in buffer `slot` of shared memory as operands of wgmma, [DECODE_KEYS, H]
+def operands(shape: DecodeShape, refs: Refs, slot, bank, begin, end):
+    """Return keys and values of the block in buffer `slot` of shared memory as operands of products, [DECODE_KEYS, H]
     each.
 
     Keys [begin, end) of the block are in use. Values of the others may be NaN and are set to 0, because 0 * NaN is not
-    0; keys stay as they are. Where the pool has another dtype, both are first widened to the queries' in a buffer of
-    their own, and `slot` is released.
+    0; keys stay as they are. Where the pool has another dtype, both are first widened to the queries' in bank `bank` of
+    a buffer of their own, and `slot` is released.
     """
     block, width = DECODE_KEYS, shape.spec.head_dim
     stored = refs.kv_smem.at[slot, pl.ds(0, block)], refs.kv_smem.at[slot, pl.ds(block, block)]
@@ -332,7 +370,7 @@ def _operands(shape: DecodeShape, refs: _Refs, slot, begin, end):
 
     keys, values = stored
     if shape.converts:
-        keys, values = refs.wide_smem.at[pl.ds(0, block)], refs.wide_smem.at[pl.ds(block, block)]
+        keys, values = (refs.wide_smem.at[pl.ds(bank * 2 * block + part * block, block)] for part in range(2))
         for source, target in zip(stored, (keys, values), strict=True):
             target[...] = _widen(source[...], shape.dtype)
 
@@ -355,7 +393,7 @@ def _widen(codes, dtype):
 
 
 def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end, position):
-    """Return logits in base 2 of a block's products f32 [64, keys], -inf where a query does not see a key.
+    """Return logits in base 2 of a block's products f32 [rows, keys], -inf where a query does not see a key.
 
     tokens: most new tokens of a row of the schedule; its queries are ordered (token, head). scale: factor of the
     products, before a soft cap. begin, end, position: the row's range of keys and its first token's position, counted
@@ -380,12 +418,17 @@ def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end,
     return jnp.where(seen, logits, -jnp.inf)
 
 
-def _store(shape: DecodeShape, refs: _Refs, item, acc, largest, total) -> None:
-    """Store an item's partial softmax, acc f32 [64, H], largest and total f32 [64], to its rows in global memory."""
+def store(shape: DecodeShape, refs: Refs, item, sums: Callable[[int, int], Any], largest, total) -> None:
+    """Store an item's partial softmax to its rows in global memory.
+
+    sums(first, end): columns [first, end) of the weighted sums of values, f32 [product_rows, end - first]. largest,
+    total: f32 [product_rows].
+    """
     columns = shape.output_columns
     for first in range(0, shape.spec.head_dim, columns):
+        piece = sums(first, first + columns)
         plgpu.wait_smem_to_gmem(0)  # the last store still reads the buffer
-        refs.o_smem[...] = acc[:, first : first + columns]
+        refs.o_smem[...] = piece
         if first == 0:
             refs.largest_smem[...] = largest
             refs.total_smem[...] = total

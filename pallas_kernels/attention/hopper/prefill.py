@@ -12,6 +12,8 @@ as a TMA box must, computes up to 7 foreign rows for nothing, and stores its own
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxengine.pallas_kernels.attention.hopper.prefill_load import (
-    TILE_ROWS,
+    NUM_OPERANDS,
     Refs,
     Shape,
     Tile,
@@ -55,14 +57,17 @@ def prefill_attention(
     sinks: jax.Array | None,
     sizes: HopperAttention,
     interpret: Any = False,
+    body: Callable[[Shape, Refs], None] | None = None,
+    most_rows: int = 2 * WARPGROUP_ROWS,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend the tokens of `items`: o [T, N, H] in q's dtype and lse f32 [T, N], undefined for other tokens.
 
     q: [T, N, H] of bfloat16 or float16. sinks: f32 [N] or None. sizes: see tuning. interpret: see `mosaic_gpu.launch`.
-    Raises ValueError if shared memory does not hold two blocks of keys and values.
+    body: runs one warpgroup of a CTA with products in tensor memory; None for this module's, with wgmma. most_rows: of
+    `prefill_rows`, as of the schedule. Raises ValueError if shared memory does not hold two blocks of keys and values.
     """
     num_tokens, num_heads, head_dim = q.shape
-    block_q = prefill_block_q(spec)
+    block_q = prefill_block_q(spec, most_rows)
     padded = max(block_q, -(-num_tokens // BOX_ROWS) * BOX_ROWS)
     q = q if padded == num_tokens else jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0)))
     shape = Shape(
@@ -75,13 +80,21 @@ def prefill_attention(
         sizes.num_ctas,
         sinks is not None,
         sizes.prefill_stages,
+        most_rows // 2,
+        tensor_memory=body is not None,
     )
-    num_items, rows = items.items.shape[0], (shape.num_groups, TILE_ROWS)
+    num_items, rows = items.items.shape[0], (shape.num_groups, shape.tile_rows)
+    memory = scratch(shape)
     ones = jnp.ones((spec.num_kv_heads,), jnp.float32)
     scales = [ones if scale is None else scale for scale in (kv.k_scale, kv.v_scale)]
     base2 = jnp.full((num_heads,), NOTHING) if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING)
+
+    def run(*given: Any) -> None:
+        allocated = iter(given[NUM_OPERANDS:])
+        (body or _body)(shape, Refs(*given[:NUM_OPERANDS], *(each and next(allocated) for each in memory)))
+
     o, lse = launch(
-        lambda *refs: _body(shape, Refs(*refs)),
+        run,
         *(q, kv.data.reshape(-1, head_dim), batch.page_table, batch.cu_q_lens, batch.kv_lens),
         *(items.items, items.num_items, jnp.concatenate(scales), jnp.repeat(base2, block_q).reshape(rows)),
         name="paged_attention_prefill",
@@ -89,9 +102,9 @@ def prefill_attention(
             jax.ShapeDtypeStruct((padded, num_heads, shape.output_width), q.dtype),
             jax.ShapeDtypeStruct((num_items, *rows), jnp.float32),
         ],
-        scratch=scratch(shape),
+        scratch=[each for each in memory if each is not None],
         num_ctas=sizes.num_ctas,
-        num_warpgroups=3,
+        num_warpgroups=shape.computing + 1,
         interpret=interpret,
     )
     item = jnp.minimum(items.token_item, num_items - 1)
@@ -105,9 +118,9 @@ def registers(shape: Shape) -> tuple[int, int]:
     possible.
 
     Windows and sinks need more in the producer, and widening most; accumulators of a large head dim leave least to
-    give.
+    give, and those in tensor memory most.
     """
-    producer = 88 if shape.widens else 72 if shape.spec.head_dim <= 192 else 56
+    producer = 88 if shape.widens or shape.tensor_memory else 72 if shape.spec.head_dim <= 192 else 56
     return producer, (REGISTERS - producer) // 2
 
 
@@ -127,9 +140,13 @@ def _body(shape: Shape, refs: Refs) -> None:
         # The second warpgroup stays half a block behind the first: each has the tensor cores to itself.
         pl.when(warpgroup == 1)(lambda: _take_turn(refs))
         count = tile_count(shape, refs, cta)
-        lax.fori_loop(
-            0, count, lambda index, step: _attend_tile(shape, refs, cta, warpgroup, index, step), jnp.int32(0)
-        )
+        nothing = jnp.zeros((WARPGROUP_ROWS, shape.spec.head_dim), jnp.float32)
+        attend = partial(_attend_block, shape, refs, warpgroup)
+
+        def attend_next(index, step):
+            return attend_tile(shape, refs, cta, warpgroup, index, step, nothing, attend, _columns)
+
+        lax.fori_loop(0, count, attend_next, jnp.int32(0))
         pl.when(warpgroup == 0)(lambda: _take_turn(refs))
         plgpu.wait_smem_to_gmem(0)
 
@@ -140,23 +157,25 @@ def _take_turn(refs: Refs) -> None:
     plgpu.barrier_wait(refs.turn)
 
 
-def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
+def _columns(acc, first: int, end: int):
+    """Return columns [first, end) of the sums."""
+    return acc[:, first:end]
+
+
+def attend_tile(
+    shape: Shape, refs: Refs, cta, warpgroup, index, step, nothing, attend_block: Callable, columns: Callable
+):
     """Compute and store a warpgroup's rows of the CTA's index-th tile, by online softmax (Milakov & Gimelshein 2018,
     arXiv 1805.02867).
 
     step: blocks that the CTA has done before; returns the blocks that it has done after this tile. Blocks that all rows
-    see in full are in the middle; the edges of the causal range and of the window are masked.
+    see in full are in the middle; the edges of the causal range and of the window are masked. nothing: sums of values
+    before the first block. attend_block(step, tile, block, (sums, largest, total), scale, mask) adds a block: see
+    `_attend_block`. columns(sums, first, end): columns of the sums after the last one, f32 [rows, end - first].
     """
-    spec, block_kv = shape.spec, shape.block_kv
     tile = read_tile(shape, refs, cta, index)
-    begin = tile.begin(shape)
-    seen_by_all = (tile.position + 1 if spec.causal else tile.end) - begin
-    whole_from, whole_to = jnp.int32(0), lax.div(seen_by_all, jnp.int32(block_kv))
-    if spec.window is not None:
-        hidden = jnp.maximum(tile.position + tile.num_rows - spec.window - begin, 0)
-        whole_from = jnp.minimum(lax.div(hidden + (block_kv - 1), jnp.int32(block_kv)), tile.num_blocks)
-        whole_to = jnp.maximum(whole_from, whole_to)
-    scale = jnp.float32(spec.sm_scale * LOG2E)
+    whole_from, whole_to = _whole_blocks(shape, tile)
+    scale = jnp.float32(shape.spec.sm_scale * LOG2E)
     if shape.widens:
         scale = scale * refs.scales[tile.kv_head]
     plgpu.barrier_wait(refs.q_full.at[warpgroup])
@@ -167,37 +186,47 @@ def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
 
     def attend(masked: bool):
         mask = visible if masked else None
-        return lambda block, carry: _attend_block(shape, refs, warpgroup, step, block, carry, scale, mask)
+        return lambda block, carry: attend_block(step, tile, block, carry, scale, mask)
 
-    carry = (
-        jnp.zeros((WARPGROUP_ROWS, spec.head_dim), jnp.float32),
-        jnp.full((WARPGROUP_ROWS,), NOTHING, jnp.float32),
-        jnp.zeros((WARPGROUP_ROWS,), jnp.float32),
-    )
-    if spec.window is not None:
+    rows = shape.warpgroup_rows
+    carry = nothing, jnp.full((rows,), NOTHING, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    if shape.spec.window is not None:
         carry = lax.fori_loop(0, whole_from, attend(True), carry)
     carry = lax.fori_loop(whole_from, whole_to, attend(False), carry)
-    acc, largest, total = lax.fori_loop(whole_to, tile.num_blocks, attend(True), carry)
+    sums, largest, total = lax.fori_loop(whole_to, tile.num_blocks, attend(True), carry)
     weight = 1 / jnp.maximum(total, 1e-30)  # a row that has seen nothing: 0 / 1e-30
     if shape.has_sinks:
-        largest, total, weight = _join_sink(refs, warpgroup, largest, total)
+        largest, total, weight = _join_sink(shape, refs, warpgroup, largest, total)
         plgpu.commit_smem()  # the next tile's sinks are copied where these were read
     plgpu.barrier_arrive(refs.q_free.at[warpgroup])
-    _store(shape, refs, read_tile(shape, refs, cta, index), warpgroup, acc, largest, total, weight)
+    results = partial(columns, sums), largest, total, weight
+    _store(shape, refs, read_tile(shape, refs, cta, index), warpgroup, *results)
     return step + tile.num_blocks
 
 
-def _join_sink(refs: Refs, warpgroup, largest, total):
-    """Add the sink's logit to each row's softmax: (largest, total, factor of the sum of values), f32 [64] each."""
-    sink = refs.sink_smem[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+def _whole_blocks(shape: Shape, tile: Tile) -> tuple[Any, Any]:
+    """Return the range of blocks of a tile that all of its rows see in full, i32 [] each."""
+    spec, block_kv, begin = shape.spec, jnp.int32(shape.block_kv), tile.begin(shape)
+    seen_by_all = (tile.position + 1 if spec.causal else tile.end) - begin
+    whole_from, whole_to = jnp.int32(0), lax.div(seen_by_all, block_kv)
+    if spec.window is not None:
+        hidden = jnp.maximum(tile.position + tile.num_rows - spec.window - begin, 0)
+        whole_from = jnp.minimum(lax.div(hidden + (block_kv - 1), block_kv), tile.num_blocks)
+        whole_to = jnp.maximum(whole_from, whole_to)
+    return whole_from, whole_to
+
+
+def _join_sink(shape: Shape, refs: Refs, warpgroup, largest, total):
+    """Add the sink's logit to each row's softmax: (largest, total, factor of the sum of values), f32 [rows] each."""
+    sink = refs.sink_smem[pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows)]
     new_largest = jnp.maximum(largest, sink)
     decay = jnp.exp2(largest - new_largest)
     total = total * decay + jnp.where(sink > NOTHING, jnp.exp2(sink - new_largest), 0.0)
     return new_largest, total, decay / jnp.maximum(total, 1e-30)
 
 
-def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale, mask):
-    """Add one block to the running softmax; return the new (acc, largest, total), `largest` in base 2.
+def _attend_block(shape: Shape, refs: Refs, warpgroup, step, _tile: Tile, block, carry, scale, mask):
+    """Add one block of a tile to the running softmax; return the new (acc, largest, total), `largest` in base 2.
 
     step: blocks done before the tile; block: index within it. carry: (acc f32 [64, H], largest and total f32 [64]).
     scale: factor of the products of queries and keys. mask: block -> bool [64, block_kv], the keys that rows see; None
@@ -215,13 +244,7 @@ def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale
 
     products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, shape.block_kv), jnp.float32))
     plgpu.barrier_arrive(refs.k_free.at[slot])
-    logits, scale = _logits(shape.spec, products, scale)
-    if mask is not None:
-        logits = jnp.where(mask(block), logits, -jnp.inf)
-    new_largest = jnp.maximum(largest, logits.max(axis=1) * scale)
-    decay = jnp.exp2(largest - new_largest)
-    weights = jnp.exp2(logits * scale - lax.broadcast_in_dim(new_largest, logits.shape, [0]))
-    total = total * decay + weights.sum(axis=1)
+    weights, decay, new_largest, total = softmax(shape, products, largest, total, scale, mask and mask(block))
     acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
     weights = weights.astype(shape.dtype)
     # The barrier keeps the softmax from sinking below it, into this warpgroup's turn at the tensor cores.
@@ -235,8 +258,24 @@ def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale
     return acc, new_largest, total
 
 
+def softmax(shape: Shape, products, largest, total, scale, mask):
+    """Add a block to the running softmax: (weights f32 [rows, block_kv], decay of the sums so far, and the new largest
+    and total, f32 [rows]).
+
+    products: f32 [rows, block_kv] of queries and keys. largest (in base 2), total: f32 [rows] of the blocks so far.
+    scale: of `scale_of`. mask: bool [rows, block_kv], the keys that rows see; None if they see all.
+    """
+    logits, scale = _logits(shape.spec, products, scale)
+    if mask is not None:
+        logits = jnp.where(mask, logits, -jnp.inf)
+    new_largest = jnp.maximum(largest, logits.max(axis=1) * scale)
+    decay = jnp.exp2(largest - new_largest)
+    weights = jnp.exp2(logits * scale - lax.broadcast_in_dim(new_largest, logits.shape, [0]))
+    return weights, decay, new_largest, total * decay + weights.sum(axis=1)
+
+
 def _logits(spec: AttentionSpec, products, scale):
-    """Return (x, factor), whose product is the logits in base 2 of products f32 [64, block_kv].
+    """Return (x, factor), whose product is the logits in base 2 of products f32 [rows, block_kv].
 
     scale: factor of the products, log2(e) included. A positive factor is left to the exponent's multiply-add.
     """
@@ -248,34 +287,34 @@ def _logits(spec: AttentionSpec, products, scale):
 
 
 def _visible(shape: Shape, tile: Tile, warpgroup, block):
-    """Return bool [64, block_kv]: the keys of a block that each row sees."""
-    spec, area = shape.spec, (WARPGROUP_ROWS, shape.block_kv)
+    """Return bool [rows, block_kv]: the keys of a block that each row of a warpgroup sees."""
+    spec, area = shape.spec, (shape.warpgroup_rows, shape.block_kv)
     key = lax.broadcasted_iota(jnp.int32, area, 1) + (tile.begin(shape) + block * shape.block_kv)
     if not spec.causal:
         return key < tile.end
-    row = lax.broadcasted_iota(jnp.int32, area, 0) + warpgroup * WARPGROUP_ROWS
+    row = lax.broadcasted_iota(jnp.int32, area, 0) + warpgroup * shape.warpgroup_rows
     position = (row & (shape.block_q - 1)) + (tile.position - tile.token + tile.load_row * BOX_ROWS)
     visible = key <= position
     return visible if spec.window is None else visible & (key > position - spec.window)
 
 
-def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, acc, largest, total, weight) -> None:
+def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, sums, largest, total, weight) -> None:
     """Write the warpgroup's rows of the tile: the output of the tile's own tokens, and the log-sum-exp of all rows.
 
-    acc: f32 [64, H]. weight: f32 [64], factor of the sums `acc` besides a pool's value scale. largest (in base 2),
-    total: f32 [64].
+    sums(first, end): columns of the sums, f32 [rows, end - first]. weight: f32 [rows], factor of the sums besides a
+    pool's value scale. largest (in base 2), total: f32 [rows].
     """
-    rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    rows, head_dim = pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows), shape.spec.head_dim
     if shape.widens:
         weight = weight * refs.scales[shape.spec.num_kv_heads + tile.kv_head]
-    o = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
     lse = largest * (1 / LOG2E) + jnp.log(total)
     columns = shape.output_columns
-    for column in range(0, shape.output_width, columns):
+    for column in range(0, head_dim, columns):
+        piece = sums(column, min(column + columns, head_dim))
+        piece = (piece * lax.broadcast_in_dim(weight, piece.shape, [0])).astype(shape.dtype)
         plgpu.wait_smem_to_gmem(0)
         if column == 0:
             refs.lse_smem[rows] = lse
-        piece = o[:, column : column + columns].astype(shape.dtype)
         refs.o_smem[rows, pl.ds(0, piece.shape[1])] = piece
         plgpu.commit_smem()
         if column == 0:

@@ -21,6 +21,7 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
     PREFILL_ROWS,
     PREFILL_SEQ,
     PREFILL_TOKEN,
+    prefill_rows,
 )
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
 from jaxengine.pallas_kernels.mosaic_gpu import (
@@ -31,7 +32,6 @@ from jaxengine.pallas_kernels.mosaic_gpu import (
     tiles,
 )
 
-TILE_ROWS = 2 * WARPGROUP_ROWS
 RAW_STAGES = 2  # blocks of a one-byte pool that arrive while one is widened
 OUTPUT_COLUMNS = 64  # columns of outputs are stored in multiples of this, 128 bytes
 RESERVED_BYTES = 4096  # shared memory for maxima, sinks, barriers, the compiler's reductions
@@ -49,11 +49,23 @@ class Shape(NamedTuple):
     num_ctas: int  # of the launch
     has_sinks: bool  # whether attention sinks are given
     max_stages: int  # most blocks in shared memory
+    warpgroup_rows: int = WARPGROUP_ROWS  # rows of a tile that a warpgroup computes
+    tensor_memory: bool = False  # whether products are tcgen05's, with sums in tensor memory, as on Blackwell
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: those of the warpgroups that compute."""
+        return prefill_rows(self.spec, 2 * self.warpgroup_rows)
+
+    @property
+    def computing(self) -> int:
+        """Number of warpgroups that compute."""
+        return self.tile_rows // self.warpgroup_rows
 
     @property
     def heads(self) -> int:
         """Query heads of a tile, all of one kv head."""
-        return TILE_ROWS // self.block_q
+        return self.tile_rows // self.block_q
 
     @property
     def num_groups(self) -> int:
@@ -63,12 +75,12 @@ class Shape(NamedTuple):
     @property
     def part(self) -> int:
         """Rows of a warpgroup that are consecutive tokens of one head."""
-        return min(self.block_q, WARPGROUP_ROWS)
+        return min(self.block_q, self.warpgroup_rows)
 
     @property
     def parts(self) -> int:
         """Number of such ranges of consecutive tokens in a warpgroup's rows."""
-        return WARPGROUP_ROWS // self.part
+        return self.warpgroup_rows // self.part
 
     @property
     def widens(self) -> bool:
@@ -78,7 +90,7 @@ class Shape(NamedTuple):
     @property
     def block_kv(self) -> int:
         """Keys of a block: 128 where registers, shared memory and the page size allow, else 64."""
-        fits = self.spec.head_dim <= 128 and not self.widens
+        fits = self.spec.head_dim <= 128 and not self.widens and not self.tensor_memory
         return 128 if fits and (self.page_size % 128 == 0 or 128 % self.page_size == 0) else 64
 
     @property
@@ -101,13 +113,17 @@ class Shape(NamedTuple):
     @property
     def output_columns(self) -> int:
         """Columns stored at a time: shared memory has no room for all of a large head dim."""
+        if self.tensor_memory:
+            return OUTPUT_COLUMNS // 2
         return OUTPUT_COLUMNS if self.output_width > 2 * OUTPUT_COLUMNS else self.output_width
 
     @property
     def stages(self) -> int:
         """Number of blocks of keys and values in shared memory; raises ValueError where it does not hold two."""
         head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
-        used = RESERVED_BYTES + TILE_ROWS * (head_dim + self.output_columns) * width
+        used = RESERVED_BYTES + self.tile_rows * (head_dim + self.output_columns) * width
+        if self.tensor_memory:
+            used += self.tile_rows * (self.block_kv * width + 8)
         if self.widens:
             used += RAW_STAGES * 2 * self.block_kv * head_dim
         stages = (SHARED_MEMORY_BYTES - used) // (2 * self.block_kv * head_dim * width)
@@ -127,49 +143,61 @@ class Refs(NamedTuple):
     items: Any  # i32 [I, ITEM_FIELDS], as `num_items` see PrefillItems
     num_items: Any  # i32 [1]
     scales: Any  # f32 [2 * K] k_scale, then v_scale
-    sinks: Any  # f32 [num_groups, 128] in base 2, one per row of a tile
+    sinks: Any  # f32 [num_groups, tile_rows] in base 2, one per row of a tile
     o: Any  # [T, N, output_width]
-    lse: Any  # f32 [I, num_groups, 128]
-    q_smem: Any  # [128, H]
+    lse: Any  # f32 [I, num_groups, tile_rows]
+    q_smem: Any  # [tile_rows, H]
     k_smem: Any  # [stages, block, H]
     v_smem: Any  # [stages, block, H]
-    o_smem: Any  # [128, output_columns], not tiled: a box may then begin at any row
-    lse_smem: Any  # f32 [128]
-    sink_smem: Any  # f32 [128]
+    o_smem: Any  # [tile_rows, output_columns], not tiled: a box may then begin at any row
+    lse_smem: Any  # f32 [tile_rows]
+    sink_smem: Any  # f32 [tile_rows]
     q_full: Any  # barrier per compute warpgroup: its queries have arrived
     q_free: Any  # barrier per compute warpgroup: it has read them
     k_full: Any  # barrier per stage: the keys are there to be read
-    k_free: Any  # barrier per stage: both warpgroups have read the keys
+    k_free: Any  # barrier per stage: all warpgroups have read the keys
     v_full: Any  # this and the next: the same, of the values
     v_free: Any
     raw_full: Any  # barriers of values that still need zeros, and of one-byte blocks that still need widening
-    turn: Any  # barrier at which the compute warpgroups take turns at the tensor cores
-    raw_smem: Any = None  # [2, block, 2 * H] a one-byte block: keys and values
+    turn: Any  # barrier at which the compute warpgroups take turns at the tensor cores; None on Blackwell
+    raw_smem: Any  # [2, block, 2 * H] a one-byte block: keys and values; None unless shape.widens
+    weight_smem: Any = None  # [tile_rows, block] weights; this and what follows on Blackwell only
+    sums_tmem: Any = None  # f32 [rows, computing * block] products of queries and keys, of each warpgroup
+    o_tmem: Any = None  # f32 [rows, computing * H] weighted sums of values, of each warpgroup
+    scored: Any = None  # barrier per compute warpgroup: its products of queries and keys are complete
+    added: Any = None  # barrier per compute warpgroup: its products of weights and values are complete
+
+
+NUM_OPERANDS = Refs._fields.index("q_smem")  # operands and results
 
 
 def scratch(shape: Shape) -> list[Any]:
-    """Return the shared memory and barriers of `Refs`, in its order."""
-    head_dim, block, stages = shape.spec.head_dim, shape.block_kv, shape.stages
-    arrivals = 1 if shape.widens else shape.boxes
+    """Return the shared memory, barriers and tensor memory of `Refs`, in its order; None for what `shape` has not."""
+    head_dim, block, stages, rows = shape.spec.head_dim, shape.block_kv, shape.stages, shape.tile_rows
+    arrivals, of_tensors = 1 if shape.widens else shape.boxes, shape.tensor_memory
+    free = plgpu.Barrier(num_arrivals=shape.computing, num_barriers=stages, orders_tensor_core=of_tensors)
+    full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
     buffers = [
-        tiles((TILE_ROWS, head_dim), shape.dtype),
+        tiles((rows, head_dim), shape.dtype),
         tiles((stages, block, head_dim), shape.dtype),
         tiles((stages, block, head_dim), shape.dtype),
-        plgpu.SMEM((TILE_ROWS, shape.output_columns), shape.dtype),
-        plgpu.SMEM((TILE_ROWS,), jnp.float32),
-        plgpu.SMEM((TILE_ROWS,), jnp.float32),
-        plgpu.Barrier(num_arrivals=shape.parts + shape.has_sinks, num_barriers=2),
-        plgpu.Barrier(num_barriers=2),
-        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.SMEM((rows, shape.output_columns), shape.dtype),
+        plgpu.SMEM((rows,), jnp.float32),
+        plgpu.SMEM((rows,), jnp.float32),
+        plgpu.Barrier(num_arrivals=shape.parts + shape.has_sinks, num_barriers=shape.computing),
+        plgpu.Barrier(num_barriers=shape.computing),
+        *(full, free, full, free),
         plgpu.Barrier(num_arrivals=2 * shape.boxes, num_barriers=RAW_STAGES)
         if shape.widens
         else plgpu.Barrier(num_arrivals=shape.boxes),
-        plgpu.Barrier(num_arrivals=2),
+        None if of_tensors else plgpu.Barrier(num_arrivals=2),
+        tiles((RAW_STAGES, 2 * block, head_dim), shape.kv_dtype) if shape.widens else None,
     ]
-    return [*buffers, tiles((RAW_STAGES, 2 * block, head_dim), shape.kv_dtype)] if shape.widens else buffers
+    if not of_tensors:
+        return buffers
+    complete = plgpu.Barrier(num_barriers=shape.computing, orders_tensor_core=True)
+    sums = [plgpu.TMEM((shape.warpgroup_rows, shape.computing * columns), jnp.float32) for columns in (block, head_dim)]
+    return [*buffers, tiles((rows, block), shape.dtype), *sums, complete, complete]
 
 
 class Tile(NamedTuple):
@@ -273,7 +301,8 @@ def produce(shape: Shape, refs: Refs, cta) -> None:
             pl.when(block == 0)(lambda: _load_queries(shape, refs, tile, index, 0))
             wait_until_free(refs.v_free)
             _load_values(shape, refs, tile, block, slot)
-            pl.when(block == 0)(lambda: _load_queries(shape, refs, tile, index, 1))
+            if shape.computing > 1:
+                pl.when(block == 0)(lambda: _load_queries(shape, refs, tile, index, 1))
             return 0
 
         lax.fori_loop(0, tile.num_blocks, load_block, 0)
@@ -290,7 +319,7 @@ def produce(shape: Shape, refs: Refs, cta) -> None:
 
     @pl.when(count > 0)
     def _():
-        for warpgroup in range(2):
+        for warpgroup in range(shape.computing):
             plgpu.barrier_wait(refs.q_free.at[warpgroup])
 
 
@@ -304,7 +333,7 @@ def _load_queries(shape: Shape, refs: Refs, tile: Tile, index, warpgroup: int) -
         target = refs.q_smem.at[pl.ds(part * shape.part, shape.part)]
         plgpu.copy_gmem_to_smem(refs.q.at[rows, tile.group * shape.heads + head], target, full)
     if shape.has_sinks:
-        rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        rows = pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows)
         plgpu.copy_gmem_to_smem(refs.sinks.at[tile.group, rows], refs.sink_smem.at[rows], full)
 
 

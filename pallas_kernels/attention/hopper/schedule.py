@@ -28,6 +28,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, Ragge
 from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from jaxengine.pallas_kernels.tuning import HopperAttention, TritonAttention, Tuning
 
+MAX_WIDE_HEAD_DIM = 128  # of prefill tiles of more than 128 rows
 DECODE_KEYS = 64  # keys of a decode block; a page is a multiple of a block, or a block of pages
 
 # Columns of `DecodeItems.items`.
@@ -104,18 +105,30 @@ def tiled_heads(spec: AttentionSpec) -> AttentionSpec:
     return replace(spec, num_kv_heads=spec.num_kv_heads * head_tiles(spec))
 
 
-def prefill_block_q(spec: AttentionSpec) -> int:
-    """Return the number of tokens of a prefill tile: 128 rows of queries by the largest power of two that divides the
-    heads of a group, at least 16.
+def prefill_rows(spec: AttentionSpec, most: int) -> int:
+    """Return the rows of queries of a prefill tile: `most`, or 128 for head dims whose sums of more do not fit."""
+    return most if spec.head_dim <= MAX_WIDE_HEAD_DIM else min(most, 2 * WARPGROUP_ROWS)
+
+
+def prefill_block_q(spec: AttentionSpec, rows: int = 2 * WARPGROUP_ROWS) -> int:
+    """Return the number of tokens of a prefill tile: its rows of queries (`prefill_rows` of `rows`) by the largest
+    power of two that divides the heads of a group, at least 16.
     """
     heads = spec.group_size & -spec.group_size
-    return max(2 * WARPGROUP_ROWS // heads, 2 * BOX_ROWS)
+    return max(prefill_rows(spec, rows) // heads, 2 * BOX_ROWS)
 
 
 def attention_schedule(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    tuning: Tuning,
+    most_rows: int = 2 * WARPGROUP_ROWS,
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds.
+    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds. most_rows: of
+    `prefill_rows`.
 
     Tokens of no sequence are in no item. `prefill` is None over latents, and where no batch of this shape has a run.
     """
@@ -139,7 +152,8 @@ def attention_schedule(
     if not most:  # drafts of a sequence or two are too short for a run
         return Schedule(decode, None, tuning)
     token_seqs = jnp.where(valid & ~in_row, seqs, num_seqs)
-    return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec), tuning)
+    block_q = prefill_block_q(spec, most_rows)
+    return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec, block_q), tuning)
 
 
 def row_items(
@@ -312,12 +326,15 @@ def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:
     return jnp.sum(inside & (cut_pairs < cut_pairs[:, None]), axis=-1, dtype=jnp.int32)
 
 
-def _prefill_items(runs, most_runs: int, cu_q_lens, kv_lens, token_seqs, spec: AttentionSpec) -> PrefillItems:
-    """Cut `runs`, i32 [S] new tokens per sequence (0: none), into tiles; at most `most_runs` of them are not 0.
+def _prefill_items(
+    runs, most_runs: int, cu_q_lens, kv_lens, token_seqs, spec: AttentionSpec, block_q: int
+) -> PrefillItems:
+    """Cut `runs`, i32 [S] new tokens per sequence (0: none), into tiles of up to block_q tokens; at most `most_runs` of
+    them are not 0.
 
     token_seqs: i32 [T] the sequence of each token that belongs to a run, S for the others.
     """
-    num_seqs, num_tokens, block_q = runs.shape[0], token_seqs.shape[0], prefill_block_q(spec)
+    num_seqs, num_tokens = runs.shape[0], token_seqs.shape[0]
     most_items = num_tokens // block_q + 2 * most_runs
     aligned = cu_q_lens[:-1] // BOX_ROWS * BOX_ROWS
     num_tiles = jnp.where(runs > 0, (cu_q_lens[:-1] + runs - aligned + block_q - 1) // block_q, 0)

@@ -133,14 +133,6 @@ FAULTS = {
         "decode S=8",
         "0 of 2 layers attend with a kernel",
     ),
-    "plain attention on a card that is not said to have it": Fault(
-        "jaxengine/check/targets.py",
-        "gpu=_B200,\n            plain_attention=_NO_WGMMA,\n",
-        "gpu=_B200,\n",
-        "sm_100",
-        "decode S=8",
-        "0 of 2 layers attend with a kernel",
-    ),
 }
 
 

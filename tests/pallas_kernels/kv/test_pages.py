@@ -227,7 +227,7 @@ def test_partition_spec_splits_pages_and_heads(layout):
         (lambda: alloc(spec("float64")), "KVSpec.dtype 'float64' is not supported, allowed: float32"),
         (
             lambda: alloc(spec("int8_per_token_head"), platform="tpu"),
-            "'tpu' read no scales of tokens, allowed: cpu, gpu_triton, gpu_xla",
+            "'tpu' read no scales of tokens, allowed: cpu, gpu_blackwell, gpu_triton, gpu_xla",
         ),
         (lambda: spec("bfloat16", token_scales=True), "token_scales are those of codes of one byte, got bfloat16"),
         (lambda: alloc(spec("float32"), platform="abacus"), "platform 'abacus' has no KV pages, allowed: cpu"),

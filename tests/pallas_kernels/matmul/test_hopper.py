@@ -36,10 +36,10 @@ from tests.tables import each_row
 
 HERE = card_of_trace()
 H100, B200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"
-# (Hopper, Blackwell); B300 is of compute capability 10.3, the RTX PRO 6000 of 12.0.
+# (Hopper, Blackwell); B300 is of compute capability 10.3, the RTX PRO 6000 of 12.0, which has no tcgen05.
 CARDS = dict.fromkeys((H100, "NVIDIA GH200 480GB", "NVIDIA H20"), (True, False))
-CARDS |= dict.fromkeys((B200, "NVIDIA GB200"), (False, True))
-OTHERS = ("NVIDIA B300 SXM6 AC", "NVIDIA TITAN RTX", "NVIDIA RTX PRO 6000 Blackwell Server Edition")
+CARDS |= dict.fromkeys((B200, "NVIDIA GB200", "NVIDIA B300 SXM6 AC", "NVIDIA GB300"), (False, True))
+OTHERS = ("NVIDIA TITAN RTX", "NVIDIA RTX PRO 6000 Blackwell Server Edition")
 CARDS |= dict.fromkeys(OTHERS, (False, False))
 MULTIPLIES = HERE is not None and HERE.multiplies
 
@@ -75,6 +75,7 @@ def test_cards_are_known_by_their_names(kind):
         with plain_cards():
             assert card_of_trace() == Card(False, 114)
         assert tuning_of("gpu").hopper_products.num_ctas == 114
+        assert tuning_of("gpu_blackwell").hopper_attention.num_ctas == 114
     with mesh_of("TPU v6e", 1):
         assert card_of_trace() is None
 
@@ -361,7 +362,14 @@ def test_tiles_have_the_rows_that_registers_hold(rows, group, codes, tile):
 
 @pytest.mark.parametrize(
     ("platform", "capability", "order"),
-    [("gpu", "9.0", (1, 0)), ("gpu", "10.0", (1, 0)), ("gpu", "10.3", None), ("gpu", "7.5", None), ("cpu", "", None)],
+    [
+        ("gpu", "9.0", (1, 0)),
+        ("gpu", "10.0", (1, 0)),
+        ("gpu", "10.3", (1, 0)),
+        ("gpu", "12.0", None),
+        ("gpu", "7.5", None),
+        ("cpu", "", None),
+    ],
 )
 def test_columns_of_codes_are_in_one_piece_where_kernels_read_them_so(platform, capability, order):
     device = SimpleNamespace(platform=platform, compute_capability=capability)

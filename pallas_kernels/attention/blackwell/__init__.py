@@ -1,0 +1,1 @@
+"""Mosaic GPU attention for Blackwell: prefill and split-KV decode, with their sums in tensor memory."""

@@ -1,0 +1,30 @@
+"""Paged attention on NVIDIA GPUs of compute capability 10.0 (Blackwell): the registry's functions of kind "blackwell".
+
+Work lists, loads, stores and merges are those of `attention.hopper`, which stands for what kernels support; here are
+the warpgroups that compute, in decode.py and prefill.py. Latents have no kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxengine.pallas_kernels.attention.blackwell.decode import attend
+from jaxengine.pallas_kernels.attention.blackwell.prefill import body
+from jaxengine.pallas_kernels.attention.hopper import attend as hopper
+
+COMPUTING = hopper.Computing(decode=attend, prefill=body, prefill_rows=256, latents=False)
+
+
+def attention_schedule(*arguments: Any, **options: Any) -> Any:
+    """Build the kernels' items of the step, or the XLA work list: see `hopper.attention_schedule`."""
+    return hopper.attention_schedule(*arguments, **options, computing=COMPUTING)
+
+
+def ragged_paged_attention(*arguments: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """Attend queries to the pages of their sequences on a Blackwell GPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
+
+    Arguments, errors and what XLA computes instead are those of `hopper.ragged_paged_attention`.
+    """
+    return hopper.ragged_paged_attention(*arguments, **options, computing=COMPUTING)
