@@ -318,7 +318,7 @@ class FreeRunner:
     offload: have a host tier of pages of a kibibyte.
     """
 
-    on_cpu, page_bytes, state_bytes = False, 1 << 10, 0
+    on_cpu, page_bytes, state_bytes, block_bytes = False, 1 << 10, 0, 1 << 10
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None, *, offload: bool = False):
         from jaxengine.config.speculation import SpeculativeConfig

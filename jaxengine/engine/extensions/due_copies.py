@@ -127,7 +127,7 @@ def kept(offload: Offload, ranks: Sequence[Rank]) -> Iterator[None]:
     """
     due, end = DueCopies(offload), time.monotonic() + _KEEP_SECONDS
     due.advance()
-    most = offload.tiers.host.capacity // max(offload.mover.page_bytes, offload.mover.state_bytes)
+    most = offload.tiers.host.capacity // offload.mover.block_bytes
     for rank in ranks:
         pool, states = rank.pool, rank.pages.snapshots
         found = {key: pool.find(key) for key in pool.digests}

@@ -250,7 +250,8 @@ def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
     if folder is None:
         return None
     try:
-        disk = DiskTier(folder / offload.identity, None if size is None else int(size * (1 << 30)))
+        capacity = None if size is None else int(size * (1 << 30))
+        disk = DiskTier(folder / offload.identity, capacity, offload.mover.block_bytes)
     except OSError as error:
         raise ConfigError.because("kv_offloading_path", str(error), "name another folder") from None
     logger.info("%s has %d pages of this model", disk.folder, len(disk))
