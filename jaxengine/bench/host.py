@@ -217,7 +217,7 @@ def measure(
         for each in ((False, True) if offload else (False,))
     ]
     size = -(-num_steps // 8) if offload else num_steps
-    spent = np.zeros((num_steps // size * rounds, len(loops)))
+    spent = np.zeros((-(-num_steps // size) * rounds, len(loops)))
     for number, row in enumerate(spent):
         for index in range(len(loops))[:: 1 if number % 2 else -1]:  # the second of two neighbours is at a disadvantage
             row[index] = loops[index].run(size)
