@@ -48,6 +48,7 @@ BENCHMARKS = {
     "engine_gpu": ("engine.engine_gpu", "an 8B-shaped model end to end, and how long the device idles"),
     "first_layers": ("engine.first_layers", "writes a draft model: the default model's first layers"),
     "kv_codes": ("engine.kv_codes", "exactness and memory of each kv_cache_dtype"),
+    "kv_gaps": ("engine.kv_gaps", "gaps of streams while pages of others leave the devices and come back"),
     "kv_swaps": ("engine.kv_swaps", "tokens while pages leave the devices and come back, beside pages that stay"),
     "kv_tiers": ("engine.kv_tiers", "conversations in a KV pool a tenth of their size, with tiers for what leaves it"),
     "largest_request": ("engine.largest_request", "what the largest value of a request's field costs other requests"),

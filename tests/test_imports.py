@@ -28,9 +28,9 @@ def test_every_module_can_be_imported():
         [sys.executable, "-c", SCRIPT], input=json.dumps(names), capture_output=True, text=True, cwd=ROOT, check=True
     )
     failed = json.loads(done.stdout.splitlines()[-1])
-    # No extra brings these trainers: see pyproject.toml.
-    for name, trainer in {"tunix": "Tunix", "marin": "marin"}.items():
-        said = f"needs {trainer}: pip install"
-        assert said in failed.pop(f"jaxengine.rl.{name}", said)
+    # No extra brings these programs: see pyproject.toml.
+    for name, program in {"rl.tunix": "Tunix", "rl.marin": "marin", "server.dynamo": "Dynamo"}.items():
+        said = f"needs {program}: pip install"
+        assert said in failed.pop(f"jaxengine.{name}", said)
     assert failed == {}
     assert len(names) > 500

@@ -319,7 +319,7 @@ ROOMS = {
     ),
     "jaxengine.server": (
         "jaxengine.scheduler jaxengine.scheduler.pages jaxengine.config jaxengine.checkpoint jaxengine.parsers "
-        "jaxengine.requests jaxengine.api"
+        "jaxengine.requests.structured jaxengine.requests jaxengine.api"
     ),
     "jaxengine.bench": (
         "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine:base jaxengine.config "

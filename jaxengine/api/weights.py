@@ -171,19 +171,30 @@ class WeightMethods(ABC):
         with self._lock:
             return _weights_of(self.core).is_paused
 
-    def sleep(self, level: int = 1, mode: PauseMode = "abort", tags: Sequence[str] | None = None) -> None:
+    def sleep(
+        self,
+        level: int = 1,
+        mode: PauseMode = "abort",
+        tags: Sequence[str] | None = None,
+        *,
+        keep_kv: bool = False,
+    ) -> None:
         """Free device memory until `wake_up`; compiled programs are kept. Requests of other threads wait.
 
         level: 1 frees weights, which are kept in host memory, and pages; 2 frees pages, and weights without a copy, so
           that `update_weights` must provide new ones; 0 only pauses.
         mode: as of `pause_generation`; requests kept by "keep" are computed again if pages are freed.
         tags: what is freed, "weights", "kv_cache" or both; None for both. A later call frees more. Must be None at
-          level 0. Raises RequestError for another level, mode or tag.
+          level 0.
+        keep_kv: first copy cached pages to the tier in host memory, where requests find them after `wake_up`; without
+          it, that tier is emptied. Needs level 1, and an engine with kv_offloading_size.
+
+        Raises RequestError for arguments that are not allowed.
         """
         with self._lock:
             weights = _weights_of(self.core)
-            weights.begin_sleep(level, mode, tags)
-        self._once_paused(None, lambda: weights.sleep(level, tags))
+            weights.begin_sleep(level, mode, tags, keep_kv)
+        self._once_paused(None, lambda: weights.sleep(level, tags, keep_kv))
 
     def release_kv_cache_memory(self) -> None:
         """Free the pages of a paused engine until `wake_up`; weights stay. Cached prefixes are dropped, and kept
@@ -321,11 +332,18 @@ class AsyncWeightMethods(ABC):
         weights = await self._weights()
         return await self.between_steps(lambda: weights.is_paused)
 
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort", tags: Sequence[str] | None = None) -> None:
-        """Free device memory until `wake_up`. level, mode, tags and errors as of `LLM.sleep`."""
+    async def sleep(
+        self,
+        level: int = 1,
+        mode: PauseMode = "abort",
+        tags: Sequence[str] | None = None,
+        *,
+        keep_kv: bool = False,
+    ) -> None:
+        """Free device memory until `wake_up`. Arguments and errors as of `LLM.sleep`."""
         weights = await self._weights()
-        await self.between_steps(lambda: weights.begin_sleep(level, mode, tags))
-        await self._once_paused(weights, None, lambda: weights.sleep(level, tags))
+        await self.between_steps(lambda: weights.begin_sleep(level, mode, tags, keep_kv))
+        await self._once_paused(weights, None, lambda: weights.sleep(level, tags, keep_kv))
 
     async def release_kv_cache_memory(self) -> None:
         """Free the pages of a paused engine until `wake_up`, as `LLM.release_kv_cache_memory` does."""

@@ -14,9 +14,10 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,6 +85,7 @@ class RemoteFolder:
 
         self.url, self._param, self._lists = url.rstrip("/"), param, scheme not in ("http", "https")
         self._fs: Any = self._read("", lambda: fsspec.filesystem(scheme))
+        self._fs.invalidate_cache()  # it is the process's own, and may remember listings of days ago
         self._root = str(self._fs._strip_protocol(self.url)).rstrip("/")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weights")
 
@@ -101,24 +103,24 @@ class RemoteFolder:
         if needed not in names:
             problem = f"{self._param} {self.url!r} has no {needed}"
             raise ConfigError.because(self._param, problem, f"name a folder with {needed} and *.safetensors")
-        found = {name: self._whole(name) for name in names}
-        digest = hashlib.sha256()
-        for name, content in found.items():
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
         folder = Path(cache or HF_HUB_CACHE).expanduser()
-        target = folder / f"remote-{digest.hexdigest()[:32]}"
-        if target.is_dir():
-            return target
         folder.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix="remote-", dir=folder))
+        made, digest = Path(tempfile.mkdtemp(prefix="remote-", dir=folder)), hashlib.sha256()
         try:
-            for name, content in found.items():
-                (made / name).write_bytes(content)
-            os.replace(made, target)
-        except OSError:
+            for name in names:
+                with open(made / name, "wb") as file:
+                    for piece in self._pieces(name):
+                        digest.update(piece)
+                        file.write(piece)
+                    digest.update(f"\0{name}\0{file.tell()}\0".encode())
+            target = folder / f"remote-{digest.hexdigest()[:32]}"
+            try:
+                os.replace(made, target)
+            except OSError:
+                if not target.is_dir():  # else it was there, or another process has just made it
+                    raise
+        finally:
             shutil.rmtree(made, ignore_errors=True)
-            if not target.is_dir():  # else another process has just made it
-                raise
         return target
 
     def open(self, name: str) -> RemoteFile:
@@ -146,12 +148,21 @@ class RemoteFolder:
     def _exists(self, name: str) -> bool:
         return self._read(name, lambda: self._fs.exists(f"{self._root}/{name}"))
 
-    def _whole(self, name: str) -> bytes:
-        """Return the content of a file. Raises ConfigError, and ModelFileError for one that is too large."""
-        content = self._read(name, lambda: self._fs.cat_file(f"{self._root}/{name}", start=0, end=_MOST_BYTES + 1))
-        if len(content) > _MOST_BYTES:
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        """Yield the content of a file in pieces; at once if the server does not tell its size. Raises ConfigError, and
+        ModelFileError for one that is too large.
+        """
+        path = f"{self._root}/{name}"
+        size = self._read(name, lambda: self._fs.size(path))
+        if not isinstance(size, int):
+            content = self._read(name, lambda: self._fs.cat_file(path, start=0, end=_MOST_BYTES + 1))
+            size, pieces = len(content), iter([content])
+        else:
+            file = RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
+            pieces = (self._read(name, partial(file.fetch, at)) for at in range(0, size, _RANGE_BYTES))
+        if size > _MOST_BYTES:
             raise ModelFileError(f"{self.url}/{name}", f"must be at most {_MOST_BYTES} bytes")
-        return content
+        yield from pieces
 
     def _read(self, name: str, function: Callable[[], T]) -> T:
         """Return what `function` returns, with its errors as ConfigError. name: of the file that it reads."""
@@ -193,8 +204,8 @@ class RemoteFile:
         end = min(offset + len(view), self.size)
 
         def fetch(start: int) -> None:
-            stop = min(start + _RANGE_BYTES, end)
-            view[start - offset : stop - offset] = self._fetch(start, stop)
+            data = self.fetch(start, end)
+            view[start - offset : start - offset + len(data)] = data
 
         list(self._threads.map(fetch, range(offset, end, _RANGE_BYTES)))
         return max(end - offset, 0)
@@ -202,8 +213,11 @@ class RemoteFile:
     def close(self) -> None:
         """Close the file, of which nothing is open between two reads."""
 
-    def _fetch(self, start: int, stop: int) -> bytes:
-        """Fetch the bytes from `start` to `stop`, again after a failure. Raises OSError after _ATTEMPTS failures."""
+    def fetch(self, start: int, end: int | None = None) -> bytes:
+        """Fetch _RANGE_BYTES bytes from `start` on, as far as `end` or the file goes, again after a failure. Raises
+        OSError after _ATTEMPTS failures.
+        """
+        stop = min(start + _RANGE_BYTES, self.size if end is None else end)
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(_WAIT_SECONDS * 2 ** (attempt - 1))

@@ -50,7 +50,7 @@ class Engine:
         self._idle_since = self.busy_since = self._now()
         self._rows = SlotRows(runner, self.scheduler)
         self.extensions.attach(Loop(runner, self.scheduler, self._rows, self._in_flight))
-        self._active, self._epilogue = self.extensions.active, self.extensions.epilogue
+        self._hooks, self._epilogue = self.extensions.hooks, self.extensions.epilogue
 
     @property
     def has_unfinished(self) -> bool:
@@ -95,14 +95,14 @@ class Engine:
         """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return new results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
-            for each in self._active:
-                self._take(each.poll(), output)
+            for poll in self._hooks.poll:
+                self._take(poll(), output)
             if (step := self._dispatch(output)) is not None:
                 self._sample(step, output)
             if self._in_flight and (step is None or len(self._in_flight) == self._max_in_flight):
                 self._collect(output)
             elif step is None and not (output.finished or output.refused):
-                any(each.wait(_IDLE_SECONDS) for each in self._active)
+                any(wait(_IDLE_SECONDS) for wait in self._hooks.wait)
             for request in output.finished:
                 self._ended(request)
             return output
@@ -139,8 +139,8 @@ class Engine:
         if step.num_rows:
             message = self.runner.packer.pack(step)
             prepared = self._now()
-            for each in self._active:
-                each.before_forward(step)
+            for before_forward in self._hooks.before_forward:
+                before_forward(step)
             pending = self.runner.execute(message)
             times = start, scheduled, prepared, self._now()
             stats.count_step(step, message.bucket, self.scheduler.ranks)
@@ -148,8 +148,8 @@ class Engine:
             record = self.timeline.dispatched(step, self.scheduler, message, stats.num_steps, times, idle_since)
             self._in_flight.append(done := InFlight(step, pending, record))
             stats.idle_seconds += 0.0 if idle_since is None else times[-1] - idle_since
-        for each in self._active:
-            self._take(each.after_forward(done), output)
+        for after_forward in self._hooks.after_forward:
+            self._take(after_forward(done), output)
         stats.dispatch_seconds += 0.0 if done is None else self._now() - scheduled
         return done
 
@@ -157,16 +157,16 @@ class Engine:
         """Dispatch the newest step's sampler, or what replaces it; first collect the steps whose tokens it needs."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
-        step, parts = newest.step, (self._rows, *self._active)
-        for each in parts:
-            while each.is_behind(step):
+        step, hooks = newest.step, self._hooks
+        for is_behind in (self._rows.is_behind, *hooks.is_behind):
+            while is_behind(step):
                 self._collect(output)
-        for each in self._active:
-            while not each.before_sample(step):
-                self._take(each.poll(), output)
+        for before_sample in hooks.before_sample:
+            while not before_sample(step):
+                self._take(before_sample.__self__.poll(), output)
         start = self._now()
-        for each in parts:
-            each.sync(step)
+        for sync in (self._rows.sync, *hooks.sync):
+            sync(step)
         self.runner.sample(newest.pending)
         self.stats.dispatch_seconds += self._now() - start
 
@@ -178,8 +178,8 @@ class Engine:
         done.seconds, self._idle_since = arrived - max(self._idle_since, done.record.dispatched), arrived
         self.stats.wait_seconds += arrived - start
         result = self.scheduler.update(done.step, token_ids, arrived, counts)
-        for each in self._active:
-            each.collected(done, result, output)
+        for collected in self._hooks.collected:
+            collected(done, result, output)
         output.emitted += result.emitted
         output.first_tokens += result.first_tokens
         output.finished += result.finished
@@ -191,8 +191,8 @@ class Engine:
         self.timeline.collected(done.record, result, (start, arrived, updated))
 
     def _ended(self, request: Request) -> None:
-        for each in self._active:
-            each.ended(request)
+        for ended in self._hooks.ended:
+            ended(request)
         request.finished_time = self._now()
         self.uncounted.add(request)
         if not request.text_ends or request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):

@@ -146,3 +146,28 @@ class LoopExtension:
     def status(self) -> dict[str, Any]:
         """Return entries for the status page, plain JSON values."""
         return {}
+
+
+class Hooks:
+    """Hooks of a step that the active extensions override, in their order, so that a step calls no others.
+
+    Attributes: a list of bound methods for each hook, changed in place by `update`.
+    """
+
+    def __init__(self) -> None:
+        """Begin without extensions."""
+        self.poll: list[Callable[[], Events]] = []
+        self.before_forward: list[Callable[[ScheduledStep], None]] = []
+        self.after_forward: list[Callable[[InFlight | None], Events]] = []
+        self.is_behind: list[Callable[[ScheduledStep], bool]] = []
+        self.before_sample: list[Any] = []
+        self.sync: list[Callable[[ScheduledStep], None]] = []
+        self.collected: list[Callable[[InFlight, StepResult, EngineOutput], None]] = []
+        self.ended: list[Callable[[Request], None]] = []
+        self.wait: list[Callable[[float], bool]] = []
+
+    def update(self, active: Sequence[LoopExtension]) -> None:
+        """Take the hooks of these extensions, in their order, and of no others."""
+        for name, hooks in vars(self).items():
+            methods = [getattr(each, name) for each in active]
+            hooks[:] = [each for each in methods if each.__func__ is not getattr(LoopExtension, name)]

@@ -45,10 +45,10 @@ async def resume(engine: EngineClient) -> None:
     await engine.utility("resume_engine")
 
 
-async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | None) -> None:
-    """Free device memory; arguments as of `LLM.sleep`. Raises RequestError for another level, mode or tag."""
-    await engine.utility("begin_sleep", level, mode, tags)
-    while not await engine.utility("fall_asleep", level, tags):
+async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | None, *, keep_kv: bool = False) -> None:
+    """Free device memory; arguments and errors as of `LLM.sleep`."""
+    await engine.utility("begin_sleep", level, mode, tags, keep_kv)
+    while not await engine.utility("fall_asleep", level, tags, keep_kv):
         await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -186,7 +186,7 @@ def run_trace(
     simulated = SimulatedEngine(config, packer, num_pages, windows, costs)
     engine, runner = simulated.engine, simulated.runner
     engine.extensions.by_name["simulation"] = observer
-    engine.extensions.active.append(observer)
+    engine.extensions.require("simulation")
     outcome = Outcome(trace, config, engine.stats)
     time, index, total = runner.time, 0, len(trace.requests)
     while index < total or engine.has_unfinished:

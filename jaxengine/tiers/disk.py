@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -27,12 +28,15 @@ logger = logging.getLogger(__name__)
 
 # Names of subfolders: the first byte of their keys.
 _SUBFOLDER = re.compile("[0-9a-f]{2}")
+_KEY = re.compile("([0-9a-f]{2})+")
 _MAGIC = b"jaxengine kv 1\n\0"
 _CHECKSUM_BYTES = 16
 # Largest number of blocks that wait to be written; further ones are dropped.
 _MAX_WAITING = 1024
-# Period of scans for files that other engines have written.
-_SCAN_SECONDS = 1.0
+# Period of scans for files that other engines have written, and the least one as a multiple of a scan's duration.
+_SCAN_SECONDS, _SCAN_SHARE = 1.0, 20.0
+# Age from which a folder's time tells later changes apart: clocks of file systems advance in steps.
+_SETTLED_NS = 1_000_000_000
 # Age from which an unfinished file is taken for one of an engine that was killed: writing one takes less.
 _REST_SECONDS = 600.0
 
@@ -50,15 +54,16 @@ class DiskTier:
 
     is_far = False
 
-    def __init__(self, folder: Path, capacity: int | None = None):
-        """Open a folder, which is made if there is none, and find its blocks. capacity: most bytes of files; None for
-        no limit. Raises OSError for a folder that cannot be made or read.
+    def __init__(self, folder: Path, capacity: int | None = None, most_bytes: int | None = None):
+        """Open a folder, which is made if there is none, and find its blocks. capacity: most bytes of files;
+        most_bytes: of a block; None for no limit. Raises OSError for a folder that cannot be made or read.
         """
-        self.folder, self._capacity = folder, capacity
+        self.folder, self._capacity, self._most_bytes = folder, capacity, most_bytes
         self.num_bytes = self.num_written = self.num_bad = self.num_failed = 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Bytes by key, least recently used first; times of the subfolders when they were read.
         self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._by_folder: list[set[bytes]] = [set() for _ in range(256)]  # the same keys by their first byte
         self._times: dict[str, int] = {}
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[tuple[bytes, np.ndarray] | None] = SimpleQueue()
@@ -100,11 +105,10 @@ class DiskTier:
         """
         path = self._path(key)
         try:
-            raw = path.read_bytes()
+            raw = self._content(path, len(header := _MAGIC + key) + _CHECKSUM_BYTES)
         except OSError:
             self._forget(key)
             return None
-        header = _MAGIC + key
         body = memoryview(raw)[len(header) + _CHECKSUM_BYTES :]
         if raw[: len(header)] != header or raw[len(header) : len(header) + _CHECKSUM_BYTES] != _checksum(key, body):
             self.num_bad += 1
@@ -118,6 +122,15 @@ class DiskTier:
             if key in self._known:
                 self._known.move_to_end(key)
         return np.frombuffer(body, np.uint8)
+
+    def _content(self, path: Path, overhead: int) -> bytes:
+        """Return the bytes of a file, none if it is larger than a block and `overhead` or not a plain file. Raises
+        OSError.
+        """
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it waits for no writer of a pipe
+            status = os.fstat(file.fileno())
+            is_large = self._most_bytes is not None and status.st_size > self._most_bytes + overhead
+            return b"" if is_large or not stat.S_ISREG(status.st_mode) else file.read()
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
         """Yield the keys that `read` finds, with their blocks."""
@@ -169,7 +182,7 @@ class DiskTier:
         """Write the blocks that wait and scan the folder now and then, until None waits."""
         while True:
             try:
-                item = self._waiting.get(timeout=_SCAN_SECONDS)
+                item = self._waiting.get(timeout=max(_SCAN_SECONDS, self._next_scan - time.monotonic()))
             except Empty:
                 self._scan()
                 continue
@@ -235,7 +248,7 @@ class DiskTier:
         """Record the files that other engines have written or removed, in subfolders that have changed since the last
         scan.
         """
-        self._next_scan = time.monotonic() + _SCAN_SECONDS
+        start = self._next_scan = time.monotonic()
         try:
             with os.scandir(self.folder) as found:
                 named = (each for each in found if _SUBFOLDER.fullmatch(each.name))
@@ -248,37 +261,43 @@ class DiskTier:
                 changed = each.stat().st_mtime_ns
                 if self._times.get(each.name) == changed:
                     continue
+                is_settled = not 0 <= time.time_ns() - changed < _SETTLED_NS
                 news += self._read_folder(each.path)
-                self._times[each.name] = changed
+                if is_settled:
+                    self._times[each.name] = changed
             except OSError:
                 continue
         for _, key, size in sorted(news):
             self._note(key, size)
+        now = time.monotonic()
+        self._next_scan = now + max(_SCAN_SECONDS, _SCAN_SHARE * (now - start))
 
     def _read_folder(self, path: str) -> list[tuple[float, bytes, int]]:
         """Return (time of last use in seconds, key, bytes) of the files in a subfolder that had not been seen, and
         forget the keys whose files are gone.
         """
-        news, present, own = [], set[bytes](), bytes.fromhex(os.path.basename(path))
+        news, present, own = [], set[bytes](), os.path.basename(path)
         with os.scandir(path) as found:
             for file in found:
-                try:
-                    key = bytes.fromhex(file.name)
-                except ValueError:
+                if not (_KEY.fullmatch(file.name) and file.name.startswith(own)):
                     self._remove_rest(file)
                     continue
-                present.add(key)
+                present.add(key := bytes.fromhex(file.name))
                 if key not in self._known:
-                    status = file.stat()
-                    news.append((status.st_mtime, key, status.st_size))
-        for key in [key for key in list(self._known) if key[:1] == own and key not in present]:
+                    with contextlib.suppress(OSError):  # it has just been removed
+                        status = file.stat(follow_symlinks=False)
+                        news.append((status.st_mtime, key, status.st_size))
+        with self._lock:
+            gone = self._by_folder[int(own, 16)] - present
+        for key in gone:
             self._forget(key)
         return news
 
     def _remove_rest(self, file: os.DirEntry[str]) -> None:
         """Remove an unfinished file that an engine has left when it was killed; a young one may still be written."""
-        if file.name.endswith(".tmp") and time.time() - file.stat().st_mtime > _REST_SECONDS:
-            _remove(Path(file.path))
+        with contextlib.suppress(OSError):
+            if file.name.endswith(".tmp") and time.time() - file.stat(follow_symlinks=False).st_mtime > _REST_SECONDS:
+                _remove(Path(file.path))
 
     def _path(self, key: bytes) -> Path:
         """Return the path of a key's file: named by the key, in a subfolder named by its first byte."""
@@ -290,12 +309,14 @@ class DiskTier:
         with self._lock:
             if key not in self._known:
                 self._known[key] = size
+                self._by_folder[key[0]].add(key)
                 self.num_bytes += size
 
     def _forget(self, key: bytes) -> None:
         """Record that a key has no file."""
         with self._lock:
             self.num_bytes -= self._known.pop(key, 0)
+            self._by_folder[key[0]].discard(key)
 
 
 def _remove(path: Path) -> None:

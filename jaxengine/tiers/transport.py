@@ -85,14 +85,14 @@ class FolderTransport(Transport):
     removes older ones, so that those of a producer that was killed are removed, too.
     """
 
-    def __init__(self, folder: Path, seconds: float, produces: bool):
+    def __init__(self, folder: Path, seconds: float, produces: bool, most_bytes: int | None = None):
         """Open the folder, of engines with equal weights and page layout. produces: whether it offers pages and removes
-        old files.
+        old files. most_bytes: of a page; None for no limit.
 
         Raises OSError if it cannot be made.
         """
         self.address = None
-        self._disk, self._seconds = DiskTier(folder), seconds
+        self._disk, self._seconds = DiskTier(folder, None, most_bytes), seconds
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sweep, name="kv-sweep", daemon=True) if produces else None
         if self._thread is not None:

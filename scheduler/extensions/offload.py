@@ -123,6 +123,7 @@ class Offload(SchedulerExtension):
       num_queries, num_hits: tokens that requests looked for in the store, and those that came.
       num_by_mode: preempted requests by how they get their pages back.
       num_forgotten: times that the pools have forgotten their pages.
+      is_due: whether those who store pages have something to do; they clear it.
       is_own: False once requests may have gone on with other weights than their digests name.
     """
 
@@ -135,7 +136,7 @@ class Offload(SchedulerExtension):
         self.loads: list[Load] = []
         self.num_queries = self.num_hits = self.num_forgotten = 0
         self.num_by_mode = {RECOMPUTE: 0, SWAP: 0}
-        self.is_own = True
+        self.is_own, self.is_due = True, False
         # Of requests that wait for nothing any more: tokens that were in the pool before.
         self._tried: dict[Request, int] = {}
         self._pinned: dict[Request, list[bytes]] = {}
@@ -175,7 +176,7 @@ class Offload(SchedulerExtension):
         return mode.upper()
 
     def weights_replaced(self) -> None:
-        self.is_own = False
+        self.is_own, self.is_due = False, True
 
     def ended(self, request: Request) -> None:
         """Release what is kept for a request that runs or has ended."""
@@ -191,7 +192,7 @@ class Offload(SchedulerExtension):
             request.num_external_tokens = hits
         self.ended(request)
 
-    def is_due(self, key: bytes) -> bool:
+    def is_wanted(self, key: bytes) -> bool:
         """Whether a page or state is to be stored: it is not, and requests have looked for it often enough."""
         least = self.options.store_threshold
         return not self.store.has(key) and (least < 2 or self._seen.get(key[:32], 0) >= least)
@@ -278,8 +279,8 @@ class _Listener:
         self._offload, self._orders, self._key = offload, orders, key
 
     def registered(self, digest: bytes, page: int) -> None:
-        if self._offload.options.at_once and self._offload.is_due(key := self._key(digest)):
-            self._orders.filled[key] = page
+        if self._offload.options.at_once and self._offload.is_wanted(key := self._key(digest)):
+            self._orders.filled[key], self._offload.is_due = page, True
 
     def dropped(self, digest: bytes) -> None:
         for due in (self._orders.filled, self._orders.leaving):
@@ -289,8 +290,8 @@ class _Listener:
         for digest, page in zip(digests, pages, strict=True):
             key = self._key(digest)
             self._orders.filled.pop(key, None)
-            if self._offload.is_due(key):
-                self._orders.leaving[key] = page
+            if self._offload.is_wanted(key):
+                self._orders.leaving[key], self._offload.is_due = page, True
 
     def forgotten(self) -> None:
         self._offload.num_forgotten += 1

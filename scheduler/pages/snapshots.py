@@ -66,6 +66,13 @@ class Snapshots:
         """Whether the state after the page with this digest is stored."""
         return digest in self._of
 
+    @property
+    def digests(self) -> list[bytes]:
+        """Return the digests whose states are stored, those that the newest step saves included; a step in flight may
+        be the one that writes them.
+        """
+        return [*self._of, *self._made]
+
     def find(self, digest: bytes) -> int | None:
         """Return the snapshot of the state after the page with this digest, None if there is none."""
         return self._of.get(digest)

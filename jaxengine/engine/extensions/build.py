@@ -6,10 +6,11 @@ Modules of extensions are imported where extensions are made, so that an engine 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from jaxengine.config.capture import check_captured
-from jaxengine.engine.extension import Loop, LoopExtension
+from jaxengine.engine.extension import Hooks, Loop, LoopExtension
 from jaxengine.engine.weight_types import WEIGHT_UTILITIES
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.config import SchedulerConfig
@@ -48,7 +49,7 @@ class Extensions:
     """All extensions of one engine, called together.
 
     Attributes:
-      active: extensions that take part in steps now.
+      active: extensions that take part in steps now. hooks: theirs.
       by_name: all extensions made so far, by capability name.
       idle_seconds: the option sleep_idle_seconds; inf if it is off.
     """
@@ -59,6 +60,7 @@ class Extensions:
         Raises ConfigError if an extension cannot be made with these options.
         """
         self.active: list[LoopExtension] = []
+        self.hooks = Hooks()
         self.by_name: dict[str, LoopExtension] = {}
         self._runner, self._inputs = runner, inputs
         self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
@@ -152,13 +154,16 @@ class Extensions:
                 found.attach(self._loop)
         if found not in self.active:
             self.active.append(found)
+            self.hooks.update(self.active)
         return found
 
     def queued(self, requests: Sequence[Request]) -> None:
         """Tell active extensions that these requests were queued; then drop from `active` those that are idle."""
         for each in self.active:
             each.queued(requests)
-        self.active[:] = [each for each in self.active if not each.is_idle]
+        if any(each.is_idle for each in self.active):
+            self.active[:] = [each for each in self.active if not each.is_idle]
+            self.hooks.update(self.active)
 
     def rest(self) -> float:
         """Have extensions do their periodic work while there are no requests.
@@ -389,11 +394,15 @@ def _sessions(extensions: Extensions) -> LoopExtension:
     return Sessions(cast("Offload", extensions.require("offload")))
 
 
-def _weights(_: Extensions) -> LoopExtension:
+def _weights(extensions: Extensions) -> LoopExtension:
     """Make the extension for pauses and new weights."""
     from jaxengine.engine.extensions.weights import Weights
 
-    return Weights()
+    if (offload := extensions.by_name.get("offload")) is None:
+        return Weights()
+    from jaxengine.engine.extensions.due_copies import kept
+
+    return Weights(partial(kept, cast("Offload", offload)))
 
 
 # Function that makes the extension of each capability.

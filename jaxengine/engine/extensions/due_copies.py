@@ -1,17 +1,25 @@
-"""Pages that are held until there is room to copy them to host memory; keys that are pinned there."""
+"""Pages that are held until there is room to copy them to host memory, all of a pool's if asked; keys that are pinned
+there.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from jaxengine.engine.extensions.offload import Offload
 from jaxengine.engine.extensions.page_stores import Tiers
+from jaxengine.runner.extensions.offload import SIZES
 from jaxengine.scheduler.pages.groups import PageTables, page_key
 from jaxengine.scheduler.pages.reach import state_key
 from jaxengine.scheduler.rank import Rank
+
+# Most time that copying all pages of the pools may take; those that are not copied by then are lost.
+_KEEP_SECONDS = 120.0
 
 
 class KeptKeys:
@@ -89,6 +97,10 @@ class DueCopies:
                 rank.pool.free(np.array([page], np.int32))
         self._due = kept
 
+    def clear(self) -> None:
+        """Remove all pages from the queue, and give up their references."""
+        self.discard({key for _, key, _ in self._due})
+
     def advance(self) -> list[bytes]:
         """Dispatch the copies that there is room for; return their keys. If the pools have forgotten their pages, as
         before sleep, discard the queue.
@@ -96,7 +108,7 @@ class DueCopies:
         done = []
         if self._num_forgotten != self._offload.orders.num_forgotten:
             self._num_forgotten = self._offload.orders.num_forgotten
-            self.discard({key for _, key, _ in self._due})
+            self.clear()
         while self._due and (room := self._offload.stores.room):
             rank, pages = self._due[0][0], dict[bytes, int]()
             while self._due and self._due[0][0] is rank and len(pages) < room and self._due[0][1] not in pages:
@@ -106,6 +118,31 @@ class DueCopies:
             rank.pool.free(np.array(list(pages.values()), np.int32))
             done += pages
         return done
+
+
+@contextmanager
+def kept(offload: Offload, ranks: Sequence[Rank]) -> Iterator[None]:
+    """Copy what can be found in the replicas' pools to host memory, as far as it holds that, and keep host memory
+    although the pools forget their pages within this context. No step may be in flight.
+    """
+    due, end = DueCopies(offload), time.monotonic() + _KEEP_SECONDS
+    due.advance()
+    most = offload.tiers.host.capacity // offload.mover.block_bytes
+    for rank in ranks:
+        pool, states = rank.pool, rank.pages.snapshots
+        found = {key: pool.find(key) for key in pool.digests}
+        found |= {} if states is None else {state_key(each): states.find(each) for each in states.digests}
+        there = {key: row for key, row in found.items() if row is not None}
+        keys = list(there)[-most:]
+        for first in range(0, len(keys), SIZES[-1]):
+            due.add(rank, keys[first : first + SIZES[-1]], there)
+            while due and time.monotonic() < end:
+                due.advance()
+                offload.stores.flush(end)
+    offload.stores.flush(end)
+    due.clear()
+    yield
+    offload.generation = offload.orders.num_forgotten
 
 
 def found_columns(tables: PageTables, digests: list[bytes]) -> list[dict[bytes, int | None]]:

@@ -31,6 +31,8 @@ _MEDIUM = "GPU"  # vLLM's word for the memory of devices
 _NUMBER_BYTES = 8
 # Number of the empty batch that ends a replay.
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+# Time that a replay waits for a router that does not read.
+_REPLAY_WAIT_MS = 1000
 # Period at which an idle engine publishes events of calls such as reset_prefix_cache.
 _REST_SECONDS = 0.1
 
@@ -95,6 +97,10 @@ class Publisher:
         self._thread: threading.Thread | None = None
         if config.replay_endpoint is not None:
             self._replay = self._context.socket(zmq.ROUTER)
+            # Room for one whole replay for each router; instead of dropping more than that, sending waits and raises.
+            self._replay.set_hwm(config.buffer_steps + 1)
+            self._replay.set(zmq.ROUTER_MANDATORY, 1)
+            self._replay.set(zmq.SNDTIMEO, _REPLAY_WAIT_MS)
             self._open(self._replay, "replay_endpoint", config.replay_endpoint, binds=True)
             self._thread = threading.Thread(target=self._answer, name="kv-events", daemon=True)
             self._thread.start()
@@ -146,10 +152,13 @@ class Publisher:
                 logger.warning("a request for a replay of KV events was ignored: it is not [empty, number of 8 bytes]")
                 continue
             first = int.from_bytes(frames[2], "big")
-            for number, payload in list(self._kept):
-                if number >= first:
-                    self._replay.send_multipart((frames[0], b"", number.to_bytes(_NUMBER_BYTES, "big"), payload))
-            self._replay.send_multipart((frames[0], b"", _END, b""))
+            try:
+                for number, payload in list(self._kept):
+                    if number >= first:
+                        self._replay.send_multipart((frames[0], b"", number.to_bytes(_NUMBER_BYTES, "big"), payload))
+                self._replay.send_multipart((frames[0], b"", _END, b""))
+            except zmq.ZMQError as error:
+                logger.warning("a replay of KV events was ended, as its router does not read it: %s", error)
 
 
 class KVEvents(LoopExtension):

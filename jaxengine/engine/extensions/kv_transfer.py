@@ -221,7 +221,7 @@ class KVTransfer(LoopExtension):
 
     def _has_room(self, keys: Sequence[bytes]) -> bool:
         """Return whether host memory can keep these keys in addition to those of other leases; False for no keys."""
-        size = max(self._offload.mover.page_bytes, self._offload.mover.state_bytes)
+        size = self._offload.mover.block_bytes
         total = len(self._keys_kept) + sum(key not in self._keys_kept for key in keys)
         return bool(keys) and total * size <= self._offload.tiers.host.capacity
 
@@ -277,7 +277,8 @@ def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) 
         assert options.shared_storage_path is not None
         folder = Path(options.shared_storage_path).expanduser() / offload.identity
         try:
-            return FolderTransport(folder, options.kv_lease_duration, options.produces)
+            most = offload.mover.block_bytes
+            return FolderTransport(folder, options.kv_lease_duration, options.produces, most)
         except OSError as error:
             name = "kv_transfer_config.shared_storage_path"
             raise ConfigError.because(name, str(error), "name another folder") from None

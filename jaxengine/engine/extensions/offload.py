@@ -46,6 +46,7 @@ class Offload(LoopExtension):
       tiers, stats: stored pages, and counts.
       mover: copies pages. stores: copies on their way to the host.
       done: loads that the last `poll` ended.
+      generation: number of times that the pools had forgotten their pages when host memory was last cleared for it.
       orders: scheduler extension with the pages to be copied and loaded; once attached.
     """
 
@@ -66,16 +67,21 @@ class Offload(LoopExtension):
         self._something = threading.Event()
         self._loads = PageLoads(self.mover, self._something)
         self.stores = PageStores(self.mover, self.tiers, self.stats, self._something, is_bounded=not runner.on_cpu)
-        self._generation = 0
+        self.generation = 0
 
     def attach(self, loop: Loop) -> None:
         super().attach(loop)
         self.orders: Orders = loop.scheduler.extension(NAME)
         self.orders.store = self.tiers
+        self._most_decodes = loop.scheduler.config.max_num_seqs
 
     def poll(self) -> Events:
-        if self._something.is_set():
-            self._something.clear()
+        if self.done:
+            self.done = []
+        orders = self.orders
+        if not (self._something.is_set() or orders.is_due or self.generation != orders.num_forgotten):
+            return NO_EVENTS  # as in most steps
+        self._something.clear()
         self._check_generation()
         self._save()
         self.stores.keep()
@@ -86,18 +92,20 @@ class Offload(LoopExtension):
         return Events(ready=[each.load.request for each in self.done]) if self.done else NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
-        self._save()
+        if self.orders.is_due:
+            self._save()
 
     def after_forward(self, step: InFlight | None) -> Events:
-        self._save(filled=True)
-        orders, tiers = self.orders, self.tiers
-        for load in orders.loads:
-            self._loads.start(load, {key: tiers.find(key) for key in load.keys}, self._generation)
-        orders.loads = []
+        if self.orders.is_due:
+            self._save(filled=True)
+        if loads := self.orders.loads:
+            for load in loads:
+                self._loads.start(load, {key: self.tiers.find(key) for key in load.keys}, self.generation)
+            self.orders.loads = []
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        if step.step.num_tokens > self.loop.scheduler.config.max_num_seqs:  # hardly a step of decodes alone
+        if step.step.num_tokens > self._most_decodes:  # hardly a step of decodes alone
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
 
     def ended(self, request: Request) -> None:
@@ -111,6 +119,7 @@ class Offload(LoopExtension):
         return True
 
     def rest(self) -> float:
+        self._check_generation()
         self.stores.keep()
         return _REST_SECONDS if self.stores.is_busy else float("inf")
 
@@ -184,11 +193,8 @@ class Offload(LoopExtension):
         """Dispatch copies of the pages that leave the pools. filled: also of pages that the newest step has filled."""
         if not self.orders.is_own:
             self.tiers.disk = None
-        for own in self.orders.ranks:
-            if own.pages.leaving or own.states.leaving or (filled and (own.pages.filled or own.states.filled)):
-                break
-        else:  # as in most steps
-            return
+        if filled:
+            self.orders.is_due = False
         for states in (False, True):
             ranks = []
             for rank in self.orders.ranks:
@@ -204,7 +210,7 @@ class Offload(LoopExtension):
     def _install(self) -> None:
         """Allocate pages and snapshots for the parts of loads that are on the devices, and dispatch their writing."""
         for loading, coming, size in self._loads.take_parts():
-            if loading.generation != self._generation:
+            if loading.generation != self.generation:
                 continue
             rank = self.orders.ranks[coming.rank]
             if coming.size:
@@ -229,8 +235,8 @@ class Offload(LoopExtension):
 
     def _check_generation(self) -> None:
         """Clear host memory if the pools have forgotten their pages since the last call."""
-        if self._generation != self.orders.num_forgotten:
-            self._generation = self.orders.num_forgotten
+        if self.generation != self.orders.num_forgotten:
+            self.generation = self.orders.num_forgotten
             self.tiers.host.clear()
             self.tiers.arriving.clear()
 
@@ -244,7 +250,8 @@ def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
     if folder is None:
         return None
     try:
-        disk = DiskTier(folder / offload.identity, None if size is None else int(size * (1 << 30)))
+        capacity = None if size is None else int(size * (1 << 30))
+        disk = DiskTier(folder / offload.identity, capacity, offload.mover.block_bytes)
     except OSError as error:
         raise ConfigError.because("kv_offloading_path", str(error), "name another folder") from None
     logger.info("%s has %d pages of this model", disk.folder, len(disk))

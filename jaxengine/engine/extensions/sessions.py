@@ -34,7 +34,7 @@ class Sessions(LoopExtension):
         self.kept: OrderedDict[str, list[bytes]] = OrderedDict()
         self._offload, self._due = offload, DueCopies(offload)
         self._keys = KeptKeys(offload.tiers)
-        size = max(offload.mover.page_bytes, offload.mover.state_bytes)
+        size = offload.mover.block_bytes
         self._most = int(offload.tiers.host.capacity * _SHARE) // size
 
     def attach(self, loop: Loop) -> None:

@@ -164,14 +164,14 @@ class WeightOrders:
             text = "the engine is not paused; allowed: after pause_generation (/pause) or sleep with level 0"
             raise RequestError(f"release_kv_cache_memory: {text}")
 
-    def fall_asleep(self, level: int, tags: list[str] | None = None) -> bool:
+    def fall_asleep(self, level: int, tags: list[str] | None = None, keep_kv: bool = False) -> bool:
         """Put the engine to sleep if the operator's pause is complete. Returns whether it sleeps; if not, call again.
 
-        level, tags: see `Weights.sleep`, whose errors this raises; RequestError if the pause has been ended.
+        level, tags, keep_kv: see `Weights.sleep`, whose errors this raises; RequestError if the pause has been ended.
         """
         if not self._weights.settle():
             return False
-        self._weights.sleep(level, tags)
+        self._weights.sleep(level, tags, keep_kv)
         return True
 
     def _find(self, number: int) -> Future[NewWeights]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
 from jaxengine.engine.extension import Events, Loop
@@ -27,6 +28,7 @@ from jaxengine.runner import sleep
 from jaxengine.runner.process_weights import everywhere
 from jaxengine.runner.weight_update import NewWeights
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.weight_version import MAX_VERSION, check_version
 
@@ -45,9 +47,12 @@ class Weights(Pauses):
       dozes: the engine sleeps automatically, is not paused, and wakes for any call that needs it.
     """
 
-    def __init__(self) -> None:
-        """Begin awake and not paused, with version 0."""
+    def __init__(self, keep_pages: Callable[[Sequence[Rank]], AbstractContextManager[None]] | None = None):
+        """Begin awake and not paused, with version 0. keep_pages: copies the replicas' pages to host memory, which
+        keeps them in its context; None if the engine has no tiers.
+        """
         super().__init__()
+        self._keep_pages = keep_pages
         self.version: Version = 0
         self._num_switches = 0
         self._asleep: set[str] = set()
@@ -161,35 +166,39 @@ class Weights(Pauses):
         """Parts, of "weights" and "kv_cache", that are not on the devices now; a copy."""
         return set(self._asleep)
 
-    def begin_sleep(self, level: int, mode: PauseMode, tags: Sequence[str] | None = None) -> None:
-        """Begin the operator's pause, for a call of `sleep` with this level and these tags once it is complete.
+    def begin_sleep(
+        self, level: int, mode: PauseMode, tags: Sequence[str] | None = None, keep_kv: bool = False
+    ) -> None:
+        """Begin the operator's pause, for a call of `sleep` with these arguments once it is complete.
 
         An engine that sleeps automatically is not woken if all parts are to sleep: its sleep becomes the operator's.
-        Raises RequestError as `pause` does, and for a level or tags that are not allowed.
+        Raises RequestError as `pause` does, and for arguments of `sleep` that are not allowed.
         """
-        parts = _parts(level, tags)
+        parts = _parts(level, tags, keep_kv, self._keep_pages is not None)
         _among("mode", mode, get_args(PauseMode))
         if self.dozes and parts == PARTS:
             self.dozes = False
         else:
             self.pause(mode)
 
-    def sleep(self, level: int, tags: Sequence[str] | None = None) -> None:
+    def sleep(self, level: int, tags: Sequence[str] | None = None, keep_kv: bool = False) -> None:
         """Release device memory while the engine is paused, in addition to what an earlier call has released.
 
         level: of the weights: 1 keeps them in host memory; 2 keeps no copy; 0 releases nothing. tags: parts to release,
         "weights", "kv_cache" or both; None for both. Without "kv_cache", pages, cached prefixes and running requests
-        stay; with it, running requests are computed again after `wake`. Raises RequestError for a level or tags that
-        are not allowed; MemoryError or jax's RuntimeError if copies cannot be made: `wake` then restores what was
+        stay; with it, running requests are computed again after `wake`. keep_kv: copy cached pages to host memory
+        first, and keep what it has, so that requests find them after `wake`. Raises RequestError for arguments that are
+        not allowed; MemoryError or jax's RuntimeError if copies cannot be made: `wake` then restores what was
         released. Asserts that the pause is complete.
         """
-        parts = _parts(level, tags)
+        parts = _parts(level, tags, keep_kv, self._keep_pages is not None)
         assert self.is_still, "an engine falls asleep between two steps"
         start, scheduler, runner = time.monotonic(), self.loop.scheduler, self.loop.runner
         asleep, self._asleep = self._asleep, self._asleep | parts
         if KV_CACHE in parts - asleep:
             scheduler.preempt_all()
-            scheduler.reset_prefix_cache()
+            with self._keep_pages(scheduler.ranks) if keep_kv and self._keep_pages else nullcontext():
+                scheduler.reset_prefix_cache()
             for extension in scheduler.extensions:
                 extension.reset_cache()
             everywhere(runner, sleep.release_pools)
@@ -304,13 +313,19 @@ def _named(tags: Sequence[str] | None) -> set[str]:
     return PARTS if tags is None else set(tags)
 
 
-def _parts(level: int, tags: Sequence[str] | None) -> set[str]:
-    """Return the parts that `sleep` releases. Raises RequestError for a level or tags that are not allowed."""
+def _parts(level: int, tags: Sequence[str] | None, keep_kv: bool, can_keep: bool) -> set[str]:
+    """Return the parts that `sleep` with these arguments releases. Raises RequestError if they are not allowed.
+
+    can_keep: whether the engine has tiers.
+    """
     _among("level", level, SLEEP_LEVELS)
     parts = _named(tags)
     if tags is not None and not (level and parts):
         allowed = f"{WEIGHTS}, {KV_CACHE} or both" if level else "None with level 0, which releases nothing"
         raise RequestError(f"tags is {show_value(tags)}; allowed: {allowed}", param="tags", value=tags)
+    if not isinstance(keep_kv, bool) or (keep_kv and not (can_keep and level == 1 and KV_CACHE in parts)):
+        text = "allowed: False, or with kv_offloading_size True at level 1 if kv_cache is released"
+        raise RequestError(f"keep_kv is {show_value(keep_kv)}; {text}", param="keep_kv", value=keep_kv)
     return parts if level else set()
 
 

@@ -250,6 +250,11 @@ class PageMover(HostExtension):
         rows = [row for each in self._stages for row in each.state_rows]
         return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in rows)
 
+    @property
+    def block_bytes(self) -> int:
+        """Return the most bytes of the content of a page or a state."""
+        return max(self.page_bytes, self.state_bytes)
+
     def warm_up(self) -> None:
         for size in SIZES:
             nothing = np.full(self._num_ranks * size, -1, np.int32)

@@ -174,14 +174,16 @@ class IsPausedResponse(_message.Message):
     def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
 
 class SleepRequest(_message.Message):
-    __slots__ = ("level", "mode", "tags")
+    __slots__ = ("level", "mode", "tags", "keep_kv")
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_KV_FIELD_NUMBER: _ClassVar[int]
     level: int
     mode: PauseMode
     tags: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, level: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., tags: _Optional[_Iterable[str]] = ...) -> None: ...
+    keep_kv: bool
+    def __init__(self, level: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., tags: _Optional[_Iterable[str]] = ..., keep_kv: _Optional[bool] = ...) -> None: ...
 
 class SleepResponse(_message.Message):
     __slots__ = ()

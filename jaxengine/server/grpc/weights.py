@@ -59,8 +59,8 @@ class WeightMethods:
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
         """Free device memory; level 1 by default."""
-        level = request.level if request.HasField("level") else 1
-        await weights.sleep(self._engine, level, _mode(request.mode, "abort"), list(request.tags) or None)
+        level, tags = request.level if request.HasField("level") else 1, list(request.tags) or None
+        await weights.sleep(self._engine, level, _mode(request.mode, "abort"), tags, keep_kv=request.keep_kv)
         return pb.SleepResponse()
 
     async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:

@@ -81,12 +81,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         level: Annotated[int, Query(ge=0, le=2)] = 1,
         mode: Mode = "abort",
         tags: Annotated[list[str] | None, Query()] = None,
+        keep_kv: bool = False,
     ) -> dict[str, Any]:
         """Give up device memory until /wake_up: level 1 keeps weights in host memory, level 2 keeps none.
 
         Level 0 gives up nothing and only pauses. tags: give up "weights" or "kv_cache" alone; by default, both.
+        keep_kv: with kv_offloading_size, cached pages stay in host memory and are found after /wake_up.
         """
-        await weights.sleep(engine, level, mode, tags)
+        await weights.sleep(engine, level, mode, tags, keep_kv=keep_kv)
         return {"status": "asleep"}
 
     @routes.post("/release_kv_cache_memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ import zmq
 from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.kv_events import KVEventsConfig
+from jaxengine.engine.extensions import kv_events
 from tests.conftest import TINY_OPTIONS
 from tests.tables import each_row
 
@@ -112,6 +115,24 @@ class Follower:
 
     def close(self) -> None:
         self.context.destroy(0)
+
+
+def test_a_replay_is_whole_for_a_router_that_is_slow_and_does_not_wait_for_one_that_never_reads(tmp_path):
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("events", "replay")]
+    options = {"endpoint": addresses[0], "replay_endpoint": addresses[1], "buffer_steps": 4000}
+    publisher = kv_events.Publisher(KVEventsConfig(enable_kv_cache_events=True, **options), 0)
+    for _ in range(5000):
+        publisher.publish([kv_events.AllBlocksCleared()])
+    dead, slow = Follower(*addresses), Follower(*addresses)
+    for _ in range(3):
+        dead.replay.send_multipart([b"", bytes(8)])
+    slow.number = 1000
+    slow.replay.send_multipart([b"", slow.number.to_bytes(8, "big")])
+    time.sleep(0.2)
+    assert len(slow.catch_up()) == 4000 and slow.number == 5000
+    for each in (dead, slow):
+        each.close()
+    publisher.shutdown()
 
 
 @pytest.fixture(scope="module")

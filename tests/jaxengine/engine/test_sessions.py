@@ -88,6 +88,31 @@ def test_a_conversation_stays_and_is_dropped(llm, make_llm):
     assert not len(extension(llm)._keys) and not extension(llm, "offload").tiers.host._pins
 
 
+def test_sleep_keeps_pages_if_asked(llm, make_llm):
+    """They leave the pool for host memory, from which they come back; a sleep without the argument empties it."""
+    prompt = prompts_of(13)[12]
+    (expected,) = plainly(make_llm, [prompt])
+    assert ask(llm, prompt) == expected
+    tiers, pool = extension(llm, "offload").tiers, llm.core.engine.scheduler.ranks[0].pool
+    keys = list(pool.digests)
+    tiers.host.clear()
+    for arguments in ({"level": 2}, {"level": 0}, {"tags": ["weights"]}, {"keep_kv": 1}):
+        with pytest.raises(RequestError, match="keep_kv is"):
+            llm.sleep(**{"keep_kv": True} | arguments)
+        assert not llm.is_paused() and len(pool.digests) == len(keys)
+    llm.sleep(keep_kv=True)
+    assert not pool.digests and sum(key in tiers.host for key in keys) == min(len(keys), 40)
+    llm.wake_up()
+    hits = llm.core.engine.scheduler.extension("offload").num_hits
+    assert ask(llm, prompt) == expected and llm.core.runner.compiles.count == 0
+    assert llm.core.engine.scheduler.extension("offload").num_hits - hits == (len(prompt) - 1) // 4 * 4
+    llm.sleep()
+    assert extension(llm, "offload").rest() == float("inf") and not len(tiers.host)
+    llm.wake_up()
+    with pytest.raises(RequestError, match="keep_kv is True"):
+        make_llm().sleep(keep_kv=True)
+
+
 def test_sessions_are_bounded(llm):
     sessions, rng = extension(llm), np.random.default_rng(3)
     for index in range(6):

@@ -87,6 +87,31 @@ def test_a_file_that_is_cut_or_has_another_name_is_a_miss(make):
     assert tier.read(key(1)) is None and tier.read(key(3)) is None and tier.num_bad == 2
 
 
+def test_what_others_leave_in_the_folder_hides_nothing(make):
+    """Links to nowhere, pipes, folders and huge files under the names of keys, and names that are no keys."""
+    tier = make()
+    write(tier, range(40))
+    own = tier.folder / key(0).hex()[:2]
+    names = [own / f"{own.name}{number:062x}" for number in range(4)]
+    names[0].symlink_to("/nowhere")
+    os.mkfifo(names[1])
+    names[2].mkdir()
+    with open(names[3], "wb") as file:
+        file.truncate(1 << 40)
+    for name in ("ab cd", "AB", "00" + "f" * 62, ".x.tmp", "é"):
+        (own / name).touch()
+    again = DiskTier(tier.folder, None, 1000)
+    for tested in (tier, again):
+        tested._scan()
+        assert all(key(number) in tested for number in range(40))
+        assert bytes.fromhex("00" + "f" * 62) not in tested and b"\xab" not in tested and b"\xab\xcd" not in tested
+    for name in names:
+        assert again.read(bytes.fromhex(name.name)) is None
+    assert not names[1].exists() and not names[3].exists()
+    np.testing.assert_array_equal(again.read(key(0)), block(0))
+    again.shutdown()
+
+
 def test_a_full_disk_costs_nothing_but_hits(make, monkeypatch, caplog):
     tier, replace = make(), os.replace
 

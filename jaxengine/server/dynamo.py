@@ -1,0 +1,210 @@
+"""jaxengine as a backend of NVIDIA Dynamo: `python -m jaxengine.server.dynamo --model MODEL [options of the engine]`.
+
+Dynamo's frontend tokenizes, routes and detokenizes; this worker turns token ids into token ids. The engine's kv_role
+makes it a prefill or a decode worker, and kv_events_config lets the router find prefixes. Needs ai-dynamo, of which
+1.6.1 is tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from importlib import import_module
+from typing import Any
+
+from jaxengine.api.async_llm import AsyncLLM
+from jaxengine.config.engine_args import EngineArgs
+from jaxengine.config.kv_transfer import CONSUMER, PRODUCER
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.structured.params import StructuredOutputsParams
+from jaxengine.scheduler.errors import RequestError, show_value
+
+# Imported by name: it is in no extra, as it pins other versions of what jaxengine needs.
+try:
+    _backend: Any = import_module("dynamo.common.backend")
+    _constants: Any = import_module("dynamo.common.constants")
+    _publisher: Any = import_module("dynamo.common.backend.publisher")
+except ImportError as error:
+    raise ImportError("jaxengine.server.dynamo needs Dynamo: pip install ai-dynamo==1.6.1") from error
+
+# Flags of Dynamo's worker, with their defaults.
+_WORKER = {
+    "namespace": "dynamo",
+    "component": "backend",
+    "endpoint": "generate",
+    "endpoint_types": "chat,completions",
+    "discovery_backend": "etcd",
+    "request_plane": "tcp",
+    "event_plane": None,
+    "tool_call_parser": None,
+    "reasoning_parser": None,
+}
+# Options of a request that Dynamo's frontend applies itself, and values that change nothing.
+_FRONTENDS = ("stop", "include_stop_str_in_output")
+_NEUTRAL = {"use_beam_search": (False,), "length_penalty": (1.0,), "best_of": (1,)}
+# Options that SamplingParams has under the same name.
+_SAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("seed", "logit_bias", "max_tokens", "min_tokens", "ignore_eos"),
+)
+
+
+class DynamoEngine(_backend.LLMEngine):
+    """Dynamo's LLMEngine over an AsyncLLM.
+
+    Attributes:
+      engine: None before `start` and after `cleanup`.
+    """
+
+    def __init__(self, options: EngineArgs, mode: Any, served_model_name: str | None = None):
+        """Start nothing yet. mode: of Dynamo's DisaggregationMode."""
+        self._options, self._mode, self._name = options, mode, served_model_name
+        self.engine: AsyncLLM | None = None
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[DynamoEngine, Any]:
+        """Return the engine of a command line, not started, and Dynamo's WorkerConfig. argv: None for the program's own
+        arguments. Raises ConfigError for an engine option that is not allowed, and SystemExit for another flag.
+        """
+        parser = argparse.ArgumentParser(prog="python -m jaxengine.server.dynamo", allow_abbrev=False)
+        group = parser.add_argument_group("Dynamo")
+        for name, default in (*_WORKER.items(), ("served_model_name", None)):
+            group.add_argument(f"--{name.replace('_', '-')}", default=default, dest=f"dynamo_{name}")
+        args = EngineArgs.add_cli_args(parser).parse_args(argv)
+        if args.model is None:
+            parser.error("--model is missing")
+        options, served = EngineArgs.from_cli_args(args), args.dynamo_served_model_name
+        transfer, modes = options.kv_transfer_config, _constants.DisaggregationMode
+        role = None if transfer is None or transfer.handover is None else transfer.handover.kv_role
+        mode = {PRODUCER: modes.PREFILL, CONSUMER: modes.DECODE}.get(role or "", modes.AGGREGATED)
+        worker = _backend.WorkerConfig(
+            **{name: getattr(args, f"dynamo_{name}") for name in _WORKER},
+            model_name=args.model,
+            served_model_name=served or args.model,
+            use_kv_events=options.publishes_kv_events,
+            disaggregation_mode=mode,
+        )
+        return cls(options, mode, served), worker
+
+    async def start(self, worker_id: int) -> Any:
+        """Start the engine; return Dynamo's EngineConfig. Raises ConfigError and what loading a model raises."""
+        self.engine = engine = await asyncio.to_thread(AsyncLLM.from_engine_args, self._options)
+        config, scheduler = engine.core.runner.config, engine.core.engine.scheduler.config
+        registration = _backend.LlmRegistration(
+            context_length=config.max_model_len,
+            kv_cache_block_size=config.block_size,
+            total_kv_blocks=scheduler.num_pages,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            data_parallel_size=engine.core.runner.num_ranks,
+        )
+        model = str(self._options.model)
+        return _backend.EngineConfig(model=model, served_model_name=self._name or model, llm=registration)
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield a request's tokens in Dynamo's chunks as they come; the last chunk of each output has its
+        finish_reason. Raises RequestError for an option that is not supported.
+        """
+        assert self.engine is not None, "Dynamo calls `start` first"
+        params = self._params(request)
+        num_prompt, counts = len(request["token_ids"]), dict[int, int]()
+        prompt: Any = {"prompt_token_ids": request["token_ids"]}
+        async for output in self.engine.generate(prompt, params, request_id=context.id()):
+            for chunk in self._chunks(output):
+                counts[chunk["index"]] = counts.get(chunk["index"], 0) + len(chunk["token_ids"])
+                if "finish_reason" in chunk:
+                    made = sum(counts.values())
+                    usage = {"prompt_tokens": num_prompt, "completion_tokens": made, "total_tokens": num_prompt + made}
+                    chunk["completion_usage"] = usage
+                yield chunk
+
+    async def abort(self, context: Any) -> None:
+        """End a request whose client has left."""
+        if self.engine is not None:
+            await self.engine.abort(context.id())
+
+    async def cleanup(self) -> None:
+        """End the engine, if it was started."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+
+    async def kv_event_sources(self) -> list[Any]:
+        """Return where each replica publishes its KV events; none without kv_events_config."""
+        events = self._options.kv_events_config
+        if self.engine is None or events is None or not events.publishes:
+            return []
+        base, _, port = events.endpoint.replace("*", "127.0.0.1").rpartition(":")
+        is_tcp, ranks = events.endpoint.startswith("tcp:"), range(self.engine.core.runner.num_ranks)
+        addresses = [f"{base}:{int(port) + rank}" if is_tcp else events.endpoint for rank in ranks]
+        return [_publisher.ZmqSource(each, events.topic, rank) for rank, each in enumerate(addresses)]
+
+    def _params(self, request: dict[str, Any]) -> SamplingParams:
+        """Return the sampling parameters of a request. Raises RequestError for an option that is not supported."""
+        sampling, stops = (dict(request.get(name) or {}) for name in ("sampling_options", "stop_conditions"))
+        guided = {name: one for name, one in (sampling.pop("guided_decoding", None) or {}).items() if one is not None}
+        guided.pop("backend", None)
+        hidden, shown = stops.pop("stop_token_ids_hidden", None), stops.pop("stop_token_ids", None)
+        output = request.get("output_options") or {}
+        options = {
+            "stop_token_ids": [*(shown or ()), *(hidden or ())],
+            "logprobs": output.get("logprobs"),
+            "prompt_logprobs": output.get("prompt_logprobs"),
+            "thinking_token_budget": stops.pop("max_thinking_tokens", None),
+            "structured_outputs": StructuredOutputsParams(**guided) if guided else None,
+            "output_kind": RequestOutputKind.DELTA,
+            "detokenize": False,
+        }
+        for name, value in {**sampling, **stops}.items():
+            if value is None or name in _FRONTENDS or value in _NEUTRAL.get(name, ()):
+                continue
+            if name not in _SAME:
+                raise RequestError(f"{name} is {show_value(value)}; not supported here, leave it out", param=name)
+            options[name] = value
+        modes, transfer = _constants.DisaggregationMode, None
+        if self._mode is modes.PREFILL:
+            options["max_tokens"], transfer = 1, {"do_remote_decode": True}
+            options["min_tokens"] = min(1, options.get("min_tokens", 0))
+        elif self._mode is modes.DECODE:
+            handed = (request.get("prefill_result") or {}).get("disaggregated_params") or {}
+            transfer = handed.get("kv_transfer_params")
+        return SamplingParams(**options, **({"extra_args": {"kv_transfer_params": transfer}} if transfer else {}))
+
+    def _chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Yield Dynamo's chunk of each of a request's outputs that has new tokens or has ended."""
+        assert self.engine is not None
+        for one in output.outputs:
+            if not one.token_ids and one.finish_reason is None:
+                continue
+            chunk: dict[str, Any] = {"token_ids": list(one.token_ids), "index": one.index}
+            if one.logprobs:
+                own = zip(one.token_ids, one.logprobs, strict=True)
+                chunk["log_probs"] = [position[token].logprob for token, position in own]
+                tokenizer = None if self._options.skip_tokenizer_init else self.engine.get_tokenizer()
+                chunk["top_logprobs"] = _top_logprobs(one, tokenizer)
+            if one.finish_reason is not None:
+                chunk["finish_reason"] = {"abort": "cancelled"}.get(str(one.finish_reason), str(one.finish_reason))
+                if output.kv_transfer_params is not None:
+                    chunk["disaggregated_params"] = {"kv_transfer_params": output.kv_transfer_params}
+            yield chunk
+
+
+def _top_logprobs(one: CompletionOutput, tokenizer: Any) -> list[list[dict[str, Any]]]:
+    """Return Dynamo's entries of the likeliest tokens at each new position. tokenizer: None to write ids for texts."""
+
+    def text(token: int) -> str:
+        return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
+
+    return [
+        [
+            {"rank": each.rank, "token_id": token, "token": text(token), "logprob": each.logprob}
+            for token, each in position.items()
+        ]
+        for position in one.logprobs or ()
+    ]
+
+
+if __name__ == "__main__":
+    import_module("dynamo.common.backend.run").run(DynamoEngine)

@@ -1,0 +1,162 @@
+"""Models and adapters from an S3 server on this machine (moto), through a proxy that can fail as real ones do.
+
+moto and s3fs are in no extra, for they are fifty packages: `pip install "moto[server]" s3fs`, then `--thorough`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import importlib.util
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxengine.checkpoint import remote
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.checkpoint.remote import ADAPTER_FILES, local_adapter
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.errors import ConfigError
+from jaxengine.models.build import Build
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE
+from jaxengine.models.registry import build_model
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+
+pytestmark = pytest.mark.thorough
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+FOLDER = FIXTURES / "models" / "llama3_sharded"
+SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>hunter2</Message></Error>"
+
+
+class Proxy(http.server.ThreadingHTTPServer):
+    """A proxy of an S3 server. how: "" to pass on; "slow" answers every other GET of weights 503 SlowDown, "denied"
+    each 403, "cut" cuts answers short, "dead" closes connections. sent: bytes of weights.
+    """
+
+    how, sent, count = "", 0, 0
+
+    def __init__(self, port: int):
+        self.port = port
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def do_GET(self) -> None:
+        inner = http.client.HTTPConnection("127.0.0.1", self.server.port)
+        inner.request(self.command, self.path, headers=dict(self.headers.items()))
+        answer = inner.getresponse()
+        data, status, is_data = answer.read(), answer.status, ".safetensors" in self.path and self.command == "GET"
+        self.server.count += is_data
+        how = self.server.how if is_data else ""
+        if how == "dead":
+            self.close_connection = True
+            self.connection.close()
+            return
+        if how == "denied" or (how == "slow" and self.server.count % 2):
+            data, status = SLOW_DOWN, 403 if how == "denied" else 503
+        self.server.sent += len(data) if is_data else 0
+        self.send_response(status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                self.send_header(name, value)
+        length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length or "0")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data[: len(data) // 2] if how == "cut" else data)
+        if how == "cut":
+            self.close_connection = True
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def proxy():
+    """A server with a model and an adapter in its bucket."""
+    if missing := [name for name in ("moto", "s3fs", "flask") if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"an S3 server needs {', '.join(missing)}: pip install 'moto[server]' s3fs")
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    inner = ThreadedMotoServer("127.0.0.1", 0)
+    inner.start()
+    port = inner.get_host_and_port()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "name")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setattr(remote, "_WAIT_SECONDS", 0.0)
+        store = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}")
+        store.create_bucket(Bucket="bucket")
+        for folder, name in ((FOLDER, "model"), (next(iter(sorted((FIXTURES / "peft_adapters").iterdir()))), "one")):
+            for file in folder.iterdir():
+                store.put_object(Bucket="bucket", Key=f"{name}/{file.name}", Body=file.read_bytes())
+        own = Proxy(port)
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{own.server_address[1]}")
+        yield own
+        own.shutdown()
+    inner.stop()
+
+
+def options(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(model="s3://bucket/model", download_dir=str(tmp_path), skip_tokenizer_init=True)
+
+
+def test_a_model_is_read_by_its_parts(proxy, tmp_path):
+    """Of all weights each byte once, of a shard its own; with an answer in two throttled the same arrays."""
+    source, local = open_model(options(tmp_path)), SafetensorsCheckpoint(FOLDER)
+    size = sum(file.stat().st_size for file in FOLDER.glob("*.safetensors"))
+    load_params(build_model(source.config, Build(np.float32)), source.weights)
+    assert source.weights.bytes_read <= proxy.sent <= 1.02 * size
+    name = "model.layers.0.mlp.down_proj.weight"
+    rows = source.weights.shape(name)[0]
+    before, part = proxy.sent, (slice(0, rows // 2), WHOLE)
+    np.testing.assert_array_equal(source.weights.read(name, *part), local.read(name, *part))
+    assert proxy.sent - before <= 1.02 * local.read(name, *part).nbytes
+    proxy.how = "slow"
+    np.testing.assert_array_equal(source.weights.read(name), local.read(name))
+    for how in ("denied", "cut", "dead"):
+        proxy.how = how
+        with pytest.raises(ModelFileError, match="4 times") as error:
+            source.weights.read(name)
+        assert "hunter2" not in str(error.value)
+    proxy.how = ""
+    source.close()
+
+
+def test_an_adapter_comes_whole_or_not_at_all(proxy, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = next(iter(sorted((FIXTURES / "peft_adapters").iterdir())))
+    for how in ("denied", "cut", "dead"):
+        proxy.how = how
+        with pytest.raises(ModelFileError, match=r"adapter_model\.safetensors of lora_path .* cannot be read") as error:
+            local_adapter("s3://bucket/one")
+        assert not [*tmp_path.iterdir()] and "hunter2" not in str(error.value)
+    proxy.how = "slow"
+    found = Path(local_adapter("s3://bucket/one"))
+    assert all((found / name).read_bytes() == (folder / name).read_bytes() for name in ADAPTER_FILES)
+    assert [*tmp_path.iterdir()] == [found]
+    proxy.how = ""
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        local_adapter("s3://bucket/nothing")
+    with pytest.raises(ConfigError, match="cannot be read|has no config.json"):
+        open_model(EngineConfig(model="s3://nowhere/model", download_dir=str(tmp_path)))
+    import s3fs
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(ConfigError, match=r"cannot be read \(.*; .*credentials of the store|cannot be read"):
+        open_model(options(tmp_path))
+    s3fs.S3FileSystem.clear_instance_cache()
