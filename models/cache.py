@@ -47,6 +47,7 @@ from jaxengine.pallas_kernels.registry import (
     UNPAGED,
     block_profile,
     kernel_modules,
+    native_code,
     platform_of,
     product_platform_of,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "device_kv",
     "group_layers",
     "kernel_modules",
+    "native_code",
     "kv_partition",
     "largest_of_layer",
     "layer_places",

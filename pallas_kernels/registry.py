@@ -17,8 +17,9 @@ from typing import Any
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
 # The kinds of implementations that a platform takes, the best first: an operation runs as the first one that has a row.
+NATIVE = "native"  # machine code of llvmlite; a kind that counts only once `native_code` has made it
 PLATFORMS = {
-    "cpu": ("cpu", "xla"),
+    "cpu": (NATIVE, "cpu", "xla"),
     "gpu": ("hopper", "cuda", "xla"),
     "gpu_triton": ("triton", "cuda", "xla"),
     "gpu_xla": ("cuda", "xla"),
@@ -29,9 +30,10 @@ UNPAGED = "unpaged"
 # The platform of CPUs where a token's result may not depend, to the bit, on what else is in its step: every token has
 # a row of its own there.
 EXACT = "exact"
-_KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,), EXACT: (EXACT, *PLATFORMS["cpu"])}
-# Kinds in plain XLA. Implementations of other kinds are kernels, which a device has to prove (pallas_kernels.proof).
-PLAIN_KINDS = frozenset(("cpu", "cuda", "xla", UNPAGED, EXACT))
+_KINDS = {**PLATFORMS, UNPAGED: (UNPAGED,), EXACT: (EXACT, "cpu", "xla")}
+# Kinds in plain XLA, and machine code, which is tried when it is made. Implementations of other kinds are kernels,
+# which a device has to prove (pallas_kernels.proof).
+PLAIN_KINDS = frozenset((NATIVE, "cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "hopper"): "attention.hopper.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
@@ -54,6 +56,7 @@ _ROWS: dict[tuple[str, str], str] = {
     ("kv_cache_update", "tpu"): "kv.update_tpu",
     ("kv_cache_update", "xla"): "kv.update_xla",
     ("kv_cache_update", UNPAGED): "kv.update_unpaged",
+    ("matmul", NATIVE): "matmul.native.dense",
     ("matmul", "cpu"): "matmul.cpu.dense",
     ("matmul", "cuda"): "matmul.xla.dense_gpu",
     ("matmul", "xla"): "matmul.xla.dense",
@@ -67,6 +70,7 @@ _ROWS: dict[tuple[str, str], str] = {
     ("gated_matmul", "tpu"): "matmul.tpu.grouped_plain",
     ("microscaled_rows", "tpu"): "matmul.tpu.microscaled",
     ("microscaled_rows", "xla"): "matmul.xla.microscaled",
+    ("quantized_matmul", NATIVE): "matmul.native.quantized",
     ("quantized_matmul", "cpu"): "matmul.cpu.quantized",
     ("quantized_matmul", "hopper"): "matmul.hopper.quantized",
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
@@ -121,6 +125,7 @@ _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
+_MADE: set[str] = set()  # kinds whose machine code this process has made
 _UNUSED: ContextVar[frozenset[tuple[str, str]]] = ContextVar("unused rows", default=frozenset())
 _OBSERVER: ContextVar[Callable[..., Any] | None] = ContextVar("observer of calls", default=None)
 
@@ -179,8 +184,18 @@ def observed(observer: Callable[..., Any]) -> Iterator[None]:
 def kernel_kind(op: str, platform: str) -> str | None:
     """Return the kind as which `op` runs on `platform`; None if it has no row there."""
     unused = _UNUSED.get()
-    kinds = (kind for kind in _KINDS.get(platform, ()) if (op, kind) in _ROWS and (op, kind) not in unused)
-    return next(kinds, None)
+    kinds = (kind for kind in _KINDS.get(platform, ()) if kind != NATIVE or kind in _MADE)
+    return next((kind for kind in kinds if (op, kind) in _ROWS and (op, kind) not in unused), None)
+
+
+def native_code() -> str:
+    """Make the machine code of NATIVE kernels, once a process, and return a text about what made it, on which programs
+    depend; "" where they run as plain XLA. Programs with such kernels can be loaded only afterwards.
+    """
+    module = importlib.import_module("jaxengine.pallas_kernels.matmul.native.library")
+    if about := module.load():
+        _MADE.add(NATIVE)
+    return about
 
 
 def is_kernel(op: str, platform: str) -> bool:
