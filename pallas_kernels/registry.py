@@ -76,6 +76,7 @@ _ROWS: dict[tuple[str, str], str] = {
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
     ("quantized_matmul", "triton"): "matmul.triton.quantized",
     ("quantized_matmul", "xla"): "matmul.xla.quantized",
+    ("quantized_table_matmul", NATIVE): "matmul.native.quantized_table",
     ("quantized_table_matmul", "cpu"): "matmul.cpu.quantized_table",
     ("quantized_table_matmul", "xla"): "matmul.xla.quantized_table",
     ("quantized_grouped_matmul", "cpu"): "matmul.cpu.quantized_groups",

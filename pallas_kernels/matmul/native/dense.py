@@ -14,6 +14,8 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
 
     matmul.dense.matmul has checked the arguments.
     """
-    if contract == 0 and x.dtype == weight.dtype == jnp.bfloat16 and (y := few_rows_product(x, weight)) is not None:
-        return y
+    if x.dtype == weight.dtype == jnp.bfloat16:
+        y = few_rows_product(x, weight, is_table=contract == 1)
+        if y is not None:
+            return y
     return dense_cpu.matmul(x, weight, contract=contract)

@@ -9,30 +9,44 @@ from jaxengine.pallas_kernels.matmul.native.library import target_name, wide_vec
 
 # Rows up to which a handler is faster than XLA's forms, with vectors of 256 and of 512 bits.
 _MOST_ROWS = {"pairs": (32, 128), "int8": (32, 64), "bfloat16": (4, 8)}
-_TILE, _MOST_PANEL, _SUM_LANES = 64, 32, 8  # of code.py
+_MOST_ROWS |= {"pairs_table": (8, 32), "int8_table": (8, 16), "bfloat16_table": (1, 1)}
+_LANES, _TILE, _MOST_PANEL, _SUM_LANES = 16, 64, 32, 8  # of code.py
 _KINDS = {"uint8": "pairs", "int8": "int8", "bfloat16": "bfloat16"}
 _FLOATS = "float32", "bfloat16"
 
 
 def few_rows_product(
-    x: jax.Array, matrix: jax.Array, scales: jax.Array | None = None, zeros: jax.Array | None = None
+    x: jax.Array,
+    matrix: jax.Array,
+    scales: jax.Array | None = None,
+    zeros: jax.Array | None = None,
+    *,
+    is_table: bool = False,
 ) -> jax.Array | None:
     """Multiply x [M, in] by a matrix: f32 [M, out]; None if no handler takes operands of this kind.
 
     matrix: [in, out] int8 or bfloat16, or [in / 2, out] uint8, pairs of four-bit codes. scales, zeros: [n, out], each
-    for in / n neighbouring inputs.
+    for in / n neighbouring inputs; bfloat16 has none. is_table: the matrix is [out, in], or [out, in / 2].
     """
-    kind = _KINDS.get(str(matrix.dtype))
-    if kind is None or not 0 < len(x) <= _MOST_ROWS[kind][wide_vectors()] or matrix.shape[1] % _TILE:
+    if (kind := _KINDS.get(str(matrix.dtype))) is None:
+        return None
+    handler = f"{kind}_table" if is_table else kind
+    lines, outputs = matrix.shape[::-1] if is_table else matrix.shape
+    if not 0 < len(x) <= _MOST_ROWS[handler][wide_vectors()] or outputs % _TILE:
         return None
     held = [own for own in (scales, zeros) if own is not None]
     if any(str(own.dtype) not in _FLOATS for own in held):
         return None
-    if zeros is not None and (x.shape[1] // matrix.shape[0]) * _panel(matrix.shape[0] // len(zeros)) % _SUM_LANES:
+    group = lines // len(held[0]) if held else lines
+    if is_table and group % _LANES:
         return None
-    shape = jax.ShapeDtypeStruct((len(x), matrix.shape[1]), jnp.float32)
-    call = jax.ffi.ffi_call(target_name(kind), shape, vmap_method="sequential")
-    return call(x.astype(jnp.float32), matrix, *held)
+    if zeros is not None and (x.shape[1] // lines) * (group if is_table else _panel(group)) % _SUM_LANES:
+        return None
+    x = x.astype(jnp.float32)
+    if is_table and kind == "pairs":  # even inputs first, as vectors of codes are
+        x = x.reshape(len(x), -1, _LANES, 2).swapaxes(2, 3).reshape(x.shape)
+    shape = jax.ShapeDtypeStruct((len(x), outputs), jnp.float32)
+    return jax.ffi.ffi_call(target_name(handler), shape, vmap_method="sequential")(x, matrix, *held)
 
 
 def _panel(group: int) -> int:

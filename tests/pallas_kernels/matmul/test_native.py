@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,26 +15,31 @@ import pytest
 from jaxengine import LLM, SamplingParams
 from jaxengine.pallas_kernels import reference, registry
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
-from jaxengine.pallas_kernels.matmul.native import dense, library, product, quantized
+from jaxengine.pallas_kernels.matmul.native import dense, library, product, quantized, quantized_table
 from jaxengine.runner.executables import cache
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
 
-IMPLEMENTATIONS = {quantized.quantized_matmul, dense.matmul}
+IMPLEMENTATIONS = {quantized.quantized_matmul, quantized_table.quantized_table_matmul, dense.matmul}
 ERROR = 2e-6  # relative root of the mean square
-# Rows, inputs, outputs, scales along the inputs, codes, whether there are zeros, dtype of rows and of scales.
+# Rows, inputs, outputs, scales along the inputs, codes, whether there are zeros, dtypes of rows and of scales, whether it
+# is a table.
 CASES = [
-    (1, 96, 128, 3, "uint8", True, "float32", "float32"),
-    (7, 256, 192, 2, "uint8", False, "float32", "float32"),  # 4, 2 and 1 rows; two panels of a group
-    (3, 64, 64, 4, "int8", True, "bfloat16", "bfloat16"),
-    (5, 96, 320, 1, "int8", False, "bfloat16", "float32"),
-    (7, 320, 1024, 10, "uint8", True, "float32", "bfloat16"),  # several blocks
-    (2, 36, 64, 3, "int8", True, "float32", "float32"),  # groups of 12, which have no vectors of 8: XLA
-    (2, 64, 96, 2, "uint8", False, "float32", "float32"),  # half a tile: XLA
-    (5, 80, 128, 1, "bfloat16", False, "bfloat16", "float32"),
-    (2, 1104, 640, 1, "bfloat16", False, "bfloat16", "float32"),
+    (1, 96, 128, 3, "uint8", True, "float32", "float32", False),
+    (7, 256, 192, 2, "uint8", False, "float32", "float32", False),  # 4, 2 and 1 rows; two panels of a group
+    (3, 64, 64, 4, "int8", True, "bfloat16", "bfloat16", False),
+    (5, 96, 320, 1, "int8", False, "bfloat16", "float32", False),
+    (7, 320, 1024, 10, "uint8", True, "float32", "bfloat16", False),  # several blocks
+    (2, 36, 64, 3, "int8", True, "float32", "float32", False),  # groups of 12, which have no vectors of 8: XLA
+    (2, 64, 96, 2, "uint8", False, "float32", "float32", False),  # half a tile: XLA
+    (5, 80, 128, 1, "bfloat16", False, "bfloat16", "float32", False),
+    (7, 128, 192, 4, "uint8", True, "float32", "float32", True),
+    (3, 96, 704, 6, "int8", True, "bfloat16", "bfloat16", True),  # several blocks
+    (5, 128, 64, 2, "uint8", False, "bfloat16", "float32", True),  # two vectors of a group
+    (1, 80, 128, 1, "bfloat16", False, "bfloat16", "float32", True),
+    (2, 64, 128, 4, "uint8", False, "float32", "float32", True),  # groups of half a vector: XLA
 ]
-XLA = (5, 6)  # of CASES
+XLA = (5, 6, 12)  # of CASES
 
 
 @pytest.fixture(scope="module")
@@ -47,24 +53,25 @@ def about():
 
 def check(case) -> None:
     """Compare a case with float64, and each of its rows alone and without the last ones, to the bit."""
-    rows, size, out, num_scales, codes, zeros, dtype, held = case
+    rows, size, out, num_scales, codes, zeros, dtype, held, table = case
     rng = np.random.default_rng(rows * size)
     x = jnp.asarray(rng.standard_normal((rows, size)) + 0.3, dtype)
     if codes == "bfloat16":
         weight = jnp.asarray(rng.standard_normal((size, out)), jnp.bfloat16)
         exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-
-        def multiply(x):
-            return dense.matmul(x, weight, contract=0)
+        multiply = partial(dense.matmul, weight=weight.T if table else weight, contract=int(table))
     else:
         values, *parts = matrix_of(rng, size, out, num_scales, codes, zeros)
         parts = [None if part is None else part.astype(held) for part in parts]
         matrix = [None if part is None else np.asarray(part, np.float64) for part in (values, *parts)]
         exact = reference.quantized_matmul(np.asarray(x, np.float64), *matrix)
-
-        def multiply(x):
-            options = {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(jnp.float32)}
-            return quantized.quantized_matmul(x, None, stored(values, codes), *parts, **options)
+        options = {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(jnp.float32)}
+        options |= dict(zip(("codes", "scales", "zeros"), (stored(values, codes), *parts), strict=True))
+        if table:
+            options["codes"] = options["codes"].T
+            multiply = partial(quantized_table.quantized_table_matmul, **options)
+        else:
+            multiply = partial(quantized.quantized_matmul, x_scales=None, **options)
 
     got = np.asarray(jax.jit(multiply)(x))
     assert (got.dtype, got.shape) == (np.float32, (rows, out))
@@ -106,7 +113,7 @@ def test_width_of_vectors_and_number_of_blocks_change_no_bits(about):
     """The code for a processor without AVX-512, and columns in any number of blocks."""
     import llvmlite.binding as llvm
 
-    from jaxengine.pallas_kernels.matmul.native.code import FIELDS
+    from jaxengine.pallas_kernels.matmul.native.builder import FIELDS
 
     narrow = llvm.get_host_cpu_features()
     for name in narrow:
@@ -117,7 +124,7 @@ def test_width_of_vectors_and_number_of_blocks_change_no_bits(about):
     arrays = {name: own.astype(np.float32) for name, own in arrays.items()}
     arrays["sums"] = arrays["x"].reshape(7, 2, 32).sum(axis=2)
     numbers = {"rows": 7, "inputs": 64, "outputs": 256, "panels": 2, "each": 1}
-    for kind, per_line in (("pairs", 2), ("int8", 1), ("bfloat16", 1)):
+    for kind, per_line in (("pairs", 2), ("int8", 1), ("bfloat16", 1), ("pairs_table", 2), ("int8_table", 1)):
         arrays["matrix"] = rng.integers(0, 63, (64, 512), np.uint8)  # enough for each, and finite
         found = []
         for engine, width in [(engines[0], 256), (engines[1], 256), (engines[1], 64), (engines[1], 192)]:
