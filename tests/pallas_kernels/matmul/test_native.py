@@ -22,8 +22,8 @@ from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
 
 IMPLEMENTATIONS = {quantized.quantized_matmul, quantized_table.quantized_table_matmul, dense.matmul}
 ERROR = 2e-6  # relative root of the mean square
-# Rows, inputs, outputs, scales along the inputs, codes, whether there are zeros, dtypes of rows and of scales, whether it
-# is a table.
+# Rows, inputs, outputs, scales along the inputs, codes, whether there are zeros, dtypes of rows and scales, whether the
+# matrix is a table.
 CASES = [
     (1, 96, 128, 3, "uint8", True, "float32", "float32", False),
     (7, 256, 192, 2, "uint8", False, "float32", "float32", False),  # 4, 2 and 1 rows; two panels of a group
