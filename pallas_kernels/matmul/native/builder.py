@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import llvmlite.ir as ir
+import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
 LANES = 16
 TILE = 4 * LANES  # outputs of a block are a multiple

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import llvmlite.ir as ir
+import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
 from jaxengine.pallas_kernels.matmul.native.builder import (
     F32,

@@ -69,7 +69,7 @@ def made() -> tuple[str, Any]:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")
-    import llvmlite.binding as llvm
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
     from jaxengine.pallas_kernels.matmul.native.code import HANDLERS
 
@@ -87,8 +87,8 @@ def compiled(cpu: str, features: Any) -> tuple[str, Any]:
 
     cpu: its name, as LLVM knows it. features: llvmlite's FeatureMap. Raises UnfitError.
     """
-    import llvmlite
-    import llvmlite.binding as llvm
+    import llvmlite  # pyright: ignore[reportMissingImports]
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
     from jaxengine.pallas_kernels.matmul.native.code import Code
 
@@ -117,7 +117,7 @@ def compiled(cpu: str, features: Any) -> tuple[str, Any]:
 @functools.cache
 def wide_vectors() -> bool:
     """Whether the processor has vectors of 512 bits, AVX-512F. Raises ImportError without llvmlite."""
-    import llvmlite.binding as llvm
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
     return bool(llvm.get_host_cpu_features().get("avx512f"))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import llvmlite.ir as ir
+import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
 from jaxengine.pallas_kernels.matmul.native.builder import (
     F32,
@@ -254,6 +254,8 @@ def _columns(b: Builder, kind: str, sums: Sequence[Any]) -> list[Any]:
     order = [(column % 4, column // 4) for column in range(TILE)]
     if kind == "bfloat16":
         order = [(2 * (column // 32) + column % 2, column % 32 // 2) for column in range(TILE)]
-    pairs = [b.shuffle_vector(*sums[first : first + 2], indices(range(2 * LANES))) for first in (0, 2)]
+    pairs = [b.shuffle_vector(sums[first], sums[first + 1], indices(range(2 * LANES))) for first in (0, 2)]
     places = [LANES * accumulator + lane for accumulator, lane in order]
-    return [b.shuffle_vector(*pairs, indices(places[first : first + LANES])) for first in range(0, TILE, LANES)]
+    return [
+        b.shuffle_vector(pairs[0], pairs[1], indices(places[first : first + LANES])) for first in range(0, TILE, LANES)
+    ]

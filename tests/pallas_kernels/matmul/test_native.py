@@ -111,7 +111,7 @@ def test_rows_that_are_no_numbers_stay_alone(about):
 
 def test_width_of_vectors_and_number_of_blocks_change_no_bits(about):
     """The code for a processor without AVX-512, and columns in any number of blocks."""
-    import llvmlite.binding as llvm
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
     from jaxengine.pallas_kernels.matmul.native.builder import FIELDS
 
