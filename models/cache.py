@@ -49,6 +49,7 @@ from jaxengine.pallas_kernels.registry import (
     block_profile,
     kernel_modules,
     layout_of,
+    native_code,
     platform_of,
     product_platform_of,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "device_kv",
     "group_layers",
     "kernel_modules",
+    "native_code",
     "kv_partition",
     "largest_of_layer",
     "layer_places",

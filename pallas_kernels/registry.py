@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
+NATIVE = "native"  # machine code of llvmlite; a kind that counts only once `native_code` has made it
 # How a platform's kernels store keys and values; jaxengine.pallas_kernels.kv.pages describes and implements these.
 HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tiles_as_bits", "token_rows", "sequences"
 
@@ -41,7 +42,7 @@ class KernelPlatform:
 
 
 PLATFORMS = {
-    "cpu": KernelPlatform(("cpu", "xla"), "cpu", HEAD_TILES_AS_BITS, "cpu", reads_token_scales=True),
+    "cpu": KernelPlatform((NATIVE, "cpu", "xla"), "cpu", HEAD_TILES_AS_BITS, "cpu", reads_token_scales=True),
     "gpu": KernelPlatform(("hopper", "cuda", "xla"), "cuda", HEAD_TILES, "hopper"),
     "gpu_blackwell": KernelPlatform(
         ("blackwell", "cuda", "xla"), "cuda", HEAD_TILES, "blackwell", reads_token_scales=True
@@ -60,10 +61,11 @@ EXACT = "exact"
 _KINDS = {
     **{name: row.kinds for name, row in PLATFORMS.items()},
     UNPAGED: (UNPAGED,),
-    EXACT: (EXACT, *PLATFORMS["cpu"].kinds),
+    EXACT: (EXACT, "cpu", "xla"),
 }
-# Kinds in plain XLA. Implementations of other kinds are kernels, which a device has to prove (pallas_kernels.proof).
-PLAIN_KINDS = frozenset(("cpu", "cuda", "xla", UNPAGED, EXACT))
+# Kinds in plain XLA, and machine code, which is tried when it is made. Implementations of other kinds are kernels,
+# which a device has to prove (pallas_kernels.proof).
+PLAIN_KINDS = frozenset((NATIVE, "cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "blackwell"): "attention.blackwell.attend",
     ("attention_schedule", "hopper"): "attention.hopper.attend",
@@ -88,6 +90,7 @@ _ROWS: dict[tuple[str, str], str] = {
     ("kv_cache_update", "tpu"): "kv.update_tpu",
     ("kv_cache_update", "xla"): "kv.update_xla",
     ("kv_cache_update", UNPAGED): "kv.update_unpaged",
+    ("matmul", NATIVE): "matmul.native.dense",
     ("matmul", "cpu"): "matmul.cpu.dense",
     ("matmul", "cuda"): "matmul.xla.dense_gpu",
     ("matmul", "xla"): "matmul.xla.dense",
@@ -101,11 +104,13 @@ _ROWS: dict[tuple[str, str], str] = {
     ("gated_matmul", "tpu"): "matmul.tpu.grouped_plain",
     ("microscaled_rows", "tpu"): "matmul.tpu.microscaled",
     ("microscaled_rows", "xla"): "matmul.xla.microscaled",
+    ("quantized_matmul", NATIVE): "matmul.native.quantized",
     ("quantized_matmul", "cpu"): "matmul.cpu.quantized",
     ("quantized_matmul", "hopper"): "matmul.hopper.quantized",
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
     ("quantized_matmul", "triton"): "matmul.triton.quantized",
     ("quantized_matmul", "xla"): "matmul.xla.quantized",
+    ("quantized_table_matmul", NATIVE): "matmul.native.quantized_table",
     ("quantized_table_matmul", "cpu"): "matmul.cpu.quantized_table",
     ("quantized_table_matmul", "xla"): "matmul.xla.quantized_table",
     ("quantized_grouped_matmul", "cpu"): "matmul.cpu.quantized_groups",
@@ -155,6 +160,7 @@ _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
+_MADE: set[str] = set()  # kinds whose machine code this process has made
 _UNUSED: ContextVar[frozenset[tuple[str, str]]] = ContextVar("unused rows", default=frozenset())
 _OBSERVER: ContextVar[Callable[..., Any] | None] = ContextVar("observer of calls", default=None)
 
@@ -227,8 +233,18 @@ def backend_of(platform: str) -> str:
 def kernel_kind(op: str, platform: str) -> str | None:
     """Return the kind as which `op` runs on `platform`; None if it has no row there."""
     unused = _UNUSED.get()
-    kinds = (kind for kind in _KINDS.get(platform, ()) if (op, kind) in _ROWS and (op, kind) not in unused)
-    return next(kinds, None)
+    kinds = (kind for kind in _KINDS.get(platform, ()) if kind != NATIVE or kind in _MADE)
+    return next((kind for kind in kinds if (op, kind) in _ROWS and (op, kind) not in unused), None)
+
+
+def native_code() -> str:
+    """Make the machine code of NATIVE kernels, once a process, and return a text about what made it, on which programs
+    depend; "" where they run as plain XLA. Programs with such kernels can be loaded only afterwards.
+    """
+    module = importlib.import_module("jaxengine.pallas_kernels.matmul.native.library")
+    if about := module.load():
+        _MADE.add(NATIVE)
+    return about
 
 
 def is_kernel(op: str, platform: str) -> bool:

@@ -98,6 +98,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Recorded tokens are plain XLA's. Tests of machine code ask for it: tests/pallas_kernels/matmul/test_native.py.
+    sys.modules["llvmlite"] = None  # type: ignore[assignment]
     if not config.getoption("--thorough"):
         hypothesis.settings.register_profile("few", hypothesis.settings(max_examples=30))
         hypothesis.settings.load_profile("few")

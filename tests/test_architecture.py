@@ -73,7 +73,7 @@ OUTSIDE = {
     "jaxengine": None,
     "scheduler": {"numpy"},
     "models": None,
-    "pallas_kernels": {"jax", "numpy", "ml_dtypes"},
+    "pallas_kernels": {"jax", "numpy", "ml_dtypes", "llvmlite"},
     "sharding": {"jax", "numpy"},
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

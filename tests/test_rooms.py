@@ -100,6 +100,7 @@ ROOMS = {
     "jaxengine.pallas_kernels.matmul.cpu": (
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
     ),
+    "jaxengine.pallas_kernels.matmul.native": "jaxengine.pallas_kernels.matmul.cpu",
     "jaxengine.pallas_kernels.matmul.tpu": (
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
     ),

@@ -22,6 +22,7 @@ from jaxengine.config.bundle import compiled_options
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.logits_processors import processor_classes, source_file
+from jaxengine.models.cache import native_code
 from jaxengine.runner.executables.bundle import AMONG, AT_LEAST, About, Bundle
 from jaxengine.runner.executables.cache import Place, compiler_flags
 from jaxengine.runner.kv_scales import known_scales
@@ -91,6 +92,7 @@ def _facts(devices: Sequence[Any], built: bool) -> dict[str, Any]:
             found[name] = installed
     if kind == "cpu":
         found |= {"processor": platform.machine(), f"processor's instructions{AMONG}": _instructions()}
+        found["products of few rows"] = native_code() or "XLA"
     if kind == "tpu":  # its last line says which build of libtpu this is
         found["libtpu's build"] = str(first.client.platform_version).rpartition("\n")[2]
         found["topology"] = [list(device.coords) for device in devices]

@@ -150,8 +150,8 @@ def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec)
 def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: int) -> int:
     """Return the bytes of keys and values that attention of `num_seqs` single tokens gathers from pages at a time.
 
-    Counted for plain XLA on CUDA cards: those without a kernel, and latents of "gpu_blackwell", at two bytes an element.
-    0 elsewhere: kernels gather nothing, and blocks of CPUs are small.
+    Counted for plain XLA on CUDA cards, at two bytes an element: cards without a kernel, and latents of
+    "gpu_blackwell". 0 elsewhere: kernels gather nothing, and blocks of CPUs are small.
     """
     has_kernel = is_kernel("ragged_paged_attention", platform)
     if backend_of(platform) != "cuda" or (has_kernel and not (platform == "gpu_blackwell" and spec.values_in_keys)):

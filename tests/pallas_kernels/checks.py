@@ -291,12 +291,22 @@ def rounded_rows(number: int, implementation: Implementation) -> None:
     test_rounded_rows(ROUNDED[number], "int8")
 
 
+def native(number: int, implementation: Implementation) -> None:
+    """One of the cases of products as machine code."""
+    from jaxengine.pallas_kernels.matmul.native import library
+    from tests.pallas_kernels.matmul.test_native import CASES, check
+
+    del implementation
+    library.made()
+    check(CASES[number])
+
+
 INVARIANTS = [page_ids, neighbours, order, halves, update_then_attend, one_program_per_bucket, local_heads]
 CHECKS: dict[str, Callable[..., None]] = {
     check.__name__: check
     for check in (
         *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange),
-        *(quantized, rounded_rows),
+        *(quantized, rounded_rows, native),
         *(product, grouped_product, gated_product, hopper_product, hopper_grouped, hopper_gated, lora_product),
         *(triton_product, microscaled),
         *INVARIANTS,

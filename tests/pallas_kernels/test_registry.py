@@ -10,6 +10,7 @@ from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
 from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
 from tests.pallas_kernels.matmul.test_lora import IMPLEMENTATIONS as LORA
 from tests.pallas_kernels.matmul.test_microscaled import IMPLEMENTATIONS as MICROSCALED
+from tests.pallas_kernels.matmul.test_native import IMPLEMENTATIONS as NATIVE
 from tests.pallas_kernels.matmul.test_quantized import IMPLEMENTATIONS as QUANTIZED
 from tests.pallas_kernels.matmul.test_quantized_table import IMPLEMENTATIONS as TABLES
 from tests.pallas_kernels.state.test_conv import IMPLEMENTATIONS as CONV
@@ -52,6 +53,7 @@ def run_by_tests() -> set:
         | set(TABLES)
         | set(LORA)
         | MICROSCALED
+        | NATIVE
         | states
     )
 

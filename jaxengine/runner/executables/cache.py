@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.user_code import UnknownCodeError, changed_code, code_digest
-from jaxengine.models.cache import kernel_modules, platform_of
+from jaxengine.models.cache import kernel_modules, native_code, platform_of
 from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.bundle import Bundle, NewBundle
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
@@ -326,6 +326,7 @@ def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
 
     family: the file of the model's class; None for programs without a model.
     """
+    native = native_code() if device.platform == "cpu" else ""  # first, as it decides which modules these are
     return (
         source_digest(Path(__file__).parents[3], kernel_modules(platform_of(device)), family),
         jax.__version__,
@@ -336,6 +337,7 @@ def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
         str(jax.device_count()),
         platform.machine(),
         _cpu_flags(),
+        native,
     )
 
 

@@ -1,0 +1,116 @@
+"""Base of the machine code: LLVM's types, an IRBuilder with loops, and the fields of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
+
+LANES = 16
+TILE = 4 * LANES  # outputs of a block are a multiple
+ROWS = (4, 2, 1)  # rows of x that are multiplied at once
+# Kind -> (inputs in an element of the matrix, its bytes).
+KINDS = {"pairs": (2, 1), "int8": (1, 1), "bfloat16": (1, 2)}
+
+I8, I16, I32, I64, F32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
+PTR, NOTHING = I8.as_pointer(), ir.VoidType()
+INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+NULL = ir.Constant(PTR, None)
+
+# Fields of a job, each eight bytes: counters, then what handlers fill in.
+COUNTERS = "next", "done", "owners"
+FIELDS = (*COUNTERS, "blocks", "width", "x", "matrix", "scales", "zeros", "y", "sums")
+FIELDS += ("rows", "inputs", "outputs", "panels", "panel", "each", "bf16_scales", "bf16_zeros")
+_POINTERS = {"x", "matrix", "scales", "zeros", "y", "sums"}
+JOB_BYTES = 8 * len(FIELDS)
+
+
+class Builder(ir.IRBuilder):
+    """IRBuilder with loops, and loads and stores at offsets in bytes."""
+
+    def at(self, pointer: Any, offset: Any) -> Any:
+        """Return a pointer `offset` bytes, an int or i64, after another."""
+        return self.gep(pointer, [I64(offset) if isinstance(offset, int) else offset])
+
+    def read(self, pointer: Any, offset: Any, kind: Any, align: int = 1) -> Any:
+        """Load a value of an LLVM type."""
+        return self.load(self.bitcast(self.at(pointer, offset), kind.as_pointer()), align=align)
+
+    def write(self, value: Any, pointer: Any, offset: Any, align: int = 1) -> None:
+        """Store a value."""
+        self.store(value, self.bitcast(self.at(pointer, offset), value.type.as_pointer()), align=align)
+
+    def total(self, *terms: tuple[Any, ...]) -> Any:
+        """Return the i64 sum of products of ints and i64 values."""
+        found = None
+        for factors in terms:
+            product = None
+            for factor in factors:
+                factor = I64(factor) if isinstance(factor, int) else factor
+                product = factor if product is None else self.mul(product, factor)
+            found = product if found is None else self.add(found, product)
+        return found
+
+    def all_lanes(self, value: Any) -> Any:
+        """Return a vector with a number in all LANES."""
+        nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+        one = self.insert_element(nothing, value, I32(0))
+        return self.shuffle_vector(one, nothing, each_lane(0))
+
+    @contextmanager
+    def loop(
+        self, begin: Any, end: Any, step: int | Any, carried: Sequence[Any] = ()
+    ) -> Iterator[tuple[Any, list[Any]]]:
+        """Context manager of a loop's body: yields the index, i64, and the carried values, in a list in which the body
+        puts the next ones. The list has the last ones after the loop.
+        """
+        before, head = self.block, self.append_basic_block("loop")
+        body, after = self.append_basic_block("body"), self.append_basic_block("after")
+        self.branch(head)
+        self.position_at_end(head)
+        phis = [self.phi(each.type) for each in (begin, *carried)]
+        for phi, each in zip(phis, (begin, *carried), strict=True):
+            phi.add_incoming(each, before)
+        self.cbranch(self.icmp_signed("<", phis[0], end), body, after)
+        self.position_at_end(body)
+        values = list(phis[1:])
+        yield phis[0], values
+        following = self.add(phis[0], I64(step))
+        for phi, each in zip(phis, (following, *values), strict=True):
+            phi.add_incoming(each, self.block)
+        self.branch(head)
+        self.position_at_end(after)
+        values[:] = phis[1:]
+
+
+def each_lane(number: int | float) -> Any:
+    """Return a constant vector with a number in all lanes, i32 for an int."""
+    return ir.Constant(INTS if isinstance(number, int) else FLOATS, [number] * LANES)
+
+
+def get(b: Builder, job: Any, name: str) -> Any:
+    """Load a job's field."""
+    return b.read(job, 8 * FIELDS.index(name), PTR if name in _POINTERS else I64, 8)
+
+
+def count(b: Builder, job: Any, name: str, change: int) -> Any:
+    """Add to a job's counter, which several threads may do; return what it was, i64."""
+    place = b.bitcast(b.at(job, 8 * FIELDS.index(name)), I64.as_pointer())
+    return b.atomic_rmw("add", place, I64(change), "seq_cst")
+
+
+def indices(numbers: Sequence[int]) -> Any:
+    """Return a constant vector of i32."""
+    return ir.Constant(ir.VectorType(I32, len(numbers)), list(numbers))
+
+
+def least(b: Builder, one: Any, other: Any) -> Any:
+    """Return the smaller of two i64."""
+    return b.select(b.icmp_signed("<", one, other), one, other)
+
+
+def ceiling(b: Builder, number: Any, divisor: Any) -> Any:
+    """Return the quotient of positive i64, rounded up."""
+    return b.sdiv(b.sub(b.add(number, divisor), I64(1)), divisor)

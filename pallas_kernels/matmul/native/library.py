@@ -1,0 +1,196 @@
+"""Machine code of the handlers for this processor: compiled by llvmlite, tried, and registered with XLA.
+
+A program that calls a handler, a kept one included, can only be loaded after `load`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+# Structures of XLA's FFI as code.py reads and writes them: the names of their fields, in order.
+_STRUCTURES = {
+    "XLA_FFI_CallFrame": "struct_size extension_start api ctx stage args rets attrs future",
+    "XLA_FFI_Args": "struct_size extension_start size types args",
+    "XLA_FFI_Rets": "struct_size extension_start size types rets",
+    "XLA_FFI_Buffer": "struct_size extension_start dtype data rank dims",
+    "XLA_FFI_Extension_Base": "struct_size type next",
+    "XLA_FFI_Metadata_Extension": "extension_base metadata",
+    "XLA_FFI_Metadata": "struct_size api_version traits state_type_id",
+    "XLA_FFI_Api_Version": "struct_size extension_start major_version minor_version",
+    "XLA_FFI_ThreadPool_Schedule_Args": "struct_size extension_start ctx task data",
+    "XLA_FFI_ThreadPool_NumThreads_Args": "struct_size extension_start ctx num_threads",
+    "XLA_FFI_Error_Destroy_Args": "struct_size extension_start error",
+}
+_CONSTANTS = {"XLA_FFI_ExecutionStage_EXECUTE": 3, "XLA_FFI_DataType_BF16": 16, "XLA_FFI_Extension_Metadata": 1}
+_FUNCTIONS = "XLA_FFI_ThreadPool_Schedule", "XLA_FFI_ThreadPool_NumThreads", "XLA_FFI_Error_Destroy"
+_BEFORE_FUNCTIONS = 48  # bytes of XLA_FFI_Api: two words, the version's three, and one more
+_NEEDED = "avx2", "fma"
+
+
+class UnfitError(RuntimeError):
+    """Raised where handlers cannot be made; the message says why."""
+
+
+def target_name(handler: str) -> str:
+    """Return the name under which XLA knows a handler, a key of code.HANDLERS."""
+    return f"jaxengine_few_rows_{handler}"
+
+
+@functools.cache
+def load() -> str:
+    """Compile, try and register the handlers, once a process; return a text about what made them, "" if there are none.
+
+    The log says why there are none.
+    """
+    try:
+        return made()[0]
+    except (ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError for what LLVM refuses
+        logger.info("products of few rows run as plain XLA, not as machine code of llvmlite: %s", error)
+        return ""
+
+
+@functools.cache
+def made() -> tuple[str, Any]:
+    """Compile, try and register the handlers, once a process; return a text about what made them, and llvmlite's engine
+    with the code, which programs call as long as the process lives.
+
+    Raises ImportError without llvmlite, and UnfitError.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
+
+    from jaxengine.pallas_kernels.matmul.native.code import HANDLERS
+
+    about, engine = compiled(llvm.get_host_cpu_name(), llvm.get_host_cpu_features())
+    for handler, (kind, is_table) in HANDLERS.items():
+        _try(kind, is_table, engine.get_function_address(f"{handler}_rows"))
+    for handler in HANDLERS:
+        capsule = _capsule(engine.get_function_address(handler))
+        jax.ffi.register_ffi_target(target_name(handler), capsule, platform="cpu")
+    return about, engine
+
+
+def compiled(cpu: str, features: Any) -> tuple[str, Any]:
+    """Compile the handlers for a processor; return a text about what made them, and llvmlite's engine with the code.
+
+    cpu: its name, as LLVM knows it. features: llvmlite's FeatureMap. Raises UnfitError.
+    """
+    import llvmlite  # pyright: ignore[reportMissingImports]
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
+
+    from jaxengine.pallas_kernels.matmul.native.code import Code
+
+    if missing := [name for name in _NEEDED if not features.get(name)]:
+        raise UnfitError(f"the processor has no {missing[0]}")
+    abi = ffi_abi(Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h")
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    wide = bool(features.get("avx512f"))
+    bits = 512 if wide else 256
+    code = Code(llvm.get_process_triple(), abi, table_lookup=wide)
+    host = {"cpu": cpu, "features": features.flatten(), "opt": 3, "jit": True}
+    machine = llvm.Target.from_default_triple().create_target_machine(**host)
+    module = llvm.parse_assembly(with_vector_width(str(code.module), bits))
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=1)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    about = f"llvmlite {llvmlite.__version__}, FFI {abi['major']}.{abi['minor']}, {cpu}, vectors of {bits} bits"
+    return about, engine
+
+
+@functools.cache
+def wide_vectors() -> bool:
+    """Whether the processor has vectors of 512 bits, AVX-512F. Raises ImportError without llvmlite."""
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
+
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+def with_vector_width(text: str, bits: int) -> str:
+    """Return LLVM IR whose functions use vector registers of `bits`; by default LLVM takes 256 of 512 on some
+    processors.
+    """
+    return re.sub(r"^(define .*?\))( .*)?$", rf'\1\2 "prefer-vector-width"="{bits}"', text, flags=re.MULTILINE)
+
+
+def ffi_abi(header: Path) -> dict[str, int]:
+    """Return the FFI's version and its functions' offsets, as code.Code takes them, from the header that jaxlib brings.
+
+    Raises UnfitError if a structure is not as code.py assumes.
+    """
+    try:
+        text = re.sub(r"//.*", "", header.read_text())
+    except OSError as error:
+        raise UnfitError(f"jaxlib's FFI header cannot be read: {error}") from None
+    for name, wanted in _STRUCTURES.items():
+        body = re.search(rf"struct {name} {{(.*?)}}", text, re.DOTALL)
+        found = re.findall(r"(\w+);", body[1]) if body else None
+        if found != wanted.split():
+            raise UnfitError(f"{name} of jaxlib's FFI has other fields: {found}")
+    for name, value in _CONSTANTS.items():
+        if not re.search(rf"\b{name} = {value},", text):
+            raise UnfitError(f"{name} of jaxlib's FFI is not {value}")
+    versions = {part: re.search(rf"#define XLA_FFI_API_{part.upper()} (\d+)", text) for part in ("major", "minor")}
+    found = {part: int(match[1]) for part, match in versions.items() if match}
+    if found.get("major") != 0 or "minor" not in found:
+        raise UnfitError(f"jaxlib's FFI has version {found}, allowed: 0")
+    functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\);", text)
+    if missing := [name for name in _FUNCTIONS if name not in functions]:
+        raise UnfitError(f"jaxlib's FFI has no {missing[0]}")
+    return found | {name: _BEFORE_FUNCTIONS + 8 * functions.index(name) for name in _FUNCTIONS}
+
+
+def _capsule(address: int) -> Any:
+    """Return a PyCapsule of a function's address."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new(address, None, None)
+
+
+def _try(kind: str, is_table: bool, address: int) -> None:
+    """Multiply a small matrix, and compare with numpy. Raises UnfitError if numbers differ."""
+    from jaxengine.pallas_kernels.matmul.native.builder import FIELDS, TILE
+
+    rng = np.random.default_rng(0)
+    rows, inputs, outputs, groups = 7, 128, 2 * TILE, 2
+    x = rng.standard_normal((rows, inputs)).astype(np.float32)
+    if kind == "bfloat16":
+        bits = rng.standard_normal((inputs, outputs)).astype(np.float32).view(np.uint32) & 0xFFFF0000
+        matrix, wide = (bits >> 16).astype(np.uint16), bits.view(np.float32)
+    else:
+        codes = rng.integers(-8, 8, (inputs, outputs), np.int8)
+        matrix = codes if kind == "int8" else (codes[0::2] & 15 | codes[1::2] << 4).view(np.uint8)
+        wide = codes.astype(np.float32)
+    scales, zeros = (rng.standard_normal((groups, outputs)).astype(np.float32) for _ in range(2))
+    if is_table and kind == "bfloat16":  # which has none
+        scales, zeros = np.ones_like(scales), np.zeros_like(zeros)
+    each, panel = inputs // groups, len(matrix) // groups
+    exact = x.astype(np.float64) @ (wide * np.repeat(scales, each, axis=0) - np.repeat(zeros, each, axis=0))
+    y = np.full((rows, outputs), np.nan, np.float32)
+    sums = x.reshape(rows, groups, -1).sum(axis=2)
+    if is_table:
+        matrix = np.ascontiguousarray(matrix.T)
+        x = np.ascontiguousarray(x.reshape(rows, -1, 16, 2).swapaxes(2, 3)) if kind == "pairs" else x
+    arrays = {"x": x, "matrix": matrix, "scales": scales, "zeros": zeros, "y": y, "sums": sums}
+    numbers = {"blocks": 1, "width": outputs, "rows": rows, "inputs": inputs, "outputs": outputs}
+    numbers |= {"panels": groups, "panel": panel, "each": 1} | {name: own.ctypes.data for name, own in arrays.items()}
+    job = (ctypes.c_int64 * len(FIELDS))(*(numbers.get(name, 0) for name in FIELDS))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
+    if not np.allclose(y, exact, rtol=0, atol=1e-5 * np.abs(exact).max()):
+        raise UnfitError(f"products of {kind}{'s of a table' * is_table} are wrong on this processor")

@@ -1,0 +1,54 @@
+"""Products of few rows by the handlers of `library`, and what they take."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.pallas_kernels.matmul.native.library import target_name, wide_vectors
+
+# Rows up to which a handler is faster than XLA's forms, with vectors of 256 and of 512 bits.
+_MOST_ROWS = {"pairs": (32, 128), "int8": (32, 64), "bfloat16": (4, 8)}
+_MOST_ROWS |= {"pairs_table": (8, 32), "int8_table": (8, 16), "bfloat16_table": (1, 1)}
+_LANES, _TILE, _MOST_PANEL, _SUM_LANES = 16, 64, 32, 8  # of code.py
+_KINDS = {"uint8": "pairs", "int8": "int8", "bfloat16": "bfloat16"}
+_FLOATS = "float32", "bfloat16"
+
+
+def few_rows_product(
+    x: jax.Array,
+    matrix: jax.Array,
+    scales: jax.Array | None = None,
+    zeros: jax.Array | None = None,
+    *,
+    is_table: bool = False,
+) -> jax.Array | None:
+    """Multiply x [M, in] by a matrix: f32 [M, out]; None if no handler takes operands of this kind.
+
+    matrix: [in, out] int8 or bfloat16, or [in / 2, out] uint8, pairs of four-bit codes. scales, zeros: [n, out], each
+    for in / n neighbouring inputs; bfloat16 has none. is_table: the matrix is [out, in], or [out, in / 2].
+    """
+    if (kind := _KINDS.get(str(matrix.dtype))) is None:
+        return None
+    handler = f"{kind}_table" if is_table else kind
+    lines, outputs = matrix.shape[::-1] if is_table else matrix.shape
+    if not 0 < len(x) <= _MOST_ROWS[handler][wide_vectors()] or outputs % _TILE:
+        return None
+    held = [own for own in (scales, zeros) if own is not None]
+    if any(str(own.dtype) not in _FLOATS for own in held):
+        return None
+    group = lines // len(held[0]) if held else lines
+    if is_table and group % _LANES:
+        return None
+    if zeros is not None and (x.shape[1] // lines) * (group if is_table else _panel(group)) % _SUM_LANES:
+        return None
+    x = x.astype(jnp.float32)
+    if is_table and kind == "pairs":  # even inputs first, as vectors of codes are
+        x = x.reshape(len(x), -1, _LANES, 2).swapaxes(2, 3).reshape(x.shape)
+    shape = jax.ShapeDtypeStruct((len(x), outputs), jnp.float32)
+    return jax.ffi.ffi_call(target_name(handler), shape, vmap_method="sequential")(x, matrix, *held)
+
+
+def _panel(group: int) -> int:
+    """Return the number of rows of the matrix that are added up at once, of `group` that share a scale."""
+    return max(size for size in range(1, _MOST_PANEL + 1) if group % size == 0)

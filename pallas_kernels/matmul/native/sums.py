@@ -1,0 +1,261 @@
+"""LLVM IR of sums over the inputs, without threads: some rows times some outputs of a stored matrix.
+
+Vectors are of LANES numbers on every processor; LLVM cuts them to the width of its registers, which changes no bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
+
+from jaxengine.pallas_kernels.matmul.native.builder import (
+    F32,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    KINDS,
+    LANES,
+    NOTHING,
+    NULL,
+    PTR,
+    ROWS,
+    TILE,
+    Builder,
+    each_lane,
+    get,
+    indices,
+)
+
+_PREFETCH = 256  # bytes ahead within a row of the matrix
+_MOST_SUMS = 16  # of a table's tokens that are kept in registers
+
+
+class Sums:
+    """Module of LLVM IR with functions of a job, a row and a range of outputs."""
+
+    def __init__(self, triple: str, *, table_lookup: bool):
+        """Begin a module. triple: of the target. table_lookup: whether the processor has AVX-512F's `vpermps`, which
+        widens four bits in one instruction.
+        """
+        self.module = ir.Module("products")
+        self.module.triple = triple
+        self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
+        self._prefetch = self.declare("llvm.prefetch.p0", NOTHING, [PTR, I32, I32, I32])
+        self._lookup = None
+        if table_lookup:
+            self._lookup = self.declare("llvm.x86.avx512.permvar.sf.512", FLOATS, [FLOATS, INTS])
+        self._wide = {
+            lanes: self._make_wide(lanes) for lanes in sorted({LANES, *(_MOST_SUMS // rows for rows in ROWS)})
+        }
+        self._add, self._subtract = self._make_add(), self._make_subtract()
+
+    def declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+        """Declare a function."""
+        return ir.Function(self.module, ir.FunctionType(result, arguments), name)
+
+    def begin(self, name: str, result: Any, arguments: Sequence[Any], *, inside: bool = True) -> tuple[Any, Builder]:
+        """Begin a function; return it and its builder. inside: whether only this module calls it."""
+        function = self.declare(name, result, arguments)
+        function.attributes.add("nounwind")
+        function.linkage = "internal" if inside else "external"
+        return function, Builder(function.append_basic_block("entry"))
+
+    def _make_wide(self, lanes: int) -> Any:
+        """Build wide(pointer, index, is_bf16): `lanes` numbers from an index on, of float32 or bfloat16."""
+        numbers, bits = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+        function, b = self.begin(f"wide_{lanes}", numbers, [PTR, I64, I64])
+        function.attributes.add("alwaysinline")
+        pointer, index, is_bf16 = function.args
+        with b.if_then(b.icmp_signed("!=", is_bf16, I64(0))):
+            half = b.zext(b.read(pointer, b.total((index, 2)), ir.VectorType(I16, lanes)), bits)
+            b.ret(b.bitcast(b.shl(half, ir.Constant(bits, [16] * lanes)), numbers))
+        b.ret(b.read(pointer, b.total((index, 4)), numbers))
+        return function
+
+    def _parts(self, b: Builder, kind: str, matrix: Any, offset: Any) -> list[tuple[int, int, Any]]:
+        """Read a tile's columns of one row of the matrix: (input within the row, accumulator, LANES numbers) each.
+
+        offset: i64, bytes of the tile. Columns lie in accumulators as `_columns` has them.
+        """
+        found = []
+        bits = [b.read(matrix, b.total((offset,), (64 * line,)), INTS) for line in range(KINDS[kind][1])]
+        b.call(self._prefetch, [b.at(matrix, b.total((offset,), (_PREFETCH,))), I32(0), I32(3), I32(1)])
+        if kind == "bfloat16":
+            for line, both in enumerate(bits):
+                even = b.shl(both, each_lane(16))
+                odd = b.and_(both, each_lane(-65536))
+                found += [(0, 2 * line + part, b.bitcast(own, FLOATS)) for part, own in enumerate((even, odd))]
+            return found
+        width = 8 // KINDS[kind][0]
+        for part in range(32 // width):
+            each, own = divmod(part, 8 // width)
+            found.append((own, each, self._signed(b, bits[0], width * part, width)))
+        return found
+
+    def _signed(self, b: Builder, bits: Any, first: int, width: int) -> Any:
+        """Return a signed number of `width` bits, from bit `first` on, of each of LANES integers, as float32."""
+        if width == 4 and self._lookup is not None:  # which reads the lowest four bits of an index
+            table = ir.Constant(FLOATS, [float(code - 16 * (code > 7)) for code in range(16)])
+            return b.call(self._lookup, [table, b.lshr(bits, each_lane(first))])
+        left = b.shl(bits, each_lane(32 - width - first))
+        return b.sitofp(b.ashr(left, each_lane(32 - width)), FLOATS)
+
+    def columns(self, kind: str, rows: int) -> Any:
+        """Build columns(job, row, begin, end): multiply `rows` rows from `row` on by columns [begin, end)."""
+        function, b = self.begin(f"{kind}_columns_{rows}", NOTHING, [PTR, I64, I64, I64])
+        job, row, begin, end = function.args
+        own = {name: get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panels", "panel")}
+        inputs, size = KINDS[kind]
+        zero = each_lane(0.0)
+        with b.loop(I64(0), own["panels"], 1) as (panel, _), b.loop(begin, end, TILE) as (column, _):
+            with b.loop(I64(0), own["panel"], 1, [zero] * 4 * rows) as (line, sums):
+                line = b.total((panel, own["panel"]), (line,))
+                offset = b.total((line, own["outputs"], size), (column, size))
+                first = b.total((row, own["inputs"], 4), (line, 4 * inputs))
+                x = {
+                    (each, i): b.all_lanes(
+                        b.read(own["x"], b.total((first,), (own["inputs"], 4 * each), (4 * i,)), F32)
+                    )
+                    for each in range(rows)
+                    for i in range(inputs)
+                }
+                for i, accumulator, numbers in self._parts(b, kind, own["matrix"], offset):
+                    for each in range(rows):
+                        place = 4 * each + accumulator
+                        sums[place] = b.call(self._fma, [numbers, x[each, i], sums[place]])
+            for each in range(rows):
+                tile = _columns(b, kind, sums[4 * each :][:4])
+                b.call(self._add, [job, b.total((row,), (each,)), panel, column, *tile])
+        b.ret_void()
+        return function
+
+    def _make_add(self) -> Any:
+        """Build add(job, row, panel, column, four vectors): scale a tile's sums and add them to the result."""
+        function, b = self.begin("add", NOTHING, [PTR, I64, I64, I64, *[FLOATS] * 4])
+        job, row, panel, column, *sums = function.args
+        own = {name: get(b, job, name) for name in ("outputs", "panels", "each", "y", "sums")}
+        held = {name: (get(b, job, name), get(b, job, f"bf16_{name}")) for name in ("scales", "zeros")}
+        null, is_first = NULL, b.icmp_signed("==", panel, I64(0))
+        places = [b.total((column,), (LANES * part,)) for part in range(4)]
+        results = [b.total((row, own["outputs"], 4), (place, 4)) for place in places]
+        factors = b.mul(b.sdiv(panel, own["each"]), own["outputs"])
+        for new, place, result in zip(sums, places, results, strict=True):
+            old = b.read(own["y"], result, FLOATS)
+            old = b.select(is_first, each_lane(0.0), old)
+            with b.if_else(b.icmp_unsigned("!=", held["scales"][0], null)) as (then, otherwise):
+                with then:
+                    scale = b.call(self._wide[LANES], [held["scales"][0], b.add(factors, place), held["scales"][1]])
+                    b.write(b.call(self._fma, [new, scale, old]), own["y"], result)
+                with otherwise:
+                    b.write(b.fadd(old, new), own["y"], result)
+        with b.if_then(b.icmp_unsigned("!=", held["zeros"][0], null)):
+            total = b.read(own["sums"], b.total((row, own["panels"], 4), (panel, 4)), F32)
+            less = b.fneg(b.all_lanes(total))
+            for place, result in zip(places, results, strict=True):
+                zeros = b.call(self._wide[LANES], [held["zeros"][0], b.add(factors, place), held["zeros"][1]])
+                y = b.read(own["y"], result, FLOATS)
+                b.write(b.call(self._fma, [zeros, less, y]), own["y"], result)
+        b.ret_void()
+        return function
+
+    def _make_subtract(self) -> Any:
+        """Build subtract(job, row, begin, end): subtract zeros from results of a table, LANES tokens at a time."""
+        function, b = self.begin("subtract", NOTHING, [PTR, I64, I64, I64])
+        job, row, begin, end = function.args
+        own = {name: get(b, job, name) for name in ("outputs", "panels", "zeros", "bf16_zeros", "sums", "y")}
+        with b.if_then(b.icmp_unsigned("!=", own["zeros"], NULL)), b.loop(begin, end, LANES) as (token, _):
+            result = b.total((row, own["outputs"], 4), (token, 4))
+            with b.loop(I64(0), own["panels"], 1, [b.read(own["y"], result, FLOATS)]) as (panel, y):
+                total = b.read(own["sums"], b.total((row, own["panels"], 4), (panel, 4)), F32)
+                zeros = b.total((panel, own["outputs"]), (token,))
+                zeros = b.call(self._wide[LANES], [own["zeros"], zeros, own["bf16_zeros"]])
+                y[0] = b.call(self._fma, [zeros, b.fneg(b.all_lanes(total)), y[0]])
+            b.write(y[0], own["y"], result)
+        b.ret_void()
+        return function
+
+    def table(self, kind: str, rows: int) -> Any:
+        """Build table(job, row, begin, end): multiply `rows` rows from `row` on by tokens [begin, end) of a table.
+
+        Rows of x have the even ones of each 2 * LANES inputs first where elements are pairs.
+        """
+        function, b = self.begin(f"{kind}_table_{rows}", NOTHING, [PTR, I64, I64, I64])
+        job, row, begin, end = function.args
+        own = {name: get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panels", "panel", "scales")}
+        own |= {name: get(b, job, name) for name in ("bf16_scales", "y")}
+        inputs, size = KINDS[kind]
+        stride = b.total((own["panels"], own["panel"], size))  # bytes of a token
+        units, each = (b.sdiv(own["inputs"], I64(inputs * LANES)), b.sdiv(own["panel"], I64(LANES)))
+        count = _MOST_SUMS // rows
+        with b.loop(begin, end, count) as (tile, _):
+            with b.loop(I64(0), units, 1, [each_lane(0.0)] * _MOST_SUMS) as (unit, sums):
+                first = b.total((row, own["inputs"], 4), (unit, 4 * LANES * inputs))
+                scales = None
+                if kind != "bfloat16":
+                    scales = b.total((b.sdiv(unit, each), own["outputs"]), (tile,))
+                    scales = b.call(self._wide[count], [own["scales"], scales, own["bf16_scales"]])
+                x = {
+                    r: [
+                        b.read(own["x"], b.total((first,), (own["inputs"], 4 * r), (4 * LANES * i,)), FLOATS)
+                        for i in range(inputs)
+                    ]
+                    for r in range(rows)
+                }
+                for token in range(count):
+                    place = b.total((tile, stride), (stride, token), (unit, LANES * size))
+                    numbers = self._unit(b, kind, own["matrix"], place)
+                    for r in range(rows):
+                        at = token * rows + r
+                        if scales is None:
+                            sums[at] = b.call(self._fma, [numbers[0], x[r][0], sums[at]])
+                            continue
+                        found = b.fmul(numbers[0], x[r][0])
+                        for own_numbers, own_x in zip(numbers[1:], x[r][1:], strict=True):
+                            found = b.call(self._fma, [own_numbers, own_x, found])
+                        scale = b.shuffle_vector(scales, scales, indices([token] * LANES))
+                        sums[at] = b.call(self._fma, [found, scale, sums[at]])
+            for at, found in enumerate(sums):
+                token, r = divmod(at, rows)
+                result = b.total((row, own["outputs"], 4), (own["outputs"], 4 * r), (tile, 4), (4 * token,))
+                b.write(_sum_of_lanes(b, found), own["y"], result)
+        for r in range(rows):
+            b.call(self._subtract, [job, b.total((row,), (r,)), begin, end])
+        b.ret_void()
+        return function
+
+    def _unit(self, b: Builder, kind: str, matrix: Any, place: Any) -> list[Any]:
+        """Read LANES elements of a table: vectors of numbers, for pairs those of even and those of odd inputs."""
+        inputs, size = KINDS[kind]
+        bits = b.zext(b.read(matrix, place, ir.VectorType(I16 if size == 2 else I8, LANES)), INTS)
+        if kind == "bfloat16":
+            return [b.bitcast(b.shl(bits, each_lane(16)), FLOATS)]
+        return [self._signed(b, bits, 8 // inputs * i, 8 // inputs) for i in range(inputs)]
+
+
+def _sum_of_lanes(b: Builder, vector: Any) -> Any:
+    """Return the sum of a vector's numbers: halves are added until one is left."""
+    size = LANES
+    while size > 1:
+        size //= 2
+        low, high = (b.shuffle_vector(vector, vector, indices(range(first, first + size))) for first in (0, size))
+        vector = b.fadd(low, high)
+    return b.extract_element(vector, I32(0))
+
+
+def _columns(b: Builder, kind: str, sums: Sequence[Any]) -> list[Any]:
+    """Return four vectors of neighbouring columns of a tile's four accumulators, which have every fourth column; of
+    bfloat16 every second one of a half.
+    """
+    order = [(column % 4, column // 4) for column in range(TILE)]
+    if kind == "bfloat16":
+        order = [(2 * (column // 32) + column % 2, column % 32 // 2) for column in range(TILE)]
+    pairs = [b.shuffle_vector(sums[first], sums[first + 1], indices(range(2 * LANES))) for first in (0, 2)]
+    places = [LANES * accumulator + lane for accumulator, lane in order]
+    return [
+        b.shuffle_vector(pairs[0], pairs[1], indices(places[first : first + LANES])) for first in range(0, TILE, LANES)
+    ]

@@ -1,0 +1,193 @@
+"""Products of few rows as machine code against float64; what they refuse; the same bits whatever runs beside them."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.pallas_kernels import reference, registry
+from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
+from jaxengine.pallas_kernels.matmul.native import dense, library, product, quantized, quantized_table
+from jaxengine.runner.executables import cache
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
+
+IMPLEMENTATIONS = {quantized.quantized_matmul, quantized_table.quantized_table_matmul, dense.matmul}
+ERROR = 2e-6  # relative root of the mean square
+# Rows, inputs, outputs, scales along the inputs, codes, whether there are zeros, dtypes of rows and scales, whether the
+# matrix is a table.
+CASES = [
+    (1, 96, 128, 3, "uint8", True, "float32", "float32", False),
+    (7, 256, 192, 2, "uint8", False, "float32", "float32", False),  # 4, 2 and 1 rows; two panels of a group
+    (3, 64, 64, 4, "int8", True, "bfloat16", "bfloat16", False),
+    (5, 96, 320, 1, "int8", False, "bfloat16", "float32", False),
+    (7, 320, 1024, 10, "uint8", True, "float32", "bfloat16", False),  # several blocks
+    (2, 36, 64, 3, "int8", True, "float32", "float32", False),  # groups of 12, which have no vectors of 8: XLA
+    (2, 64, 96, 2, "uint8", False, "float32", "float32", False),  # half a tile: XLA
+    (5, 80, 128, 1, "bfloat16", False, "bfloat16", "float32", False),
+    (7, 128, 192, 4, "uint8", True, "float32", "float32", True),
+    (3, 96, 704, 6, "int8", True, "bfloat16", "bfloat16", True),  # several blocks
+    (5, 128, 64, 2, "uint8", False, "bfloat16", "float32", True),  # two vectors of a group
+    (1, 80, 128, 1, "bfloat16", False, "bfloat16", "float32", True),
+    (2, 64, 128, 4, "uint8", False, "float32", "float32", True),  # groups of half a vector: XLA
+]
+XLA = (5, 6, 12)  # of CASES
+
+
+@pytest.fixture(scope="module")
+def about():
+    """What made the handlers, which other tests of this process do not have: their tokens are plain XLA's."""
+    own = sys.modules.pop("llvmlite", None)
+    pytest.importorskip("llvmlite", reason="pip install 'jaxengine[cpu]'")
+    yield library.load.__wrapped__()
+    sys.modules["llvmlite"] = own  # type: ignore[assignment]
+
+
+def check(case) -> None:
+    """Compare a case with float64, and each of its rows alone and without the last ones, to the bit."""
+    rows, size, out, num_scales, codes, zeros, dtype, held, table = case
+    rng = np.random.default_rng(rows * size)
+    x = jnp.asarray(rng.standard_normal((rows, size)) + 0.3, dtype)
+    if codes == "bfloat16":
+        weight = jnp.asarray(rng.standard_normal((size, out)), jnp.bfloat16)
+        exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+        multiply = partial(dense.matmul, weight=weight.T if table else weight, contract=int(table))
+    else:
+        values, *parts = matrix_of(rng, size, out, num_scales, codes, zeros)
+        parts = [None if part is None else part.astype(held) for part in parts]
+        matrix = [None if part is None else np.asarray(part, np.float64) for part in (values, *parts)]
+        exact = reference.quantized_matmul(np.asarray(x, np.float64), *matrix)
+        options = {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(jnp.float32)}
+        options |= dict(zip(("codes", "scales", "zeros"), (stored(values, codes), *parts), strict=True))
+        if table:
+            options["codes"] = options["codes"].T
+            multiply = partial(quantized_table.quantized_table_matmul, **options)
+        else:
+            multiply = partial(quantized.quantized_matmul, x_scales=None, **options)
+
+    got = np.asarray(jax.jit(multiply)(x))
+    assert (got.dtype, got.shape) == (np.float32, (rows, out))
+    assert error(got, exact) < ERROR, case
+    if CASES.index(case) not in XLA:
+        np.testing.assert_array_equal(jax.jit(multiply)(x[-1:])[0], got[-1])
+        np.testing.assert_array_equal(jax.jit(multiply)(x[: rows // 2 + 1]), got[: rows // 2 + 1])
+
+
+def test_against_float64(about):
+    assert about.startswith("llvmlite")
+    for case in CASES:
+        check(case)
+
+
+def test_what_is_left_to_xla(about):
+    """Kinds and shapes without a handler, and more rows than pay."""
+    codes, scales = jnp.zeros((64, 128), jnp.int8), jnp.zeros((2, 128))
+    taken = {
+        "rows": lambda: product.few_rows_product(jnp.zeros((200, 64)), codes, scales),
+        "float8": lambda: product.few_rows_product(jnp.zeros((1, 64)), codes.astype("float8_e4m3fn"), scales),
+        "float32": lambda: product.few_rows_product(jnp.zeros((1, 64)), codes.astype("float32")),
+        "float16 scales": lambda: product.few_rows_product(jnp.zeros((1, 64)), codes, scales.astype("float16")),
+        "columns": lambda: product.few_rows_product(jnp.zeros((1, 64)), codes[:, :96], scales[:, :96]),
+        "no rows": lambda: product.few_rows_product(jnp.zeros((0, 64)), codes, scales),
+    }
+    assert {name for name, of in taken.items() if of() is not None} == set()
+    assert product.few_rows_product(jnp.zeros((1, 64)), codes, scales) is not None
+
+
+def test_rows_that_are_no_numbers_stay_alone(about):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32).at[1, 5].set(jnp.nan)
+    y = np.asarray(product.few_rows_product(x, jnp.ones((64, 64), jnp.int8), jnp.ones((2, 64)), jnp.ones((2, 64))))
+    assert np.isnan(y[1]).all() and np.isfinite(y[[0, 2]]).all()
+
+
+def test_width_of_vectors_and_number_of_blocks_change_no_bits(about):
+    """The code for a processor without AVX-512, and columns in any number of blocks."""
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
+
+    from jaxengine.pallas_kernels.matmul.native.builder import FIELDS
+
+    narrow = llvm.get_host_cpu_features()
+    for name in narrow:
+        narrow[name] = narrow[name] and not name.startswith(("avx512", "amx"))
+    engines = [library.compiled("haswell", narrow)[1], library.made()[1]]
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.standard_normal((7, 64)), "scales": rng.random((2, 256)), "zeros": rng.random((2, 256))}
+    arrays = {name: own.astype(np.float32) for name, own in arrays.items()}
+    arrays["sums"] = arrays["x"].reshape(7, 2, 32).sum(axis=2)
+    numbers = {"rows": 7, "inputs": 64, "outputs": 256, "panels": 2, "each": 1}
+    for kind, per_line in (("pairs", 2), ("int8", 1), ("bfloat16", 1), ("pairs_table", 2), ("int8_table", 1)):
+        arrays["matrix"] = rng.integers(0, 63, (64, 512), np.uint8)  # enough for each, and finite
+        found = []
+        for engine, width in [(engines[0], 256), (engines[1], 256), (engines[1], 64), (engines[1], 192)]:
+            arrays["y"] = np.full((7, 256), np.nan, np.float32)
+            fields = numbers | {"panel": 32 // per_line, "width": width, "blocks": -(-256 // width)}
+            fields |= {name: own.ctypes.data for name, own in arrays.items()}
+            job = (ctypes.c_int64 * len(FIELDS))(*(fields.get(name, 0) for name in FIELDS))
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address(f"{kind}_rows"))(ctypes.addressof(job))
+            found.append(arrays["y"])
+        assert np.isfinite(found[0]).all()
+        for each in found[1:]:
+            np.testing.assert_array_equal(each, found[0])
+
+
+def test_another_ffi_or_processor_is_named(tmp_path, monkeypatch, caplog):
+    """What the installed jaxlib's header has in other order is not used, and the log says what it is."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    assert library.ffi_abi(header)["major"] == 0
+    changes = {
+        "XLA_FFI_Buffer": ("  void* data;\n  int64_t rank;", "  int64_t rank;\n  void* data;"),
+        "has version": ("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 1"),
+        "XLA_FFI_ThreadPool_Schedule": ("_XLA_FFI_API_STRUCT_FIELD(XLA_FFI_ThreadPool_Schedule);", ""),
+        "EXECUTE": ("XLA_FFI_ExecutionStage_EXECUTE = 3", "XLA_FFI_ExecutionStage_EXECUTE = 4"),
+        "cannot be read": None,
+    }
+    for named, change in changes.items():
+        other = tmp_path / "c_api.h"
+        other.unlink(missing_ok=True)
+        if change is not None:
+            assert text.count(change[0]) == 1, named
+            other.write_text(text.replace(*change))
+        with pytest.raises(library.UnfitError, match=named):
+            library.ffi_abi(other)
+    monkeypatch.setattr(library.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(library, "made", library.made.__wrapped__)
+    with caplog.at_level("INFO", library.__name__):
+        assert library.load.__wrapped__() == ""
+    assert "the processor is riscv64, allowed: x86_64" in caplog.text
+    assert registry.kernel("quantized_matmul", "cpu") is quantized_cpu.quantized_matmul
+
+
+def test_an_engine_computes_with_it(about, tmp_path, monkeypatch):
+    """Tokens are plain XLA's, alone and in a batch; kept programs load again; nothing compiles after the start."""
+    options = TINY_OPTIONS | {"quantization": "int8", "max_model_len": 64}
+    prompts = [{"prompt_token_ids": [3 + n, 5, 7 * n + 2][: 1 + n]} for n in range(3)]
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    tokens, loaded = [], []
+    for text in ("", about, about):
+        monkeypatch.setattr(library, "load", lambda text=text: text)
+        monkeypatch.setattr(registry, "_MADE", set())
+        cache._environment.cache_clear()
+        llm = LLM(str(TINY_CHECKPOINT), **options, **({"compile_cache_dir": str(tmp_path)} if text else {}))
+        row = {row["modules"]: row["product"] for row in llm.core.utility("weights")}["layers.*.mlp.down"]
+        assert row == ("matmul.native.quantized" if text else "matmul.cpu.quantized")
+        alone = [llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+        crowd = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
+        assert alone == crowd
+        tokens.append(alone)
+        caches = [own for stage in llm.core.runner.stages for own in stage.caches]
+        loaded.append((sum(own.num_compiled for own in caches), sum(own.num_loaded for own in caches)))
+        assert {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}["jaxengine:compilations_since_ready"] == 0
+        llm.core.shutdown()
+    cache._environment.cache_clear()
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert loaded[1][0] and not loaded[2][0], loaded

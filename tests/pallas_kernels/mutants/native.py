@@ -1,0 +1,72 @@
+"""Faults of products of few rows as machine code."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from tests.pallas_kernels.mutants.mutant import Mutant
+
+SECONDS = 60
+UNLESS = "" if find_spec("llvmlite") else "llvmlite is not installed"
+
+_SUMS, _CODE, _PRODUCT = (f"matmul/native/{name}" for name in ("sums", "code", "product"))
+# Of tests.pallas_kernels.matmul.test_native.CASES.
+_ONE, _PAIRS, _INT8, _, _BLOCKS, _SHORT, _NARROW, _BF16 = ((("native", "cpu", n),) for n in range(8))
+_TABLE, _TOKENS, _VECTORS, _TABLE_BF16, _HALF = ((("native", "cpu", n),) for n in range(8, 13))
+
+
+MUTANTS = [
+    Mutant("eight is no negative code", _SUMS, "16 * (code > 7)", "16 * (code > 8)", _ONE),
+    Mutant("codes without a sign", _SUMS, "b.ashr(left", "b.lshr(left", _INT8),
+    Mutant("odd inputs as even ones", _SUMS, "4 * each), (4 * i,)", "4 * each), (0,)", _ONE),
+    Mutant("bytes of a pair exchanged", _SUMS, "each, own = divmod", "own, each = divmod", _ONE),
+    Mutant("low half of a bfloat16 word kept", _SUMS, "each_lane(-65536)", "each_lane(-1)", _BF16),
+    Mutant("even columns of bfloat16 not moved", _SUMS, "b.shl(both", "b.lshr(both", _BF16),
+    Mutant("columns of bfloat16 as those of bytes", _SUMS, "2 * (column // 32) + column % 2", "column % 4", _BF16),
+    Mutant("columns of bytes as they are", _SUMS, "(column % 4, column // 4)", "(column // 16, column % 16)", _ONE),
+    Mutant("first row of x for all", _SUMS, '(own["inputs"], 4 * each)', '(own["inputs"], 0)', _PAIRS),
+    Mutant("results of rows in one", _SUMS, "b.total((row,), (each,)), panel", "row, panel", _PAIRS),
+    Mutant("a single last row is left out", "matmul/native/builder", "ROWS = (4, 2, 1)", "ROWS = (4, 2)", _PAIRS),
+    Mutant("two last rows are left out", "matmul/native/builder", "ROWS = (4, 2, 1)", "ROWS = (4,)", _INT8),
+    Mutant("scales of the first group", _SUMS, 'b.mul(b.sdiv(panel, own["each"]), own["outputs"])', "I64(0)", _ONE),
+    Mutant("scales of panels", _SUMS, 'b.sdiv(panel, own["each"])', "panel", _PAIRS),
+    Mutant(
+        "results begin with what was there",
+        _SUMS,
+        'icmp_signed("==", panel, I64(0))',
+        'icmp_signed("==", panel, I64(-1))',
+        _ONE,
+    ),
+    Mutant(
+        "every panel begins anew",
+        _SUMS,
+        'icmp_signed("==", panel, I64(0))',
+        'icmp_signed(">=", panel, I64(0))',
+        _PAIRS,
+    ),
+    Mutant("zeros are added", _SUMS, "less = b.fneg(b.all_lanes(total))", "less = b.all_lanes(total)", _ONE),
+    Mutant(
+        "zeros of the first row's inputs",
+        _SUMS,
+        '(row, own["panels"], 4), (panel, 4)), F32)\n            less',
+        "(panel, 4)), F32)\n            less",
+        _INT8,
+    ),
+    Mutant("inputs of the first panel", _CODE, "(panel, size, 4), (first, 4)", "(first, 4)", _ONE),
+    Mutant("bfloat16 scales read as float32", _CODE, "b.zext(of_two, I64)", "I64(0)", _INT8),
+    Mutant("panels across groups", _CODE, "b.select(fits, size", "b.select(b.or_(fits, fits.type(1)), size", _ONE),
+    Mutant("later blocks are left out", _CODE, 'get(b, job, "blocks")', "I64(1)", _BLOCKS),
+    Mutant("groups that vectors do not divide", _PRODUCT, "% _SUM_LANES", "% 1", _SHORT),
+    Mutant("half a tile", _PRODUCT, "outputs % _TILE", "outputs % 32", _NARROW),
+    Mutant(
+        "tokens in another's place", _SUMS, "(tile, 4), (4 * token,)", "(tile, 4), (4 * (count - 1 - token),)", _TABLE
+    ),
+    Mutant("another token's scale", _SUMS, "indices([token] * LANES)", "indices([0] * LANES)", _TOKENS),
+    Mutant("scales of vectors", _SUMS, "b.sdiv(unit, each)", "unit", _VECTORS),
+    Mutant("a vector's last half is left out", _SUMS, "for first in (0, size))", "for first in (0, 0))", _TABLE),
+    Mutant("zeros of the first row of a table", _SUMS, "b.total((row,), (r,)), begin", "row, begin", _TABLE),
+    Mutant("inputs of a table in their order", _PRODUCT, ".swapaxes(2, 3)", "", _TABLE),
+    Mutant("rows of a table in one", _SUMS, '(own["outputs"], 4 * r), (tile, 4)', "(tile, 4)", _TABLE),
+    Mutant("bfloat16 of a table not moved", _SUMS, "b.shl(bits, each_lane(16))", "bits", _TABLE_BF16),
+    Mutant("groups of half a vector", _PRODUCT, "group % _LANES", "group % 8", _HALF),
+]
