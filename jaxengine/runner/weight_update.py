@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -35,7 +35,16 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.process_weights import Spread, raise_faults, whole
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, check_chunk_bytes, check_mapping, renamed
+from jaxengine.runner.weight_names import (
+    Renamed,
+    Target,
+    WeightUpdateError,
+    check_chunk_bytes,
+    check_mapping,
+    renamed,
+    unwrapped,
+    with_names,
+)
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
 
@@ -200,7 +209,8 @@ def read_here(
         elif head is not None:
             found = _of_head(stages, head, renamed(_pairs(params), mapping or {}), strict, donate, chunk_bytes)
         else:
-            tensors = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
+            named = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
+            tensors = with_names(unwrapped, named)
             tensors = tensors if spread is None else spread.sending(tensors, chunk_bytes)
             found = _of_tensors(stages, tensors, strict, donate, chunk_bytes)
     except ModelFileError as error:
@@ -387,17 +397,9 @@ def _of_tensors(
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])
-        tensors = _named(name_of, tensors)
+        tensors = with_names(name_of, tensors)
     states = load_streamed(models, tensors, partial=not strict, donate=donate, chunk_bytes=chunk_bytes)
     return _of_finite(stages, states)
-
-
-def _named(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors under the names that `name_of` maps theirs to, without holding on to them."""
-    for name, array in tensors:
-        held = [array]
-        del array  # who takes a tensor may be its only holder
-        yield name_of(name), held.pop()
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:

@@ -11,6 +11,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.weight_version import MAX_VERSION_LENGTH
 from jaxengine.server import weights
 from jaxengine.server.http.arrival import is_streamed
 from jaxengine.server.http.auth import ADMIN
@@ -42,7 +43,7 @@ class UpdateWeights(RequestModel):
     """
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
-    weight_version: Annotated[str, Field(max_length=256)] | int | None = None
+    weight_version: Annotated[str, Field(max_length=MAX_VERSION_LENGTH)] | int | None = None
     mode: Mode = "keep"
     kv: Literal["keep", "recompute", "drop"] = "recompute"
     strict: bool = True
@@ -123,7 +124,7 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
 
     async def update_weights_by_body(
         request: Request,
-        weight_version: Annotated[str | None, Query(max_length=256)] = None,
+        weight_version: Annotated[str | None, Query(max_length=MAX_VERSION_LENGTH)] = None,
         mode: Mode = "keep",
         kv: Literal["keep", "recompute", "drop"] = "recompute",
         strict: bool = True,
