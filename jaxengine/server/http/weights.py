@@ -37,7 +37,7 @@ class UpdateWeights(RequestModel):
     """New weights for the engine.
 
     Attributes:
-      path: a folder on the engine's machine, with safetensors or in device layout.
+      path: a folder on the engine's machine, with safetensors or in device layout, or a GGUF file there.
       weight_version: version of the new weights; None for the last number plus one.
       mode, kv, strict, chunk_bytes: as of `LLM.update_weights`.
     """
