@@ -8,6 +8,7 @@ from jaxengine.scheduler.errors import RequestError, show_value
 
 # Of versions that are numbers: answers of both protocols and the processes' messages have 64 bits for them.
 MIN_VERSION, MAX_VERSION = -(2**63), 2**63 - 1
+MAX_VERSION_LENGTH = 256  # of texts, which every answer may repeat
 
 
 def check_version(version: Any) -> None:
@@ -15,11 +16,14 @@ def check_version(version: Any) -> None:
     allowed.
     """
     if isinstance(version, str):
-        try:
-            version.encode()
-            return
-        except UnicodeEncodeError:
-            allowed = "a text of Unicode characters; it has half of a surrogate pair"
+        if len(version) > MAX_VERSION_LENGTH:
+            allowed = f"a text of at most {MAX_VERSION_LENGTH} characters; it has {len(version)}"
+        else:
+            try:
+                version.encode()
+                return
+            except UnicodeEncodeError:
+                allowed = "a text of Unicode characters; it has half of a surrogate pair"
     elif version is None or (not isinstance(version, bool) and isinstance(version, int)):
         if version is None or MIN_VERSION <= version <= MAX_VERSION:
             return

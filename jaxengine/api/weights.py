@@ -58,8 +58,8 @@ class WeightMethods(ABC):
 
         Args:
           params: tensors by Hugging Face name, as a mapping or as pairs; a folder with safetensors or in device layout;
-            or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied if they are on the engine's
-            devices in its layout.
+            a GGUF file; or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied if they are on
+            the engine's devices in its layout.
           version: of the new weights, as reported by `weight_version` and in outputs; None for the last number plus
             one.
           mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort"). Requests

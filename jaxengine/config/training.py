@@ -45,10 +45,6 @@ def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
         return
     if model.experts is None:
         raise ConfigError(EXPERTS, True, f"False: {model.architecture} has no experts")
-    for why, is_so in (
-        ("nnodes is more than 1, which is not supported yet", options["nnodes"] > 1),
-        ("rl_exact is given, which picks the trainer's experts anyway", options["rl_exact"]),
-    ):
-        if is_so:
-            problem = f"{EXPERTS} is given, but {why}"
-            raise ConfigError.because(EXPERTS, problem, "leave one out")
+    if options["rl_exact"]:
+        problem = f"{EXPERTS} is given, but rl_exact is given, which picks the trainer's experts anyway"
+        raise ConfigError.because(EXPERTS, problem, "leave one out")

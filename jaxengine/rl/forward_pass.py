@@ -33,8 +33,8 @@ def forward(
 ) -> jax.Array:
     """Return the logits float32[B, T, V] of tokens int32[B, T]: at each position those of the next token.
 
-    A pure function, for `jax.grad`, `jax.jit`, `jax.checkpoint` and arrays that are split over any mesh with automatic
-    axes.
+    A pure function, for `jax.grad`, `jax.jvp`, `jax.jit`, `jax.checkpoint` and arrays that are split over any mesh with
+    automatic axes.
 
     Args:
       model: of the family, with its shape; its own weights are not read.
@@ -146,23 +146,20 @@ def _exact_logits(
     *,
     remat: bool,
 ) -> jax.Array:
-    """Compute logits f32[B, T, V] in the engine's exact form, with the gradient of `_logits`; arguments as of
+    """Compute logits f32[B, T, V] in the engine's exact form, with the derivatives of `_logits`; arguments as of
     `_logits`.
     """
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def logits_of(params: Any, given: tuple[Any, ...]) -> jax.Array:
         return run_exact(nnx.merge(graph, params), *given)
 
-    def keep(params: Any, given: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-        return logits_of(params, given), (params, given)
+    @logits_of.defjvp
+    def tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        params, given = primals
+        _, of_logits = jax.jvp(lambda params: _logits(graph, params, *given, remat=remat), (params,), tangents[:1])
+        return logits_of(params, given), of_logits
 
-    def gradient(kept: Any, of_logits: jax.Array) -> tuple[Any, None]:
-        params, given = kept
-        _, backward = jax.vjp(lambda params: _logits(graph, params, *given, remat=remat), params)
-        return backward(of_logits)[0], None
-
-    logits_of.defvjp(keep, gradient)
     return logits_of(params, (tokens, segment_ids, positions))
 
 

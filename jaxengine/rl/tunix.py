@@ -207,12 +207,15 @@ class JaxengineRollout(_tunix.BaseRollout):
         self._update(params["module"], strict=False)
 
     def pad_id(self) -> int:
-        """Return the token that pads."""
-        return _token(self._tokenizer, "pad_id")
+        """Return the token that pads; as in Tunix's adapter the one that ends answers, if there is no other."""
+        pad = _token(self._tokenizer, "pad_id")
+        return self.eos_id() if pad < 0 else pad
 
     def eos_id(self) -> int:
-        """Return the token that ends an answer."""
-        return _token(self._tokenizer, "eos_id")
+        """Return the token that ends an answer. Raises ValueError if the tokenizer has none."""
+        if (end := _token(self._tokenizer, "eos_id")) < 0:
+            raise ValueError("tokenizer must have an eos_id, got one without")
+        return end
 
     def model(self) -> None:
         """Return None: the engine's weights are its own, so that Tunix updates them after a step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,13 +10,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxengine.models.weights.formats.arrays import fault_of, is_in_pieces, on_host, read_slice
+from jaxengine.models.weights.formats.arrays import as_array, fault_of, is_in_pieces, on_host, read_slice
 from jaxengine.scheduler.errors import RequestError, show_value
 
 # Whose weights are replaced: the model's, or those of its draft model.
 Target = Literal["model", "draft"]
 # Faults that the text of an error names.
 MAX_SHOWN = 10
+_LONGEST_SHOWN = 200
 _LAYER = "{layer}"
 
 
@@ -32,8 +34,13 @@ class WeightUpdateError(RequestError):
 
     @classmethod
     def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
-        """Return the error for at least one fault; its message names the first ones."""
-        shown = "; ".join(f"{name}: {text}" for name, text in faults[:MAX_SHOWN])
+        """Return the error for at least one fault; its message names the first ones, of each kind as many as of the
+        others.
+        """
+        seen = Counter[str]()
+        numbers = [seen.update([text]) or seen[text] for _, text in faults]
+        first = sorted(range(len(faults)), key=numbers.__getitem__)[:MAX_SHOWN]
+        shown = "; ".join(f"{_shown(faults[index][0])}: {faults[index][1]}" for index in first)
         more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
         return cls(f"the weights stay as they are: {shown}{more}", faults)
 
@@ -90,6 +97,32 @@ class ScannedLayers:
             yield from np.moveaxis(on_host(array), axis, 0)
 
 
+# Parts of names that wrappers of modules add: torch.compile, FSDP, activation checkpointing, PEFT; and prefixes of all.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+_PREFIXES = ("module.", "base_model.model.")  # DistributedDataParallel, PEFT
+
+
+def unwrapped(name: str) -> str:
+    """Return a tensor's name without what PyTorch's and PEFT's wrappers of modules add to it."""
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def with_names(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors under the names that `name_of` maps theirs to, without holding on to them."""
+    for name, array in tensors:
+        held = [array]
+        del array  # who takes a tensor may be its only holder
+        yield name_of(name), held.pop()
+
+
+def _shown(name: str) -> str:
+    """Return a tensor's name for a message: quoted and cut if it is long or has characters that do not print."""
+    return name if name.isprintable() and len(name) <= _LONGEST_SHOWN else show_value(name)
+
+
 # A Hugging Face name for a trainer's, or that name, an order of axes and a function of the array, None for neither.
 Renamed = (
     str
@@ -141,9 +174,9 @@ def renamed(
     """
     unused = set(mapping)
     for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise WeightUpdateError(f"params must be pairs of a name and an array, got {str(pair)[:100]}")
-        name, array = pair
+        name, array = pair[0], as_array(pair[1])
         unused.discard(name)
         rule = mapping.get(name, name)
         if lazily and isinstance(rule, ScannedLayers):

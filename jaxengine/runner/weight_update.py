@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxengine.checkpoint.gguf_weights import is_gguf, open_gguf_weights
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
@@ -27,7 +28,7 @@ from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, T
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.models.weights.moved import is_finite, moved
+from jaxengine.models.weights.moved import is_finite, moved, on_device
 from jaxengine.models.weights.pooled import naming, with_own_files
 from jaxengine.models.weights.streamed import load_streamed
 from jaxengine.models.weights.views.parts import num_parts
@@ -35,7 +36,16 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.process_weights import Spread, raise_faults, whole
 from jaxengine.runner.sleep import Absent, are_present
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.weight_names import Renamed, Target, WeightUpdateError, check_chunk_bytes, check_mapping, renamed
+from jaxengine.runner.weight_names import (
+    Renamed,
+    Target,
+    WeightUpdateError,
+    check_chunk_bytes,
+    check_mapping,
+    renamed,
+    unwrapped,
+    with_names,
+)
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.sharding.rules import part_bytes
 
@@ -127,8 +137,8 @@ def read_weights(
     """Read new weights for all stages and place them on their devices, in addition to the old ones.
 
     Args:
-      params: a folder with safetensors or in device layout; tensors by Hugging Face name, as a mapping or as pairs; or
-        the engine's own tree, an nnx.State or an nnx.Module.
+      params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a mapping
+        or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
       mapping: from the names of `params` to Hugging Face names, for tensors by name. Names that it lacks are kept.
       strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
       donate: jax arrays of `params` are deleted as soon as they have been read, even if later ones are faulty.
@@ -200,7 +210,8 @@ def read_here(
         elif head is not None:
             found = _of_head(stages, head, renamed(_pairs(params), mapping or {}), strict, donate, chunk_bytes)
         else:
-            tensors = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
+            named = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
+            tensors = with_names(unwrapped, named)
             tensors = tensors if spread is None else spread.sending(tensors, chunk_bytes)
             found = _of_tensors(stages, tensors, strict, donate, chunk_bytes)
     except ModelFileError as error:
@@ -308,14 +319,17 @@ def _of_folder(
     stop: Callable[[], bool] | None,
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, from a folder with safetensors. head: of a draft head, or None."""
-    checkpoint, states = SafetensorsCheckpoint(folder), []
+    """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
+    head, or None.
+    """
+    states, config, in_gguf = [], stages[0].model.config, is_gguf(folder)
+    checkpoint = open_gguf_weights(folder, config) if in_gguf else SafetensorsCheckpoint(folder)
     source: WeightSource = checkpoint
     try:
         if head is not None:
             source = head.view(checkpoint)
-        if (pooler := stages[0].model.config.pooler) is not None:
-            source = with_own_files(folder, checkpoint, pooler, partial=not strict)
+        if config.pooler is not None and not in_gguf:
+            source = with_own_files(folder, checkpoint, config.pooler, partial=not strict)
         tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
         for model, mesh, _ in stages:
             states.append(load_params(model, tensors, mesh=mesh, partial=not strict, chunk_bytes=chunk_bytes))
@@ -387,17 +401,9 @@ def _of_tensors(
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])
-        tensors = _named(name_of, tensors)
+        tensors = with_names(name_of, tensors)
     states = load_streamed(models, tensors, partial=not strict, donate=donate, chunk_bytes=chunk_bytes)
     return _of_finite(stages, states)
-
-
-def _named(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors under the names that `name_of` maps theirs to, without holding on to them."""
-    for name, array in tensors:
-        held = [array]
-        del array  # who takes a tensor may be its only holder
-        yield name_of(name), held.pop()
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
@@ -449,8 +455,8 @@ def _own_tree(
         if path not in given:
             if strict:
                 faults.append((name, "is missing"))
-        elif (array := given[path]).is_deleted():
-            faults.append((name, "is an array that has been deleted or given up"))
+        elif (fault := fault_of(array := given[path])) is not None:
+            faults.append((name, fault))
         elif array.shape != old.shape or array.dtype != old.dtype:
             faults.append((name, f"must be {old.dtype}{[*old.shape]}, got {array.dtype}{[*array.shape]}"))
         elif len(param.decl.sources) > 1 and num_parts(param, stage.mesh)[param.decl.joined_axis] > 1:
@@ -458,7 +464,7 @@ def _own_tree(
                 f"{name} joins {len(param.decl.sources)} tensors in an order that depends on the devices: "
                 "give tensors by name"
             )
-        elif not is_finite(array, chunk_bytes):
+        elif not is_finite(array := on_device(array), chunk_bytes):
             faults.append((name, "has numbers that are not finite"))
         else:
             new[index] = array

@@ -14,6 +14,11 @@ from jaxengine.models.weights.formats.arrays import on_host, read_slice
 from jaxengine.models.weights.huge_pages import HugePages
 
 
+def on_device(array: Any) -> jax.Array:
+    """Return a jax array as it is, and a copy of anything else on the default device."""
+    return array if isinstance(array, jax.Array) else jax.device_put(np.array(array))
+
+
 def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
     """Whether this process's part of an array has only finite numbers. chunk_bytes: size of copies in host memory at a
     time.

@@ -48,9 +48,12 @@ def compare(folder: str, cache: str, model: str, options: dict[str, Any]) -> Non
     scored = {"enable_trace_replay": True, "enable_sampling_mass": True, "capture": TAPS, "capture_layers": [-1]}
     if "pipeline_parallel_size" not in options:
         scored["steer"] = "residual:1"
+    if model == "moe":
+        scored["enable_return_routed_experts"] = True
     llm, alone = (open_engine(folder, cache, model, scored | chosen) for chosen in (options, {}))
     found = answers(llm)
     wrong = differences(found, answers(alone)) + wrong_scores(llm, alone) + wrong_activations(llm, alone)
+    wrong += wrong_experts(llm, alone) if model == "moe" else []
     wrong += wrong_updates(llm, alone, folder, model)
     counted = {name: found[name] for name in ("preemptions", "prefix_hits")}
     say(**counted, compilations=llm.core.runner.compiles.count, wrong=wrong)
@@ -102,6 +105,17 @@ def wrong_activations(llm: LLM, alone: LLM) -> list[str]:
     wrong = [name for one, other in found for name in one if not np.allclose(one[name], other[name], atol=1e-3)]
     last = [one["hidden states"] for one, _ in found]
     return wrong + ["steered" for other in last[1:] if np.allclose(last[0], other)]
+
+
+def wrong_experts(llm: LLM, alone: LLM) -> list[str]:
+    """Prompts whose tokens, found in the prefix cache or not, have other experts in one engine than in the other."""
+    prompts = [{"prompt_token_ids": [*range(start, start + 20)]} for start in range(3, 60, 8)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    rounds = [[each.generate(prompts, params, use_tqdm=False) for each in (llm, alone)] for _ in range(2)]
+    pairs = [pair for both in rounds for pair in zip(*both, strict=True)]
+    found = [tuple(output.outputs[0].routed_experts for output in pair) for pair in pairs]
+    wrong = [f"experts of prompt {n}" for n, (one, other) in enumerate(found) if not np.array_equal(one, other)]
+    return wrong + ([] if found[0][0].shape == (27, 2, 2) else [f"experts: {found[0][0].shape}"])
 
 
 def wrong_updates(llm: LLM, alone: LLM, folder: str, model: str) -> list[str]:

@@ -15,10 +15,10 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.taps import FINAL_NORM, RESIDUAL, ROUTER, Tap, all_taps, read_taps
 from jaxengine.models.layers.taps import Taps, check_parts
 from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
+from jaxengine.runner.extensions.fetched import fetched, fetched_shape, fetched_tokens
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.buckets import Bucket
-from jaxengine.sharding.collectives import stack_ranks
 from jaxengine.sharding.stages import Stage
 
 NAME, SECTION = "capture", "taps"
@@ -87,8 +87,7 @@ class CaptureExtension(DeviceExtension):
     """Device extension whose forward passes leave the Activations of every token at the taps of its stage.
 
     A stage without taps leaves nothing. There is no epilogue: the host fetches the activations of all stages, in steps
-    where a request asked for them. In an engine of several processes every device leaves those of all replicas, as
-    host 0 can fetch only what it has.
+    where a request asked for them.
 
     Attributes:
       taps: the engine's. own: those of its stage.
@@ -111,27 +110,19 @@ class CaptureExtension(DeviceExtension):
         hidden, router = self.own.hidden, self._num_logits
         if not self.own.every:
             return None
-        config, shape = self.shape.model.config, self.shape
-
-        def of_tokens(width: int, dtype: Any) -> Any:
-            whole = (shape.num_ranks, num_tokens, width)
-            return shape.shape(whole, dtype) if self._gathers else shape.rows(num_tokens, dtype, width)
-
+        width, dtype = len(hidden) * self.shape.model.config.hidden_size, self.shape.config.dtype
         return Activations(
-            of_tokens(len(hidden) * config.hidden_size, shape.config.dtype) if hidden else None,
-            of_tokens(router, jnp.float32) if router else None,
+            fetched_shape(self.shape, num_tokens, width, dtype) if hidden else None,
+            fetched_shape(self.shape, num_tokens, router, jnp.float32) if router else None,
         )
 
     def memory(self) -> Mapping[str, int]:
         """Return bytes of one device for the activations of the steps in flight and of the one that the host is
         reading.
         """
-        config = self.shape.config
         num_hidden = len(self.own.hidden) * self.shape.model.config.hidden_size
-        of_token = num_hidden * jnp.dtype(config.dtype).itemsize + 4 * self._num_logits
-        most = max(bucket.num_tokens for bucket in self.shape.buckets)
-        most *= self.shape.num_ranks if self._gathers else 1
-        return {"captured activations": most * of_token * (config.max_in_flight + 1)}
+        of_token = num_hidden * jnp.dtype(self.shape.config.dtype).itemsize + 4 * self._num_logits
+        return {"captured activations": fetched_tokens(self.shape) * of_token}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
         if not self.own.every:
@@ -149,15 +140,10 @@ class CaptureExtension(DeviceExtension):
                 jnp.concatenate(parts, axis=-1) if hidden else None,
                 jnp.concatenate([found[tap] for tap in router], axis=-1) if router else None,
             )
-            return step.leaving(NAME, jax.tree.map(stack_ranks, left) if self._gathers else left)
+            return step.leaving(NAME, fetched(self.shape, left))
 
     def on_host(self, runner: Any) -> HostExtension:
         return StepActivations(runner, self.taps)
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether every device leaves the activations of all replicas, [replicas, T, ...]."""
-        return self.shape.config.nnodes > 1
 
     @property
     def _num_logits(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxengine.models.config.taps import EXPERTS, Tap
 from jaxengine.models.layers.taps import Taps
 from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
+from jaxengine.runner.extensions.fetched import fetched, fetched_shape, fetched_tokens
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.buckets import Bucket
@@ -45,13 +46,12 @@ class RoutedExpertsExtension(DeviceExtension):
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
         width = len(self._taps) * self.num_per_token
-        return self.shape.rows(num_tokens, self.dtype, width) if width else None
+        return fetched_shape(self.shape, num_tokens, width, self.dtype) if width else None
 
     def memory(self) -> Mapping[str, int]:
         """Return bytes of one device for the experts of the steps in flight and of the one that the host is reading."""
         of_token = len(self._taps) * self.num_per_token * np.dtype(self.dtype).itemsize
-        most = max(bucket.num_tokens for bucket in self.shape.buckets)
-        return {"routed experts": most * of_token * (self.shape.config.max_in_flight + 1)}
+        return {"routed experts": fetched_tokens(self.shape) * of_token}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
         return step.with_section(NAME, Taps(self._taps)) if self._taps else step
@@ -62,7 +62,7 @@ class RoutedExpertsExtension(DeviceExtension):
         found: Taps = step.batch.sections[NAME]
         with jax.named_scope(NAME):
             joined = jnp.concatenate([found[tap] for tap in self._taps], axis=-1)
-            return step.leaving(NAME, joined.astype(self.dtype))
+            return step.leaving(NAME, fetched(self.shape, joined.astype(self.dtype)))
 
     def on_host(self, runner: Any) -> HostExtension:
         return StepExperts(runner, self)

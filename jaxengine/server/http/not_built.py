@@ -7,6 +7,9 @@ _ONE_CALL = (
     "POST /update_weights replaces weights in one call, by a folder or by a safetensors file as its body; backends "
     "between devices (nccl, ipc, sparse_nccl, sharded_rdt, nccl_m2n) are not served; see docs/reinforcement_learning.md"
 )
+_TOKENS = "POST /inference/v1/generate takes and returns token ids; see docs/reinforcement_learning.md"
+_PAUSES = "POST /pause and /resume; see docs/reinforcement_learning.md"
+_SLEEP = "POST /sleep and /wake_up; see docs/reinforcement_learning.md"
 _RENDERED = "POST /tokenize returns the tokens of a conversation; see docs/serving.md"
 _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
 
@@ -25,6 +28,29 @@ NOT_BUILT: dict[str, str] = {
     "/v1/completions/render": _RENDERED,
     "/v1/realtime": _AUDIO,
     "/v2/embed": "/v1/embeddings; see docs/pooling_models.md",
+    # Trainers: SGLang's routes (slime, AReaL), TRL's server, and prime-rl's and AReaL's additions to vLLM
+    "/areal_continue_generation": _PAUSES,
+    "/areal_pause_generation": _PAUSES,
+    "/areal_update_weights": _ONE_CALL,
+    "/batch_update_named_params": _ONE_CALL,
+    "/chat": "POST /v1/chat/completions; see docs/reinforcement_learning.md",
+    "/close_communicator": _ONE_CALL,
+    "/continue_generation": _PAUSES,
+    "/flush_cache": "POST /reset_prefix_cache; see docs/serving.md",
+    "/generate": _TOKENS,
+    "/init_broadcaster": _ONE_CALL,
+    "/init_communicator": _ONE_CALL,
+    "/init_weights_update_group": _ONE_CALL,
+    "/pause_generation": _PAUSES,
+    "/release_memory_occupation": _SLEEP,
+    "/reload_weights": _ONE_CALL,
+    "/resume_memory_occupation": _SLEEP,
+    "/update_named_param": _ONE_CALL,
+    "/update_weight_version": _ONE_CALL,
+    "/update_weights_from_disk": _ONE_CALL,
+    "/update_weights_from_distributed": _ONE_CALL,
+    "/update_weights_from_ipc": _ONE_CALL,
+    "/update_weights_from_tensor": _ONE_CALL,
     # OpenAI, some of them also vLLM's
     "/v1/assistants": _CONVERSATIONS,
     "/v1/audio/speech": _AUDIO,

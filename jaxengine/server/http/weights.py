@@ -11,6 +11,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.weight_version import MAX_VERSION_LENGTH
 from jaxengine.server import weights
 from jaxengine.server.http.arrival import is_streamed
 from jaxengine.server.http.auth import ADMIN
@@ -36,13 +37,13 @@ class UpdateWeights(RequestModel):
     """New weights for the engine.
 
     Attributes:
-      path: a folder on the engine's machine, with safetensors or in device layout.
+      path: a folder on the engine's machine, with safetensors or in device layout, or a GGUF file there.
       weight_version: version of the new weights; None for the last number plus one.
       mode, kv, strict, chunk_bytes: as of `LLM.update_weights`.
     """
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
-    weight_version: Annotated[str, Field(max_length=256)] | int | None = None
+    weight_version: Annotated[str, Field(max_length=MAX_VERSION_LENGTH)] | int | None = None
     mode: Mode = "keep"
     kv: Literal["keep", "recompute", "drop"] = "recompute"
     strict: bool = True
@@ -125,7 +126,7 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
 
     async def update_weights_by_body(
         request: Request,
-        weight_version: Annotated[str | None, Query(max_length=256)] = None,
+        weight_version: Annotated[str | None, Query(max_length=MAX_VERSION_LENGTH)] = None,
         mode: Mode = "keep",
         kv: Literal["keep", "recompute", "drop"] = "recompute",
         strict: bool = True,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jaxengine.models.params.errors import ModelFileError
@@ -73,10 +75,30 @@ def _is_finite(array: np.ndarray) -> bool:
     return bool(array.min() > -_BEYOND and array.max() < _BEYOND)  # false for NaN
 
 
+def as_array(tensor: Any) -> Any:
+    """Return a PyTorch tensor as a numpy array: over its memory, or over a copy of a tensor on another device.
+
+    Anything else is returned as it is; so is a tensor without numbers of its own (meta), sparse, or split over
+    processes, in which `fault_of` finds the fault.
+    """
+    torch: Any = sys.modules.get("torch")
+    if not isinstance(tensor, getattr(torch, "Tensor", ())) or hasattr(tensor, "full_tensor"):
+        return tensor
+    try:
+        host = tensor.detach().cpu()
+        kind = getattr(ml_dtypes, str(host.dtype).removeprefix("torch."), None)  # bfloat16 and the kinds of 8 bits
+        if kind is None:
+            return host.numpy()
+        return host.view(torch.uint8 if host.element_size() == 1 else torch.int16).numpy().view(kind)
+    except (TypeError, RuntimeError):
+        return tensor
+
+
 def fault_of(array: Any) -> str | None:
     """Return what is wrong with an object given as an array; None for nothing."""
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        return f"must be an array, got {type(array).__name__}"
+    is_array = hasattr(array, "__array__") and hasattr(array, "shape")
+    if not is_array or not isinstance(getattr(array, "dtype", None), np.dtype):
+        return f"must be an array of numbers, got {type(array).__name__}"
     if isinstance(array, np.ma.MaskedArray):
         return "must be an array without a mask"
     if isinstance(array, jax.Array) and array.is_deleted():

@@ -108,6 +108,7 @@ def test_pages_of_other_weights_are_not_found(llm, expected):
         ({QKV: np.full(stored()[QKV].shape, np.inf, np.float32)}, QKV, "finite"),
         ({NORM: stored()[NORM].astype(np.int32)}, NORM, "floating"),
         ({NORM: "a text"}, NORM, "array"),
+        ({NORM: jax.ShapeDtypeStruct((64,), np.float32)}, NORM, "array"),
     ],
 )
 def test_all_or_none(llm, expected, change, at, fault):
@@ -135,6 +136,12 @@ def test_every_fault_is_listed(llm):
     with pytest.raises(WeightUpdateError, match="one: .*; two: ") as error:
         llm.update_weights(tensors)
     assert {name for name, _ in error.value.faults} == {"one", "two", EMBED, NORM}
+    # Of each kind as many, so that names of another form are seen beside what is missing instead; harmless to print.
+    with pytest.raises(WeightUpdateError, match=r"missing; 'x\\x1b\[.*: the model has no use.*and 30 more") as error:
+        llm.update_weights({f"x\x1b[{name}" + 9999 * "y": array for name, array in changed(1).items()})
+    assert len(str(error.value)) < 2000
+    with pytest.raises(RequestError, match="a text of at most 256 characters; it has 257"):
+        llm.update_weights(changed(1), version="v" * 257)
     pairs = [*changed(1).items(), (NORM, stored()[NORM])]
     with pytest.raises(WeightUpdateError, match="twice"):
         llm.update_weights(iter(pairs))

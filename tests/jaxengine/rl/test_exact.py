@@ -151,6 +151,9 @@ def test_gradients_are_those_of_the_forward_pass_without_it():
     assert abs(ours[0] - theirs[0]) < 1e-5
     for one, two in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(theirs[1]), strict=True):
         assert np.abs(one - two).max() <= 1e-5 * max(np.abs(two).max(), 1e-3)
+    along = sum(jnp.vdot(*each) for each in zip(jax.tree.leaves(theirs[1]), jax.tree.leaves(params), strict=True))
+    value, slope = jax.jit(lambda params: jax.jvp(lambda params: loss(params, True), (params,), (params,)))(params)
+    assert value == ours[0] and abs(slope - along) <= 1e-5 * abs(along)
 
 
 def test_log_probs_of_segments():

@@ -105,6 +105,11 @@ def test_a_text_is_one_prompt_and_tokenizers_may_have_their_tokens_as_attributes
     found = one.generate("abc", config(tunix))
     assert found.left_padded_prompt_tokens.tolist() == [[5, 5, 10, 11, 12]] and (one.pad_id(), one.eos_id()) == (5, EOS)
     assert one.generate([], config(tunix)).left_padded_prompt_tokens.shape == (0, 5)
+    attributes.pad_id = None  # as of Llama 3
+    assert one.pad_id() == EOS
+    attributes.eos_id = None
+    with pytest.raises(ValueError, match="tokenizer must have an eos_id"):
+        one.pad_id()
 
 
 def test_each_prompt_of_each_call_draws_its_own_numbers(tunix, rollout):

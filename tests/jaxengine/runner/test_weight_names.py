@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxengine import ScannedLayers
-from jaxengine.runner.weight_names import WeightUpdateError, renamed
+from jaxengine.models.weights.formats.arrays import as_array, fault_of
+from jaxengine.runner.weight_names import WeightUpdateError, renamed, unwrapped
 from tests.tables import each_row
 
 STACK = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
@@ -68,3 +72,54 @@ def test_arrays_are_given_up_where_they_change_their_form():
     np.testing.assert_array_equal(found["a"], STACK[0].T)
     np.testing.assert_array_equal(found["b"], STACK[0] * 2)
     np.testing.assert_array_equal(found["layers.1.weight"], STACK[1])
+
+
+def test_names_are_without_what_wrappers_of_modules_add():
+    plain = "model.layers.3.self_attn.q_proj.weight"
+    for name in (
+        plain,
+        f"_orig_mod.{plain}",
+        f"module._orig_mod.{plain}",
+        "_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn.q_proj.weight",
+        "base_model.model.model.layers.3.self_attn.q_proj.base_layer.weight",
+    ):
+        assert unwrapped(name) == plain
+    assert unwrapped(f"base_model.model.{plain[:-6]}lora_A.weight") == f"{plain[:-6]}lora_A.weight"  # nobody's: refused
+
+
+class Tensor:
+    """What as_array uses of a torch.Tensor, over a numpy array; `dtype` is torch's name of one numpy lacks, or None."""
+
+    def __init__(self, array: np.ndarray, dtype: str | None = None, *, is_detached: bool = False):
+        self.array, self.is_detached, self.shape = array, is_detached, array.shape
+        self.dtype = f"torch.{dtype or array.dtype}"
+
+    def detach(self) -> Tensor:
+        return Tensor(self.array, self.dtype.removeprefix("torch."), is_detached=True)
+
+    def cpu(self) -> Tensor:
+        return self
+
+    def element_size(self) -> int:
+        return self.array.itemsize
+
+    def view(self, dtype: Any) -> Tensor:
+        return Tensor(self.array.view(dtype), is_detached=self.is_detached)
+
+    def numpy(self) -> np.ndarray:
+        if not self.is_detached or self.dtype not in ("torch.float32", "torch.int16", "torch.uint8"):
+            raise TypeError("as torch says it of a gradient, bfloat16, or a sparse tensor")
+        return self.array
+
+
+def test_tensors_of_torch_are_taken_without_a_copy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor, int16=np.int16, uint8=np.uint8))
+    for dtype in (np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
+        array = STACK.astype(dtype)
+        found = as_array(Tensor(array, np.dtype(dtype).name))
+        assert found.dtype == dtype and np.shares_memory(found, array)
+        np.testing.assert_array_equal(found, array)
+        ((name, found),) = renamed([["a", Tensor(array, np.dtype(dtype).name)]], {"a": ("b", (2, 1, 0))})
+        assert name == "b" and found.shape == STACK.shape[::-1]
+    for sparse in (Tensor(STACK, "sparse"), as_array(Tensor(STACK, "sparse"))):
+        assert "must be an array of numbers, got Tensor" in str(fault_of(sparse))

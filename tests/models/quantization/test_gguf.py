@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxengine.checkpoint.gguf_weights import is_gguf, open_gguf_weights
 from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.platforms import PLATFORMS
@@ -274,3 +275,21 @@ def test_scales_that_are_no_numbers_are_named(tmp_path):
     (tmp_path / "model.gguf").write_bytes(raw)
     with pytest.raises(ModelFileError, match=r"1 of 4096 scales are not finite.*layers\.1\.mlp\.down_proj"):
         loaded(path, "gguf")
+
+
+def test_a_file_as_new_weights_of_a_model(tmp_path):
+    """As that model holds them, quantised or not; matrices of other formats than it holds are refused."""
+    config = {**LLAMA, "num_hidden_layers": 1}
+    path, other = (write(tmp_path / f"{kind}.gguf", config, lambda _, kind=kind: kind) for kind in ("Q4_0", "Q8_0"))
+    assert is_gguf(Path(path)) and not is_gguf(tmp_path) and not is_gguf(Path("a\0b"))
+    for quantization in (None, "gguf"):
+        source = opened(path, quantization)
+        model = build_model(source.config, Build("float32"))
+        again = open_gguf_weights(Path(path), source.config)
+        states = [load_params(model, each) for each in (weights_of(source), again)]
+        for one, two in zip(*map(jax.tree.leaves, states), strict=True):
+            np.testing.assert_array_equal(one, two)
+        source.close()
+        again.close()
+    with pytest.raises(ModelFileError, match="stores matrices in other formats than the engine holds them"):
+        open_gguf_weights(Path(other), source.config)

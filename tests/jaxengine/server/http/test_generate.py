@@ -196,3 +196,17 @@ async def test_what_prime_rl_sends(app):
     found = (await post(app, "/v1/chat/completions", **sent)).json
     choice = found["choices"][0]
     assert found["prompt_token_ids"] and len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+
+
+async def test_what_trl_and_areal_send(app):
+    """Completions of token ids, whose tokens TRL reads from token_ids, AReaL from the names in logprobs."""
+    sent = {"prompt": IDS, "max_tokens": 4, "temperature": 1.0, "logprobs": 0}
+    trl = await post(app, "/v1/completions", **sent, n=1, return_token_ids=True)
+    more = {"top_p": 1.0, "top_k": -1, "stop_token_ids": [2], "stream": False}
+    areal = await post(app, "/v1/completions", **sent, **more, return_tokens_as_token_ids=True)
+    for answer in (trl, areal):
+        choice = answer.json["choices"][0]
+        named = [int(token.split(":")[1]) for token in areal.json["choices"][0]["logprobs"]["tokens"]]
+        tokens = named if answer is areal else choice["token_ids"]
+        assert 0 < len(tokens) == len(choice["logprobs"]["token_logprobs"]) <= 4
+        assert "x-unknown-fields" not in answer.headers
