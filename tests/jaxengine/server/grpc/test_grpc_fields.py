@@ -94,7 +94,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "decoding.json_object": (True, lambda made: constraint(made) == ("json_object", True)),
 }
 # Tested where a call shows what they do.
-ELSEWHERE = {"model"}
+ELSEWHERE = {"model", "prompt_embeds"}
 WRONG: dict[str, list[Any]] = {
     "temperature": [-0.1, 2.5, math.nan, math.inf],
     "sampling.num_sequences": [0, 129, 2**32 - 1],
