@@ -104,6 +104,11 @@ class AdapterConfig:
         """
         return f"{name}.weight" if not self.wants(name) and self.wants_parameter(f"{name}.weight") else name
 
+    @property
+    def largest_rank(self) -> int:
+        """Return the largest LoRA rank of a module."""
+        return max((self._r, *self._ranks.values))
+
     def rank_of(self, name: str) -> int:
         """Return the LoRA rank of the module, or the parameter, with this name in the file."""
         return self._ranks.find(name, self._r)
@@ -271,6 +276,9 @@ def _ends(name: str) -> list[str]:
 class _Patterns:
     """Values by regular expressions, most of which are plain names.
 
+    Attributes:
+      values: all of them.
+
     values: by key, in the file's order. others: expressions by the keys that are not plain names. fits: function that
     returns whether an expression matches a name.
     """
@@ -281,6 +289,7 @@ class _Patterns:
         others: Mapping[str, NamePattern],
         fits: Callable[[NamePattern, str], bool],
     ):
+        self.values = list(values.values())
         numbered = [(number, *pair) for number, pair in enumerate(values.items())]
         self._names = {key: (number, value) for number, key, value in numbered if key not in others}
         self._others = [(number, others[key], value) for number, key, value in numbered if key in others]
