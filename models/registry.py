@@ -276,10 +276,11 @@ _BIDIRECTIONAL = tuple(name for name, (family, _) in _POOLING.items() if family 
 _POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
 
 
-# Further names of classes: of a family's first code, and of whole models, of which a part is read.
+# Further names of classes: of a family's first code, in transformers, and of whole models, of which a part is read.
 _OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",

@@ -23,9 +23,8 @@ from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.norm import LayerNorm
 from jaxengine.models.layers.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
-from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.models.sound.gemma4 import neighbours, shifted
-from jaxengine.models.vision.layers import TowerMLP, tower_axis
+from jaxengine.models.vision.layers import PatchEmbedding, TowerMLP, tower_axis
 from jaxengine.models.vision.vit import ACTIVATIONS, linear, read_activation, table
 
 TOWER, PROJECTOR = "encoder", "projector"
@@ -230,9 +229,8 @@ class ConformerConvolution(nnx.Module):
     def __init__(self, config: GraniteSpeechConfig, build: Build):
         self.config, size, inner, source = config, config.hidden_size, config.inner_size, f"{_LAYER}.conv"
         self.norm = LayerNorm(size, _EPS, source=f"{source}.norm", build=build)
-        plain = replace(build, scheme=PLAIN)  # no method is for convolutions
-        self.up = linear(size, f"{source}.up_conv", 2 * inner, ("embed", "embed"), plain)
-        self.down = linear(inner, f"{source}.down_conv", size, ("embed", "embed"), plain)
+        self.up = PatchEmbedding(size, 2 * inner, source=f"{source}.up_conv", bias=True, build=build)
+        self.down = PatchEmbedding(inner, size, source=f"{source}.down_conv", bias=True, build=build)
         weight = ParamDecl((None, None), (Source(f"{source}.depth_conv.conv.weight", inner),), init_std=0.02)
         self.weight = declare((inner, config.taps), build.dtype, weight)
 

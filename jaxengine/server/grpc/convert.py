@@ -22,7 +22,6 @@ from jaxengine.media.embeds import EMBEDS, GRID
 from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.requests.extra_args import ALIGNMENT
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.media.inputs import PROMPT_EMBEDS
 from jaxengine.requests.param_limits import MAX_TOKEN_IDS, RequestOutputKind
 from jaxengine.requests.run_in_thread import make_ready, with_media
 from jaxengine.requests.sampling_params import SamplingParams
@@ -184,7 +183,7 @@ class RequestReader:
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise RequestError("a prompt is needed: text, token_ids, messages or prompt_embeds", param="prompt")
-        if isinstance(request, pb.GenerateRequest) and kind == PROMPT_EMBEDS:
+        if isinstance(request, pb.GenerateRequest) and kind == "prompt_embeds":
             prompt = await self._embedded(request)
         else:
             prompt = await self._tokens(request, kind)
@@ -210,7 +209,7 @@ class RequestReader:
             if value:
                 problem = f"{name} is {value}; allowed with prompt_embeds: to leave it out, as the prompt has no tokens"
                 raise RequestError(problem, param=name, value=value)
-        ready: Any = await make_ready(self._inputs, {PROMPT_EMBEDS: request.prompt_embeds})
+        ready: Any = await make_ready(self._inputs, {"prompt_embeds": request.prompt_embeds})
         return ready
 
     async def _tokens(self, request: pb.GenerateRequest | pb.ScoreRequest, kind: str) -> dict[str, Any]:

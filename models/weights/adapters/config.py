@@ -66,6 +66,9 @@ class AdapterConfig:
 
     Names of modules are those of the adapter's file, unless said otherwise. Methods raise ModelFileError, too, where
     the expressions of the file take too many steps to match.
+
+    Attributes:
+      largest_rank: LoRA rank of a module, at most.
     """
 
     def __init__(self, path: Path, raw: Mapping[str, Any]):
@@ -85,6 +88,7 @@ class AdapterConfig:
         self._r = self._rank("r", raw.get("r", 8))
         self._alpha = self._number("lora_alpha", raw.get("lora_alpha", 8))
         self._ranks = self._pattern(raw, "rank_pattern", self._rank)
+        self.largest_rank = max((self._r, *self._ranks.values))
         self._alphas = self._pattern(raw, "alpha_pattern", self._number)
         rslora = raw.get("use_rslora")
         if rslora is not None and type(rslora) is not bool:
@@ -103,11 +107,6 @@ class AdapterConfig:
         targeted.
         """
         return f"{name}.weight" if not self.wants(name) and self.wants_parameter(f"{name}.weight") else name
-
-    @property
-    def largest_rank(self) -> int:
-        """Return the largest LoRA rank of a module."""
-        return max((self._r, *self._ranks.values))
 
     def rank_of(self, name: str) -> int:
         """Return the LoRA rank of the module, or the parameter, with this name in the file."""
