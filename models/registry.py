@@ -52,7 +52,7 @@ from jaxengine.models.families.glm import GlmForCausalLM
 from jaxengine.models.families.glm4 import Glm4ForCausalLM
 from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
 from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
-from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration
+from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration, Glm4vMoeForConditionalGeneration
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
 from jaxengine.models.families.gpt_oss import GptOssForCausalLM
 from jaxengine.models.families.granite import GraniteForCausalLM
@@ -62,6 +62,7 @@ from jaxengine.models.families.granite_moe import (
     GraniteMoeSWAForCausalLM,
 )
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from jaxengine.models.families.granite_speech import GraniteSpeechForConditionalGeneration
 from jaxengine.models.families.gte import GteModel
 from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from jaxengine.models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
@@ -162,6 +163,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen2AudioForConditionalGeneration": Qwen2AudioForConditionalGeneration,
     "VoxtralForConditionalGeneration": VoxtralForConditionalGeneration,
     "Qwen3ASRForConditionalGeneration": Qwen3ASRForConditionalGeneration,
+    "GraniteSpeechForConditionalGeneration": GraniteSpeechForConditionalGeneration,
     "Qwen2_5OmniThinkerForConditionalGeneration": Qwen2_5OmniThinkerForConditionalGeneration,
     "Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3OmniMoeThinkerForConditionalGeneration,
     "NemotronForCausalLM": NemotronForCausalLM,
@@ -214,6 +216,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "SmolVLMForConditionalGeneration": SmolVLMForConditionalGeneration,
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoeForConditionalGeneration,
     "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
+    "Glm4vMoeForConditionalGeneration": Glm4vMoeForConditionalGeneration,
     "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
     "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
     **{
@@ -273,10 +276,11 @@ _BIDIRECTIONAL = tuple(name for name, (family, _) in _POOLING.items() if family 
 _POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
 
 
-# Further names of classes: of a family's first code, and of whole models, of which a part is read.
+# Further names of classes: of a family's first code, in transformers, and of whole models, of which a part is read.
 _OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",

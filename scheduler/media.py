@@ -11,6 +11,8 @@ import numpy as np
 # The modality of what comes encoded.
 EMBEDS = "embeds"
 AUDIO = "audio"
+# Most tokens that no transcript begins with.
+MAX_BEGIN = 8
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -148,7 +150,7 @@ class TranscriptRules:
         transcript without them.
       eos: the token that ends a transcript; text tokens are those before it.
       tasks: tokens of which a prompt has one, the task; empty for a model that only transcribes.
-      suppressed: tokens that are never chosen. begin: those that are not chosen first.
+      suppressed: tokens that are never chosen. begin: at most MAX_BEGIN that are not chosen first.
       most_initial: last timestamp that a transcript may begin with, -1 for no limit.
     """
 

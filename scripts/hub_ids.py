@@ -69,6 +69,10 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "Qwen/Qwen3-Omni-30B-A3B-Thinking",
     ),
     "Qwen3ASRForConditionalGeneration": ("Qwen/Qwen3-ASR-1.7B", "Qwen/Qwen3-ASR-0.6B"),
+    "GraniteSpeechForConditionalGeneration": (
+        "ibm-granite/granite-speech-3.3-2b",
+        "ibm-granite/granite-speech-3.3-8b",
+    ),
     "LlavaForConditionalGeneration": (
         "llava-hf/llava-1.5-7b-hf",
         "llava-hf/llava-interleave-qwen-0.5b-hf",
@@ -127,5 +131,6 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "Qwen3VLForConditionalGeneration": ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct"),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen/Qwen3-VL-30B-A3B-Instruct",),
     "Glm4vForConditionalGeneration": ("zai-org/GLM-4.1V-9B-Thinking",),
+    "Glm4vMoeForConditionalGeneration": ("zai-org/GLM-4.5V", "zai-org/GLM-4.6V"),
     "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
 }

@@ -210,7 +210,8 @@ ROOMS = {
     "jaxengine.checkpoint": (
         "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models "
         "jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
-        "jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.scheduler jaxengine.tokens jaxengine.config"
+        "jaxengine.models.weights.adapters jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.scheduler "
+        "jaxengine.tokens jaxengine.config"
     ),
     "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine:base jaxengine.config",

@@ -17,6 +17,8 @@ from jaxengine.checkpoint.hub import download, list_files
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.config.hf import CONFIG_FILE
 from jaxengine.models.params.files import read_object
+from jaxengine.models.weights.adapters.folder import CONFIG_FILE as ADAPTER_FILE
+from jaxengine.models.weights.adapters.folder import WEIGHTS_FILE
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from jaxengine.models.weights.gguf.split import PART
 
@@ -57,7 +59,9 @@ def download_model(name: str, config: EngineConfig) -> Path:
     # All files of one commit, even if the branch moves meanwhile.
     revision = folder.name if _COMMIT.fullmatch(folder.name) else config.revision
     weights = _weight_files(folder)
-    folder = from_hub("model", name, [*weights, _MODULES], revision, config)
+    # An adapter for prompts with sounds.
+    adapters = [WEIGHTS_FILE] if (folder / ADAPTER_FILE).exists() else []
+    folder = from_hub("model", name, [*weights, *adapters, _MODULES], revision, config)
     if weights == [SINGLE_FILE] and not (folder / SINGLE_FILE).exists():
         raise _without_weights(name, revision, config)
     return folder

@@ -10,6 +10,7 @@ from jaxengine.media.processor import MediaProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.gemma4_sounds import gemma4
 from jaxengine.media.processors.glm4v import Glm4vProcessor
+from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import InternVLProcessor
 from jaxengine.media.processors.kimi_k25 import KimiK25Processor
@@ -49,6 +50,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Llama4ForConditionalGeneration": Llama4Processor,
     "SmolVLMForConditionalGeneration": SmolVLMProcessor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
+    "Glm4vMoeForConditionalGeneration": Glm4vProcessor,
     "KimiVLForConditionalGeneration": KimiVLProcessor,
     "KimiK25ForConditionalGeneration": KimiK25Processor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
@@ -64,6 +66,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
     "VoxtralForConditionalGeneration": VoxtralProcessor,
     "Qwen3ASRForConditionalGeneration": Qwen3ASRProcessor,
+    "GraniteSpeechForConditionalGeneration": GraniteSpeechProcessor,
 }
 
 

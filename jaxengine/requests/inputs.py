@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.checkpoint.sound_adapter import sound_adapter
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.logits_processors import processor_classes
 from jaxengine.config.pooling_model import PoolingModel
@@ -453,6 +454,8 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
     tokenizer = source.load_tokenizer(config)
     processor, towers = open_processor(source.path, source.config, config.hf_overrides, tokenizer), source.config.towers
     media = None if processor is None else MediaInputs(processor, towers, config, source.config.hidden_size)
+    if media is not None:
+        media.adapter = sound_adapter(source)
     return InputProcessor(
         config,
         source.config,

@@ -32,6 +32,8 @@ class TowerConfig:
       crosses: whether layers attend to what the tower returns, one row for a sound, by cross-attention
         (jaxengine.models.layers.cross_attention); no token of the prompt stands for it.
       hears: whether it encodes sounds, and not images. Patches are frames of their spectrograms.
+      frames: spectrogram frames of a patch, for a tower that hears.
+      adapts: whether prompts with sounds run with the LoRA adapter that the checkpoint's folder has, if it has one.
     """
 
     num_features: int
@@ -43,6 +45,8 @@ class TowerConfig:
     in_windows_only: bool = False
     crosses: bool = False
     hears: bool = False
+    frames: int = 1
+    adapts: bool = False
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "sounds"
+# Prompts that a replica aligns with their sounds in one step: their results stay on the devices until the step is read.
+MAX_ALIGNED = 4
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class RankSounds(RankExtension):
 
     def __init__(self, options: SoundOptions):
         self.rows = EncoderRows(options.num_rows, options.max_frames)
+        self._num_aligned = 0
 
     def row(self, request: Request) -> int:
         """Return the pool's row of a running request's sound."""
@@ -75,13 +78,21 @@ class RankSounds(RankExtension):
 
     def begin(self) -> None:
         self.rows.begin_step()
+        self._num_aligned = 0
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        if hits is None:
+            return count
+        if request.params.alignment is not None and self._num_aligned == MAX_ALIGNED:
+            return 0
         # A cached prefix does not matter: the tokens after it attend to the sound, too.
-        return count if hits is None or self.rows.reach(request.media, 0, 1) else 0
+        return count if self.rows.reach(request.media, 0, 1) else 0
 
     def reserve(self, request: Request, start: int, count: int) -> None:
         self.rows.take(request.slot, request.media, 0, 1)
+
+    def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        self._num_aligned += request.params.alignment is not None
 
     def complete(self, batch: ScheduledBatch) -> None:
         if self.rows.encodes:

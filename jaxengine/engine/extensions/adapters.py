@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
@@ -14,6 +15,8 @@ from jaxengine.engine.weight_types import KVMode
 from jaxengine.runner.extensions.adapters.store import AdapterStore, GivenAdapter
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.media import AUDIO
 from jaxengine.scheduler.request import Adapter, Request
 
 logger = logging.getLogger(__name__)
@@ -26,17 +29,32 @@ class Adapters(LoopExtension):
       store: the adapters that requests may name.
     """
 
-    def __init__(self, runner: ModelRunner):
-        """Open the store of the adapters that the options name; log how the runner computes adapters."""
+    def __init__(self, runner: ModelRunner, of_sounds: Path | None = None):
+        """Open the store of the adapters that the options name; log how the runner computes adapters.
+
+        of_sounds: folder of the adapter of all requests with sounds; None for a model without one. Raises
+        ModelFileError if it cannot be read.
+        """
         self.store = AdapterStore(runner)
+        self._of_sounds = None if of_sounds is None else self.store.add_unnamed(str(of_sounds))
         self._forms = runner.extension("adapters").forms
         if not runner.config.disable_log_stats:
             for row in self._forms:
                 logger.info("adapters of %s: %s", row["modules"], row["forms"])
 
     def prepare(self, request: Request) -> None:
-        """Set the request's adapter from the name in it. Raises UnknownAdapterError for a name that the store lacks."""
+        """Set the request's adapter from the name in it, or to that of sounds. Raises UnknownAdapterError for a name
+        that the store lacks, RequestError for a name and sounds together in a model with an adapter for sounds.
+        """
         self.store.find(request)
+        items = () if request.media is None or self._of_sounds is None else request.media.items
+        if any(item.modality == AUDIO for item in items):
+            if request.lora is not None:
+                problem = (
+                    f"the adapter {show_value(request.lora)} is named, and prompts with sounds have the model's own"
+                )
+                raise RequestError(f"{problem}: leave out one of both", param="model", value=request.lora)
+            request.adapter = self._of_sounds
 
     def poll(self) -> Events:
         failed = self.store.advance(self.loop.scheduler.extension("adapters").slots, self._in_use)
@@ -119,5 +137,6 @@ class Adapters(LoopExtension):
         ]
 
     def _in_use(self) -> set[Adapter]:
-        """Return the adapters of unfinished requests."""
-        return {each.adapter for each in self.loop.scheduler.requests if each.adapter is not None}
+        """Return the adapters of unfinished requests, and that of sounds."""
+        own = {each.adapter for each in self.loop.scheduler.requests if each.adapter is not None}
+        return own if self._of_sounds is None else own | {self._of_sounds}

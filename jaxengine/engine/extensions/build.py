@@ -218,7 +218,8 @@ class Extensions:
             raise RequestError("the engine was started without enable_lora", param="lora_name")
         from jaxengine.engine.extensions.adapters import Adapters
 
-        return Adapters(self._runner)
+        media = None if self._inputs is None else self._inputs.media
+        return Adapters(self._runner, None if media is None else media.adapter)
 
     def _drafts(self) -> LoopExtension:
         """Make the extension for speculative decoding, which the engine has been started with."""

@@ -46,7 +46,7 @@ class Gemma3Processor(UnitProcessor):
     def read_settings(self, fields: ConfigFields) -> None:
         if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
-        self.scans = bool(fields.value("do_pan_and_scan", False))
+        self.scans = fields.boolean("do_pan_and_scan", False)
         self.crops, self.crop_size = fields.integer(_CROPS, 4), fields.integer(_CROP_SIZE, 256)
         self.ratio = fields.number(_RATIO, 1.2)
         if self.crops > _MAX_CROPS:

@@ -18,6 +18,7 @@ from jaxengine.media.processors.settings import MAX_SIDE
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.errors import RequestError
 
+_NAME = "image_grid_pinpoints"
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _MAX_TILES, _MAX_PINPOINTS = 64, 256
 
@@ -37,19 +38,23 @@ class LlavaNextProcessor(LlavaProcessor):
         self.pads = False
         if set(self.size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side}, the tower's image_size")
-        name = "image_grid_pinpoints"
-        ours = self.config_fields.value(name, _PINPOINTS)
-        listed = fields.value(name, ours)
+        ours = self._pinpoints(self.config_fields, _PINPOINTS)
+        listed = self._pinpoints(fields, ours)
+        if sorted(map(list, listed)) != sorted(map(list, ours)):
+            raise fields.fail(_NAME, "that of config.json")
+        self.tilings = tuple((height // self.side, width // self.side) for height, width in listed)
+        if max(rows * columns for rows, columns in self.tilings) > _MAX_TILES:
+            raise fields.fail(_NAME, f"of at most {_MAX_TILES} tiles each")
+
+    def _pinpoints(self, fields: ConfigFields, default: Any) -> Any:
+        """Read the sizes of tilings in pixels, [height, width] each. Raises ModelConfigError."""
+        listed = fields.value(_NAME, default)
         right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_PINPOINTS
         right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
         right = right and all(type(side) is int and 1 <= side <= MAX_SIDE for each in listed for side in each)
         if not right or any(side % self.side for each in listed for side in each):
-            raise fields.fail(name, f"a list of [height, width], all multiples of the tower's image_size {self.side}")
-        if sorted(map(list, listed)) != sorted(map(list, ours)):
-            raise fields.fail(name, "that of config.json")
-        self.tilings = tuple((height // self.side, width // self.side) for height, width in listed)
-        if max(rows * columns for rows, columns in self.tilings) > _MAX_TILES:
-            raise fields.fail(name, f"of at most {_MAX_TILES} tiles each")
+            raise fields.fail(_NAME, f"a list of [height, width], all multiples of the tower's image_size {self.side}")
+        return listed
 
     def largest_size(self) -> tuple[int, int]:
         rows, columns = max(self.tilings, key=lambda tiling: tiling[0] * tiling[1])

@@ -16,7 +16,8 @@ from jaxengine.models.params.files import read_object
 
 # Windows of 25 milliseconds, 10 apart, at the one rate of the models.
 _WINDOW, HOP = 400, 160
-_FEATURES = ("feature_extractor", "preprocessor_config.json")
+# Names of its settings in the file of all processors, and the file of this one alone.
+_FEATURES = ("feature_extractor", "audio_processor", "preprocessor_config.json")
 # Frames whose spectra are computed at a time.
 _BLOCK = 3000
 _FLOOR, _RANGE = 1e-10, 8.0
@@ -36,23 +37,31 @@ def required_features(folder: Path, **wanted: Any) -> ConfigFields:
     wanted: values by field. Raises ModelFileError if the checkpoint gives another value for one of these fields.
     """
     whole = read_object(folder, WHOLE) or {}
-    fields = ConfigFields(whole.get(_FEATURES[0]) or read_object(folder, _FEATURES[1]) or {})
+    own = next((whole[key] for key in _FEATURES[:-1] if whole.get(key)), None)
+    fields = ConfigFields(own or read_object(folder, _FEATURES[-1]) or {})
     try:
         fields.require(**wanted)
     except ModelConfigError as error:
-        raise ModelFileError(folder / _FEATURES[1], str(error)) from error
+        raise ModelFileError(folder / _FEATURES[-1], str(error)) from error
     return fields
 
 
 def log_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
     """Return the log-mel spectrogram f32[N / HOP, num_bins] of samples f32[N], mirrored at both ends."""
-    half, count = _WINDOW // 2, len(samples) // HOP
+    return log_spectrogram(samples, _filters(num_bins), len(samples) // HOP)
+
+
+def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.ndarray:
+    """Return the logarithms f32[count, B] of what filters f64[length / 2 + 1, B] let through of windows of samples
+    f32[N], mirrored at both ends, of which the first is centred at the first sample. length: of Fourier transforms.
+    """
+    half, length = _WINDOW // 2, 2 * (len(filters) - 1)
     padded = np.pad(samples, half, mode="reflect" if len(samples) > half else "symmetric")
     windows = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:count]
     shape = np.hanning(_WINDOW + 1)[:-1].astype(np.float32)
-    power, filters = np.empty((count, num_bins), np.float32), _filters(num_bins)
+    power = np.empty((count, filters.shape[1]), np.float32)
     for first in range(0, count, _BLOCK):
-        spectrum = np.fft.rfft(windows[first : first + _BLOCK] * shape)
+        spectrum = np.fft.rfft(windows[first : first + _BLOCK] * shape, length)
         power[first : first + _BLOCK] = (np.abs(spectrum) ** 2) @ filters
     logs = np.log10(np.maximum(power, _FLOOR))
     logs = np.maximum(logs, logs.max() - _RANGE)
@@ -64,6 +73,16 @@ def _filters(num_bins: int) -> np.ndarray:
     """Return triangles over frequencies, [201, num_bins], of equal area, evenly spaced in mels as Slaney has them."""
     edges = _hertz(np.linspace(0.0, _mel(RATE / 2), num_bins + 2))
     return triangles(edges, _WINDOW) * (2.0 / (edges[2:] - edges[:-2]))
+
+
+@lru_cache
+def htk_filters(num_bins: int, length: int, lowest: float = 0.0, highest: float = RATE / 2) -> np.ndarray:
+    """Return triangles over frequencies, [length / 2 + 1, num_bins], from `lowest` to `highest` hertz, evenly spaced in
+    mels as HTK has them.
+    """
+    low, high = (2595.0 * np.log10(1.0 + each / 700.0) for each in (lowest, highest))
+    mels = np.linspace(low, high, num_bins + 2)
+    return triangles(700.0 * (10.0 ** (mels / 2595.0) - 1.0), length)
 
 
 def triangles(edges: np.ndarray, length: int) -> np.ndarray:

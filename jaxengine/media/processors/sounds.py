@@ -44,7 +44,7 @@ class SoundProcessor:
     # Names in config.json of the placeholder token; tokens before and after a sound, as templates write them.
     token_fields: tuple[str, ...] = ("audio_token_id",)
     around: tuple[str, str] = ("", "")
-    # Spectrograms are filled up with zeros to a multiple of this many frames.
+    # Spectrograms are filled up with zeros to a multiple of this many patches.
     chunk = 1
     # Tokens that are put before and after a sound's embeddings; none where templates write them.
     marks: tuple[int, ...] = ()
@@ -60,6 +60,11 @@ class SoundProcessor:
         if self.token_id >= model_config.vocab_size:
             raise fields.fail(name, f"a token id below vocab_size {model_config.vocab_size}")
         self.settings = f"{type(self).__name__} {sorted(self.features.raw.items(), key=str)} {self.tower!r}"
+
+    @property
+    def hop(self) -> int:
+        """Return the number of samples from one patch to the next."""
+        return HOP * self.tower.frames
 
     def read_features(self, folder: Path) -> ConfigFields:
         """Return the checkpoint's settings of spectrograms. Raises ModelFileError."""
@@ -109,7 +114,7 @@ class SoundProcessor:
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return the largest item of a step, one window; its patches have no pixels."""
-        count, sound = self.num_frames, Sound(np.zeros(self.num_frames * HOP, np.float32))
+        count, sound = self.num_frames, Sound(np.zeros(self.num_frames * self.hop, np.float32))
         none = np.zeros((count, 0), np.float32)
         return Processed(none, *self.placed(sound, count), self.num_rows(sound), (1, count, 1))
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxengine.media.processors.log_mel import HOP, triangles
+from jaxengine.media.processors.log_mel import HOP, htk_filters
 from jaxengine.media.samples import RATE
 from jaxengine.models.config.fields import ConfigFields
 
@@ -108,10 +108,7 @@ class UsmMel:
 
     @cached_property
     def _filters(self) -> np.ndarray:
-        """Triangles over frequencies, [length / 2 + 1, num_bins], evenly spaced in mels as HTK has them."""
-        low, high = (2595.0 * np.log10(1.0 + each / 700.0) for each in (self.lowest, self.highest))
-        mels = np.linspace(low, high, self.num_bins + 2)
-        return triangles(700.0 * (10.0 ** (mels / 2595.0) - 1.0), self.length)
+        return htk_filters(self.num_bins, self.length, self.lowest, self.highest)
 
 
 def _from_zero(fields: ConfigFields, name: str, most: float) -> float:

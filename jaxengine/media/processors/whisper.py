@@ -12,12 +12,12 @@ from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.processors.log_mel import HOP, log_mel, read_features
 from jaxengine.media.processors.settings import check_options
 from jaxengine.media.samples import RATE, Sound, Spectrogram
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import MAX_TOKEN_IDS, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.media import AUDIO, TranscriptRules
+from jaxengine.scheduler.media import AUDIO, MAX_BEGIN, TranscriptRules
 
 GENERATION = "generation_config.json"
 TRANSCRIBE, TRANSLATE = TASKS = ("transcribe", "translate")
@@ -48,7 +48,7 @@ class WhisperProcessor:
         raw = read_object(folder, GENERATION) or {}
         fields = ConfigFields({**_older(config_json), **raw})
         try:
-            self._read(fields)
+            self._read(fields, model_config.vocab_size)
         except ModelConfigError as error:
             raise ModelFileError(folder / GENERATION, str(error)) from error
         self._tokenizer = tokenizer
@@ -58,25 +58,29 @@ class WhisperProcessor:
         self.no_speech = next((found for name in _NO_SPEECH if (found := find(name)) is not None), None)
         self.settings = f"{type(self).__name__} {self.num_frames} {self.num_bins}"
 
-    def _read(self, fields: ConfigFields) -> None:
+    def _read(self, fields: ConfigFields, vocab_size: int) -> None:
         """Set the attributes that follow from generation_config.json (`fields`). Raises ModelConfigError."""
-        self.start = fields.integer("decoder_start_token_id", minimum=0)
-        self.no_timestamps = fields.integer("no_timestamps_token_id", minimum=0)
-        ids = fields.mapping("lang_to_id") or {}
-        self.languages = {code.strip("<|>"): token for code, token in ids.items()}
-        self.tasks = {task: token for task, token in (fields.mapping("task_to_id") or {}).items() if task in TASKS}
-        first, eos = self.no_timestamps + 1, fields.value("eos_token_id")
-        most = fields.value("max_initial_timestamp_index", None)
-        begin = tuple(fields.value("begin_suppress_tokens", None) or ())
-        if len(begin) > 8:
-            raise fields.fail("begin_suppress_tokens", "a list of at most 8 tokens")
+        self.start, self.no_timestamps = (
+            _token(fields, name, vocab_size) for name in ("decoder_start_token_id", "no_timestamps_token_id")
+        )
+        languages, tasks = (_tokens_by_name(fields, name, vocab_size) for name in ("lang_to_id", "task_to_id"))
+        self.languages = {code.strip("<|>"): token for code, token in languages.items()}
+        self.tasks = {task: token for task, token in tasks.items() if task in TASKS}
+        first, eos = self.no_timestamps + 1, _tokens(fields, "eos_token_id", vocab_size, MAX_TOKEN_IDS)
+        if not eos:
+            raise fields.fail("eos_token_id", f"a token id below vocab_size {vocab_size}, or a list of them")
+        suppressed, begin = (
+            _tokens(fields, name, vocab_size, most)
+            for name, most in (("suppress_tokens", vocab_size), ("begin_suppress_tokens", MAX_BEGIN))
+        )
+        most = fields.integer("max_initial_timestamp_index", None, minimum=0)
         self.rules = TranscriptRules(
             first_timestamp=first,
-            eos=eos[0] if isinstance(eos, list) else eos,
+            eos=eos[0],
             tasks=tuple(self.tasks.values()),
-            suppressed=tuple(token for token in fields.value("suppress_tokens", None) or () if token >= 0),
+            suppressed=suppressed,
             begin=begin,
-            most_initial=-1 if most is None else first + most,
+            most_initial=-1 if most is None else min(first + most, vocab_size),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -132,3 +136,30 @@ def _older(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that older checkpoints have in config.json instead of GENERATION."""
     names = ("decoder_start_token_id", "eos_token_id", "suppress_tokens", "begin_suppress_tokens")
     return {name: config_json[name] for name in names if name in config_json}
+
+
+def _token(fields: ConfigFields, name: str, vocab_size: int) -> int:
+    """Read the token id `name`. Raises ModelConfigError."""
+    found = fields.integer(name, minimum=0)
+    if found >= vocab_size:
+        raise fields.fail(name, f"a token id below vocab_size {vocab_size}")
+    return found
+
+
+def _tokens(fields: ConfigFields, name: str, vocab_size: int, most: int) -> tuple[int, ...]:
+    """Read a token id or a list of at most `most`, without the -1 that some files have for none; empty for an absent
+    field. Raises ModelConfigError.
+    """
+    value = fields.value(name, ())
+    ids = value if isinstance(value, (list, tuple)) else (value,)
+    if len(ids) > most or any(type(each) is not int or not -1 <= each < vocab_size for each in ids):
+        raise fields.fail(name, f"a token id below vocab_size {vocab_size}, or a list of at most {most}")
+    return tuple(each for each in ids if each >= 0)
+
+
+def _tokens_by_name(fields: ConfigFields, name: str, vocab_size: int) -> Mapping[str, int]:
+    """Read a mapping of names to token ids; empty for an absent field. Raises ModelConfigError."""
+    found = fields.mapping(name) or {}
+    if any(type(each) is not int or not 0 <= each < vocab_size for each in found.values()):
+        raise fields.fail(name, f"a mapping of names to token ids below vocab_size {vocab_size}")
+    return found

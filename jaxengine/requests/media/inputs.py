@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -87,6 +88,7 @@ class MediaInputs:
       processor: the model's media processor.
       cache: cache of its results; None with mm_processor_cache_gb 0. If the engine is another process, the link to it
         sets its own cache here.
+      adapter: folder of the adapter with which prompts with sounds run; None for a model without one.
       reader: reader of conversations and files.
     """
 
@@ -98,6 +100,7 @@ class MediaInputs:
         """
         self.processor = processor
         size = config.mm_processor_cache_bytes
+        self.adapter: Path | None = None
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
         self.reader = MediaReader(processor, _heard(config, processor, towers))
         self._towers, self._num_parts = towers, max(tower.num_parts for tower in towers)
@@ -250,7 +253,7 @@ def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[T
     if tower is None:
         return config
     windows = -(-(config.max_model_len - 1) // processor.largest(AUDIO).num_rows)
-    most = windows * tower.window * HOP // RATE
+    most = windows * tower.window * tower.frames * HOP // RATE
     return replace(config, max_audio_seconds=max(1, min(config.max_audio_seconds, most)))
 
 

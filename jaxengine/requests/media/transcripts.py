@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxengine.config.multimodal import AUDIO
 from jaxengine.media.parts import MediaPart
+from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.log_mel import HOP
 from jaxengine.media.processors.sounds import Qwen3ASRProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
@@ -73,12 +74,12 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
     return processor
 
 
-def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | None:
+def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | GraniteSpeechProcessor | None:
     """Return the processor of a model that is asked for transcripts with the whole sound in its prompt; None for
     others.
     """
     processor = None if media is None else media.processor
-    return processor if isinstance(processor, Qwen3ASRProcessor) else None
+    return processor if isinstance(processor, (Qwen3ASRProcessor, GraniteSpeechProcessor)) else None
 
 
 async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:

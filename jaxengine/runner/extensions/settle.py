@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.checkpoint.sound_adapter import with_sound_adapter
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.media.open import open_processor
 
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
-    """Return the config with its draft model or head, if it names one, found or downloaded and named by its path.
+    """Return the config with its draft model or head, if it names one, found or downloaded and named by its path, and
+    with room for the adapter that the checkpoint has for prompts with sounds.
 
-    source: the opened target model. Raises ConfigError or ModelFileError as `settle_draft` does.
+    source: the opened target model. Raises ConfigError or ModelFileError as `settle_draft` and `with_sound_adapter` do.
     """
+    config = with_sound_adapter(config, source)
     if config.speculative_config is None:
         return config
     from jaxengine.runner.extensions.drafts.open import settle_draft

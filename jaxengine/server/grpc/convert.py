@@ -23,7 +23,7 @@ from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.requests.extra_args import ALIGNMENT
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.param_limits import MAX_TOKEN_IDS, RequestOutputKind
-from jaxengine.requests.run_in_thread import with_media
+from jaxengine.requests.run_in_thread import make_ready, with_media
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.scheduler.sampling_fields import ROWS
@@ -177,16 +177,49 @@ class RequestReader:
         return prompt["prompt_token_ids"], parts
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
-        """Read the prompt as the engine's mapping: token ids, cut to the last `truncate_prompt_tokens` if that is not
-        0, media, and the cache salt: a new random one where the prefix cache is to be bypassed.
-
-        Raises RequestError for a prompt that is empty or, cut, has more than max_model_len - 1 tokens, for one with
-        media that would be cut, and for media that cannot be read.
+        """Read the prompt as the engine's mapping: token ids, media, and the cache salt: a new random one where the
+        prefix cache is to be bypassed. Raises RequestError, as `_tokens` and `_embedded` do.
         """
-        kind, keep = request.WhichOneof("prompt"), request.truncate_prompt_tokens
-        parts: list[MediaPart] = []
+        kind = request.WhichOneof("prompt")
         if kind is None:
-            raise RequestError("a prompt is needed: text, token_ids or messages", param="prompt")
+            raise RequestError("a prompt is needed: text, token_ids, messages or prompt_embeds", param="prompt")
+        if isinstance(request, pb.GenerateRequest) and kind == "prompt_embeds":
+            prompt = await self._embedded(request)
+        else:
+            prompt = await self._tokens(request, kind)
+        if request.kv.bypass_prefix_cache:
+            if request.kv.cache_salt:
+                raise RequestError(
+                    "kv.bypass_prefix_cache reads no cached pages, so kv.cache_salt must be empty", param="cache_salt"
+                )
+            # Cached pages are found by their salt, and this one is new.
+            prompt["cache_salt"] = secrets.token_hex(16)
+        elif request.kv.cache_salt:
+            prompt["cache_salt"] = request.kv.cache_salt
+        return prompt
+
+    async def _embedded(self, request: pb.GenerateRequest) -> dict[str, Any]:
+        """Read a prompt of embeddings. Raises RequestError, also for fields that need a prompt's tokens, of which
+        embeddings have none.
+        """
+        for name, value in (
+            ("truncate_prompt_tokens", request.truncate_prompt_tokens),
+            ("response.prompt_token_ids", request.response.prompt_token_ids),
+        ):
+            if value:
+                problem = f"{name} is {value}; allowed with prompt_embeds: to leave it out, as the prompt has no tokens"
+                raise RequestError(problem, param=name, value=value)
+        ready: Any = await make_ready(self._inputs, {"prompt_embeds": request.prompt_embeds})
+        return ready
+
+    async def _tokens(self, request: pb.GenerateRequest | pb.ScoreRequest, kind: str) -> dict[str, Any]:
+        """Read a prompt of tokens and media. Tokens are cut to the last `truncate_prompt_tokens` if that is not 0.
+
+        kind: the field that has the prompt. Raises RequestError for a prompt that is empty or, cut, has more than
+        max_model_len - 1 tokens, for one with media that would be cut, and for media that cannot be read.
+        """
+        keep = request.truncate_prompt_tokens
+        parts: list[MediaPart] = []
         if kind == "token_ids":
             token_ids = request.token_ids.ids
         elif kind == "text":
@@ -207,15 +240,6 @@ class RequestReader:
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids[-count:]}
         if kind == "messages":
             prompt = await with_media(self._inputs, prompt, parts, _processor_kwargs(request.messages))
-        if request.kv.bypass_prefix_cache:
-            if request.kv.cache_salt:
-                raise RequestError(
-                    "kv.bypass_prefix_cache reads no cached pages, so kv.cache_salt must be empty", param="cache_salt"
-                )
-            # Cached pages are found by their salt, and this one is new.
-            prompt["cache_salt"] = secrets.token_hex(16)
-        elif request.kv.cache_salt:
-            prompt["cache_salt"] = request.kv.cache_salt
         return prompt
 
     def _sampling_params(self, request: pb.GenerateRequest, wanted: Wanted, stream: bool) -> SamplingParams:

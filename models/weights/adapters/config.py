@@ -66,6 +66,9 @@ class AdapterConfig:
 
     Names of modules are those of the adapter's file, unless said otherwise. Methods raise ModelFileError, too, where
     the expressions of the file take too many steps to match.
+
+    Attributes:
+      largest_rank: LoRA rank of a module, at most.
     """
 
     def __init__(self, path: Path, raw: Mapping[str, Any]):
@@ -85,6 +88,7 @@ class AdapterConfig:
         self._r = self._rank("r", raw.get("r", 8))
         self._alpha = self._number("lora_alpha", raw.get("lora_alpha", 8))
         self._ranks = self._pattern(raw, "rank_pattern", self._rank)
+        self.largest_rank = max((self._r, *self._ranks.values))
         self._alphas = self._pattern(raw, "alpha_pattern", self._number)
         rslora = raw.get("use_rslora")
         if rslora is not None and type(rslora) is not bool:
@@ -271,6 +275,9 @@ def _ends(name: str) -> list[str]:
 class _Patterns:
     """Values by regular expressions, most of which are plain names.
 
+    Attributes:
+      values: all of them.
+
     values: by key, in the file's order. others: expressions by the keys that are not plain names. fits: function that
     returns whether an expression matches a name.
     """
@@ -281,6 +288,7 @@ class _Patterns:
         others: Mapping[str, NamePattern],
         fits: Callable[[NamePattern, str], bool],
     ):
+        self.values = list(values.values())
         numbered = [(number, *pair) for number, pair in enumerate(values.items())]
         self._names = {key: (number, value) for number, key, value in numbered if key not in others}
         self._others = [(number, others[key], value) for number, key, value in numbered if key in others]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
-from jaxengine import ConfigError, RequestError, SamplingParams
+from jaxengine import LLM, ConfigError, RequestError, SamplingParams
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 
+ROOT = Path(__file__).parents[3]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
 
 
@@ -134,3 +140,47 @@ def test_engines_that_do_not_take_them(make_llm, table, tiny_model, pooling_fold
     with pytest.raises(ConfigError, match="enable_prompt_embeds is True, but pooling models"):
         EngineConfig(enable_prompt_embeds=True).resolved(source.config, PLATFORMS["cpu"])
     source.close()
+
+
+def preempting(llm: LLM) -> list[int]:
+    """Have the engine preempt all that runs in every third step; return a list that gets how many these were."""
+    scheduler, calls, preempted = llm.core.engine.scheduler, itertools.count(1), []
+    schedule = scheduler.schedule
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) % 3 == 0:
+            preempted.append(scheduler.num_running)
+            scheduler.preempt_all()
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = run
+    return preempted
+
+
+def compare_on_two_devices(folder: str) -> None:
+    options = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8}
+    options |= {"max_model_len": 128, "disable_log_stats": True, "enable_prompt_embeds": True}
+    table = load_file(Path(folder) / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
+    prompts = [drawn(count, count, table) for count in (70, 1, 3, 33)]
+    embedded = [{"prompt_embeds": table[ids]} for ids in prompts]
+    for changes in ({"tensor_parallel_size": 2}, {"async_scheduling": False}):
+        llm = LLM(folder, **options, **changes)
+        wanted = answered(llm, prompts)
+        llm.reset_prefix_cache()
+        preempted = preempting(llm)
+        check_same(answered(llm, embedded), wanted)
+        assert sum(preempted) > 5 and llm.core.runner.compiles.count == 0
+        llm.shutdown()
+
+
+def test_two_devices_and_preemption(tiny_model, thorough):
+    if not thorough:
+        pytest.skip("further engines: --thorough")
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.jaxengine.engine.test_prompt_embeds", str(tiny_model)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    compare_on_two_devices(sys.argv[1])

@@ -16,6 +16,7 @@ import pytest
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
 from jaxengine.media.samples import Sound
 from jaxengine.requests.media.transcripts import Recording, Segment, cut_segments, prompt_of, token_times
+from jaxengine.scheduler.extensions.sounds import MAX_ALIGNED
 from tests.fixtures import whisper_checkpoints as whisper
 
 ROOT = Path(__file__).parents[3]
@@ -158,6 +159,9 @@ def test_a_long_sound_has_the_segments_and_times_of_transformers(llm):
     times = times_of(llm, windows, cases(llm.name)[0])
     np.testing.assert_allclose(times, found["long_token_times"], atol=1e-4)
     assert len(set(times)) > 20
+    runner, config = llm.core.runner, llm.core.config
+    result = config.max_model_len * runner.extension("alignment").num_positions * 4
+    assert runner.plan.extensions["alignment"] == MAX_ALIGNED * config.max_in_flight * result
     check_idle(llm)
 
 

@@ -369,7 +369,8 @@ def test_kimi_k25():
     spelled = {
         name.removeprefix("vt_").removeprefix("init_"): value for name, value in KIMI_K25["vision_config"].items()
     }
-    assert read_hf(KIMI_K25 | {"vision_config": spelled}) == config
+    spelled = {"architectures": ["Kimi_K25ForConditionalGeneration"], "vision_config": spelled}
+    assert read_hf(KIMI_K25 | spelled) == config
 
 
 def test_glm_4_1v():

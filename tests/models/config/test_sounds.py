@@ -68,6 +68,34 @@ GEMMA4: dict[str, Any] = {
 }
 
 
+# ibm-granite/granite-speech-3.3-2b, as far as it is about sounds.
+GRANITE_SPEECH: dict[str, Any] = {
+    "architectures": ["GraniteSpeechForConditionalGeneration"],
+    "model_type": "granite_speech",
+    "audio_token_index": 49159,
+    "has_lora_adapter": True,
+    "downsample_rate": 5,
+    "window_size": 15,
+    "encoder_config": {
+        "num_layers": 16,
+        "hidden_dim": 1024,
+        "output_dim": 256,
+        "context_size": 200,
+        "max_pos_emb": 512,
+    },
+    "projector_config": {
+        "model_type": "blip_2_qformer",
+        "hidden_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "encoder_hidden_size": 1024,
+        "cross_attention_frequency": 1,
+    },
+    "text_config": {"model_type": "granite", "vocab_size": 49160, "hidden_size": 2048, "embedding_multiplier": 12.0},
+}
+
+
 # A Whisper with five decoder layers of three heads.
 WHISPER_SMALL: dict[str, Any] = {
     "architectures": ["WhisperForConditionalGeneration"],
@@ -108,6 +136,13 @@ def test_gemma4_has_a_tower_for_each():
     text = GEMMA4["text_config"] | {"use_bidirectional_attention": "vision"}
     (alone,) = read_hf({**GEMMA4, "text_config": text}).towers
     assert alone.attends_both_ways
+
+
+def test_granite_speech():
+    tower = read_hf(GRANITE_SPEECH).tower
+    # A block of four seconds and a window of 0.3 have twelve in common.
+    assert (tower.num_features, tower.unit, tower.merge, tower.window) == (160, 600, 5, 15_000)
+    assert (tower.multiplier, tower.adapts, tower.head_dim) == (12.0, True, 128)
 
 
 @each_row(
@@ -178,6 +213,17 @@ def test_names_of_tensors(stored, model):
         (GEMMA4, "audio_config", {"attention_context_right": 65}, "attention_context_right .*at most 64"),
         (GEMMA4, "audio_config", {"conv_kernel_size": 65}, "conv_kernel_size .*1 to 64"),
         (GEMMA4, "audio_config", {"hidden_act": "relu"}, "hidden_act"),
+        (GRANITE_SPEECH, "encoder_config", {"num_layers": 1}, "num_layers .*at least 2"),
+        (GRANITE_SPEECH, "encoder_config", {"input_dim": 161}, "input_dim .*an even number"),
+        (GRANITE_SPEECH, "encoder_config", {"context_size": 600}, "context_size .*at most max_pos_emb 512"),
+        (GRANITE_SPEECH, "encoder_config", {"context_size": 2**63}, "context_size .*<= 2147483647"),
+        (GRANITE_SPEECH, "encoder_config", {"num_heads": 2048}, "dim_head .*1 to 4096"),
+        (GRANITE_SPEECH, "encoder_config", {"conv_kernel_size": 65}, "conv_kernel_size .*<= 64"),
+        (GRANITE_SPEECH, "encoder_config", {"output_dim": "7"}, "output_dim"),
+        (GRANITE_SPEECH, "projector_config", {"use_qformer_text_input": True}, "use_qformer_text_input"),
+        (GRANITE_SPEECH, "projector_config", {"encoder_hidden_size": 1408}, "encoder_hidden_size .*hidden_dim"),
+        (GRANITE_SPEECH, "projector_config", {"num_attention_heads": 3}, "num_attention_heads .*divisor"),
+        (GRANITE_SPEECH, "text_config", {"model_type": "llama"}, "model_type"),
         (QWEN3_ASR["thinker_config"], "audio_config", {"n_window_infer": 150}, "n_window_infer .*a multiple of twice"),
         (QWEN3_ASR["thinker_config"], "audio_config", {"output_dim": 1}, "output_dim .*hidden_size of the text model"),
     ],

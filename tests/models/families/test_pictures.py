@@ -13,7 +13,7 @@ from tests.models.families.test_golden import assert_close
 FURTHER = frozenset(
     (
         *("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision"),
-        *("kimi_vl_vision", "kimi_k25_vision", "kimi_k25_groups_vision", *SECOND_SHAPES),
+        *("glm4v_moe_vision", "kimi_vl_vision", "kimi_k25_vision", "kimi_k25_groups_vision", *SECOND_SHAPES),
     )
 )
 # With windows, and with learned positions; the others' patches know less of their neighbours.

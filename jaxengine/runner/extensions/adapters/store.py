@@ -171,6 +171,16 @@ class AdapterStore:
         self._named[name] = self._records[adapter] = record
         self._keep(adapter, weights)
 
+    def add_unnamed(self, path: str) -> Adapter:
+        """Read an adapter's folder and register it under no name; return its identity. To be kept by `in_use`. Raises
+        ModelFileError.
+        """
+        weights = self.read(path)
+        adapter = self._adapter("", weights)
+        self._records[adapter] = AdapterRecord(adapter, path, 0, weights.digest, weights.rank, weights.config)
+        self._keep(adapter, weights)
+        return adapter
+
     def read_given(
         self, name: str, source: WeightSource, config: Mapping[str, Any] | None, number: int | None
     ) -> GivenAdapter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShap
 from jaxengine.runner.extensions.sounds.section import NAME as SOUNDS
 from jaxengine.runner.program import Program, abstract_params, program_on
 from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.scheduler.extensions.sounds import MAX_ALIGNED
+from jaxengine.sharding.rules import part_bytes
 
 NAME = "alignment"
 # Numbers of a message before its tokens: row of the pool, first token, token after the last, positions.
@@ -53,14 +55,18 @@ class AlignmentExtension(DeviceExtension):
         self.tower: Any = shape.model.config.tower
         self.length = shape.config.max_model_len
         self.program_name = f"align {self.length} tokens"
+        self._result = shape.rows(1, np.float32, self.length, self.tower.sizes.num_positions)
         self._pool, (self._graph, leaves) = pool, nnx.split(shape.model)
         self._tree = jax.tree.structure(leaves)
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
         shape = self.shape
         arguments = (abstract_params(params), self._pool, shape.rows(1, np.int32, _HEADER + self.length))
-        result = shape.rows(1, np.float32, self.length, self.tower.sizes.num_positions)
-        return [program_on(shape.mesh, self.program_name, self._align, arguments, result, ())]
+        return [program_on(shape.mesh, self.program_name, self._align, arguments, self._result, ())]
+
+    def memory(self) -> Mapping[str, int]:
+        # Those of the steps in flight, which are read together with the rest of their step.
+        return {NAME: MAX_ALIGNED * self.shape.config.max_in_flight * part_bytes(self._result)}
 
     def on_host(self, runner: Any) -> HostExtension:
         return Aligner(runner, self)

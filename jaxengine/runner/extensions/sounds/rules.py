@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.sampling.top_tokens import VOCAB, first_id, row_extreme
+from jaxengine.scheduler.media import MAX_BEGIN
 from jaxengine.sharding.collectives import gather_parts
 
-MAX_BEGIN = 8  # most tokens that no transcript begins with
 _NONE = -1
 
 

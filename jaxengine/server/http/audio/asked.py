@@ -1,4 +1,6 @@
-"""Transcripts of models whose prompt has the whole sound and a request for a transcript (Qwen3-ASR)."""
+"""Transcripts of models whose prompt has the whole sound and a request for a transcript (Qwen3-ASR, Granite
+Speech).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class AskedTranscript(Transcript):
             problem = f"response_format is {shown}; this model gives no times: allowed are json and text"
             raise RequestError(problem, param="response_format")
         if self.body.language not in (None, *processor.languages):
-            allowed = ", ".join(sorted(processor.languages))
+            allowed = ", ".join(sorted(processor.languages)) or "none: this model is told no language"
             problem = f"language is {show_value(self.body.language)}; allowed are {allowed}"
             raise RequestError(problem, param="language", value=self.body.language)
         messages = processor.transcription(self.body.language, (self.body.prompt or "").strip())
@@ -59,8 +61,16 @@ class AskedTranscript(Transcript):
     async def whole(self) -> Response:
         """Return the complete response."""
         output = await self.last(self._prompt(), self.body.params(detokenize=True))
-        head, mark, text = output.outputs[0].text.partition(self._mark)
-        return self.plain((text if mark else head).strip(), self._sound.seconds)
+        return self.plain(self._text(output.outputs[0].text)[0].strip(), self._sound.seconds)
+
+    def _text(self, answer: str) -> tuple[str, bool]:
+        """Return what an answer has after the language that the model writes first, or all where it has none yet, and
+        whether the text has begun.
+        """
+        if self._mark is None:
+            return answer, True
+        head, mark, text = answer.partition(self._mark)
+        return (text, True) if mark else (head, False)
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """Yield the text as it comes, without the language that the model writes before it."""
@@ -70,7 +80,7 @@ class AskedTranscript(Transcript):
             self.input_tokens = len(output.prompt_token_ids)
             self.output_tokens += len(output.outputs[0].token_ids)
             held += output.outputs[0].text
-            head, mark, text = held.partition(self._mark)
-            if is_text or mark or output.finished:
-                yield text if mark else head
+            text, has_begun = self._text(held)
+            if is_text or has_begun or output.finished:
+                yield text
                 held, is_text = "", True

@@ -93,8 +93,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "decoding.grammar": ('start: "a"', lambda made: constraint(made) == ("grammar", 'start: "a"')),
     "decoding.json_object": (True, lambda made: constraint(made) == ("json_object", True)),
 }
-# Tested where a call shows what they do.
-ELSEWHERE = {"model"}
+# Tested where a call shows what they do, embeddings in tests/jaxengine/server/http/test_prompt_embeds.py.
+ELSEWHERE = {"model", "prompt_embeds"}
 WRONG: dict[str, list[Any]] = {
     "temperature": [-0.1, 2.5, math.nan, math.inf],
     "sampling.num_sequences": [0, 129, 2**32 - 1],

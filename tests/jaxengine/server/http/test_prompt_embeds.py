@@ -1,4 +1,4 @@
-"""Prompts of embeddings over HTTP: files in base64, beside prompts of tokens, with the tokens that their ids give."""
+"""Prompts of embeddings over HTTP and gRPC: files, beside prompts of tokens, with the tokens that their ids give."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import io
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
 from jaxengine import AsyncLLM
+from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
+from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
 from tests.tables import each_row
 
 IDS = [5, 6, 7, 8, 9, 10, 11]
@@ -85,3 +88,29 @@ async def test_what_embeddings_refuse(app, field, changes):
     body = {"prompt_embeds": as_npy(np.zeros((2, 64), np.float32)), "max_tokens": 2} | changes
     answer = await post(app, "/v1/completions", **body)
     assert answer.status == 400 and answer.json["error"]["param"] == field, (changes, answer.body)
+
+
+async def test_embeddings_over_grpc(engine, table):
+    file = io.BytesIO()
+    np.save(file, table[IDS])
+    chosen = {"temperature": 0, "stopping": {"max_new_tokens": 5, "ignore_eos": True}}
+    wants = {"output_token_ids": True, "output_text": False}
+    async with connected(engine) as (_, stub):
+        by_ids = await stub.Generate(pb.GenerateRequest(token_ids={"ids": IDS}, response=wants, **chosen))
+        for data in (file.getvalue(), save({"rows": table[IDS]})):
+            answer = await stub.Generate(pb.GenerateRequest(prompt_embeds=data, response=wants, **chosen))
+            assert answer.outputs[0].token_ids == by_ids.outputs[0].token_ids
+            assert answer.usage.num_prompt_tokens == len(IDS)
+        wide = save({"rows": np.zeros((3, 5), np.float32)})
+        for field, changes in (
+            ("prompt_embeds", {"prompt_embeds": b""}),
+            ("prompt_embeds", {"prompt_embeds": b"PK\3\4" + bytes(100)}),
+            ("prompt_embeds", {"prompt_embeds": wide}),
+            ("truncate_prompt_tokens", {"truncate_prompt_tokens": 2}),
+            ("response.prompt_token_ids", {"response": {"prompt_token_ids": True}}),
+            ("response.prompt_candidates", {"response": {"prompt_logprobs": True}}),
+            ("decoding.repetition_penalty", {"decoding": {"repetition_penalty": 1.5}}),
+        ):
+            request = pb.GenerateRequest(**{"prompt_embeds": file.getvalue(), **chosen, **changes})
+            code, details, fields = await refusal(stub.Generate(request))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and fields == [field], (field, details, fields)

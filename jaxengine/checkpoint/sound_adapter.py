@@ -1,0 +1,37 @@
+"""The LoRA adapter that a checkpoint's folder has for prompts with sounds (Granite Speech)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.lora import RANKS
+from jaxengine.models.params.files import read_object
+from jaxengine.models.weights.adapters.config import AdapterConfig
+from jaxengine.models.weights.adapters.folder import CONFIG_FILE
+
+
+def sound_adapter(source: ModelSource) -> Path | None:
+    """Return the folder of the adapter; None for a model without one, or without its sounds."""
+    adapts = any(tower.adapts for tower in source.config.towers)
+    return source.path if adapts and (source.path / CONFIG_FILE).exists() else None
+
+
+def with_sound_adapter(config: EngineConfig, source: ModelSource) -> EngineConfig:
+    """Return the config with room for the adapter, if there is one. Raises ModelFileError for an invalid one,
+    ConfigError where max_lora_rank is given and too low.
+    """
+    folder = sound_adapter(source)
+    if folder is None:
+        return config
+    largest = AdapterConfig(folder / CONFIG_FILE, read_object(folder, CONFIG_FILE) or {}).largest_rank
+    rank = next((each for each in RANKS if each >= largest), largest)
+    if not config.enable_lora:
+        return replace(config, enable_lora=True, max_lora_rank=rank)
+    if config.max_lora_rank < rank:
+        problem = f"max_lora_rank is {config.max_lora_rank}, and the adapter of {folder} has {largest}"
+        raise ConfigError.because("max_lora_rank", problem, f"give {rank} or more")
+    return config

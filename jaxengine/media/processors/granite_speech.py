@@ -1,0 +1,88 @@
+"""Granite Speech's processor of sounds: pairs of spectrogram frames, and as many embeddings as its queries make of the
+windows that a sound has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processors.log_mel import HOP, htk_filters, log_spectrogram, required_features
+from jaxengine.media.processors.sounds import SoundProcessor, check_length
+from jaxengine.media.samples import RATE, Sound
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.media import AUDIO
+
+_LENGTH, _WINDOW = 512, 400  # samples of a Fourier transform, and of a window
+# transformers' id of the token that a configuration does not name.
+_TOKEN = 49155
+_REQUEST = "can you transcribe the speech into a written format?"
+
+
+class GraniteSpeechProcessor(SoundProcessor):
+    """Processor of GraniteSpeechForConditionalGeneration, which transcribes when it is asked to.
+
+    Attributes:
+      languages: empty: the request for a transcript names none.
+      text_mark: None: answers are the text alone.
+    """
+
+    token_fields = ("audio_token_index", "audio_token_id")
+    languages: Mapping[str, str] = {}
+    text_mark: str | None = None
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        if all(config_json.get(name) is None for name in self.token_fields):
+            config_json = {**config_json, self.token_fields[0]: _TOKEN}
+        super().__init__(folder, config_json, model_config, tokenizer)
+        self.chunk = self.tower.unit
+
+    def read_features(self, folder: Path) -> ConfigFields:
+        queries, bins = self.tower.queries, self.num_bins // self.tower.frames
+        sizes = {"projector_window_size": queries.window, "sampling_rate": RATE}
+        found = required_features(folder, **sizes, projector_downsample_rate=queries.window // queries.num_queries)
+        mels = {"sample_rate": RATE, "n_fft": _LENGTH, "win_length": _WINDOW, "hop_length": HOP, "n_mels": bins}
+        try:
+            for fields in (found, ConfigFields(found.mapping("melspec_kwargs") or {})):
+                fields.require(**mels)
+        except ModelConfigError as error:
+            raise ModelFileError(folder, str(error)) from None
+        return found
+
+    def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        bins = self.num_bins // self.tower.frames
+        frames = log_spectrogram(samples, htk_filters(bins, _LENGTH), len(samples) // HOP + 1)
+        joined = self.tower.frames
+        return frames[: len(frames) // joined * joined].reshape(-1, self.num_bins)
+
+    def num_samples(self, sound: Sound) -> int:
+        check_length(sound, self.num_frames * self.hop)
+        return len(sound.samples)
+
+    def num_rows(self, sound: Sound) -> int:
+        queries = self.tower.queries
+        return -(-self._pairs(sound) // queries.window) * queries.num_queries
+
+    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        pairs, rows = np.arange(num_frames), np.arange(num_frames // self.tower.merge)
+        columns = np.where(pairs < self._pairs(sound), 0, -1)[None]
+        return columns.astype(np.int32), np.where(rows < self.num_rows(sound), rows, -1).astype(np.int32)
+
+    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
+        """Return the messages that ask for a transcript of a sound. Raises RequestError for a context: the model was
+        not trained with one.
+        """
+        del language  # there is none
+        if context:
+            raise RequestError("prompt: this model's request for a transcript has no context", param="prompt")
+        return [{"role": "user", "content": [{"type": AUDIO}, {"type": "text", "text": _REQUEST}]}]
+
+    def _pairs(self, sound: Sound) -> int:
+        """Return the number of pairs of spectrogram frames of a sound."""
+        return (len(sound.samples) // HOP + 1) // self.tower.frames

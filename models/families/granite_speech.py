@@ -1,0 +1,53 @@
+"""Granite Speech (IBM 2025, arXiv:2505.08699): Granite with sounds in the prompt, for which some checkpoints bring an
+adapter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.families.granite import GraniteForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.sound.granite_speech import CONVOLUTIONS, PROJECTOR, TOWER, read_granite_speech
+
+_PARTS = (f"{TOWER}.", f"{PROJECTOR}.")
+# What transformers takes for fields of the text part that a file lacks.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+
+
+class GraniteSpeechForConditionalGeneration(GraniteForCausalLM):
+    """Granite with sounds of up to five minutes. Prompts with sounds run with the adapter that is in the checkpoint's
+    folder, if there is one.
+    """
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    # Names of published checkpoints, and of those that transformers 5 has in memory.
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+            *((f"model.{part}", part) for part in _PARTS),
+        ),
+        tower=_PARTS,
+        flattened=CONVOLUTIONS,
+        unused_ends=(".batch_norm.num_batches_tracked",),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = text_fields(fields).with_defaults(**_DEFAULTS)
+        text.require(model_type="granite")
+        tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", True)}
+        shared = super().read_hf(ConfigFields({**text.raw, **tied}))
+        return shared | {"tower": read_granite_speech(fields, shared["embedding_multiplier"])}

@@ -1,0 +1,370 @@
+"""Tower of Granite Speech (IBM 2025, arXiv:2505.08699): a conformer, which attends within blocks of positions and adds
+its own guess of the text half way (CTC), and queries that read windows of what it finds (Q-Former, Li et al. 2023,
+arXiv:2301.12597).
+
+A sound begins with a block and a window, and a call may have several. Further shape letters: P positions, each of a
+pair of spectrogram frames, G blocks of S positions, N heads, H elements of a head, U windows of W positions, Q queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import MAX_BINS, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.scale import scaled
+from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.models.sound.gemma4 import neighbours, shifted
+from jaxengine.models.vision.layers import PatchEmbedding, TowerMLP, tower_axis
+from jaxengine.models.vision.vit import ACTIVATIONS, linear, read_activation, table
+
+TOWER, PROJECTOR = "encoder", "projector"
+_LAYER, _QFORMER = f"{TOWER}.layers.{{layer}}", f"{PROJECTOR}.qformer"
+# Ends of the names of tensors of more than two axes.
+CONVOLUTIONS = (".up_conv.weight", ".down_conv.weight", ".depth_conv.conv.weight", f"{PROJECTOR}.query")
+# What transformers takes for fields that a file lacks.
+_DEFAULTS = {
+    "input_dim": 160,
+    "num_layers": 10,
+    "hidden_dim": 1024,
+    "feedforward_mult": 4,
+    "num_heads": 8,
+    "output_dim": 42,
+    "context_size": 200,
+    "max_pos_emb": 512,
+    "conv_kernel_size": 15,
+    "conv_expansion_factor": 2,
+}
+_QUERY_DEFAULTS = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12,
+    "cross_attention_frequency": 2,
+    "encoder_hidden_size": 1408,
+}
+# Frames of a spectrogram that are joined, and positions of the longest sound, five minutes.
+_PAIR, _LONGEST = 2, 15_000
+_MOST_TAPS, _MOST_BLOCK, _MOST_UNIT = 64, 1024, 8192
+_EPS = 1e-5  # of norms that no configuration gives one
+
+
+@dataclass(frozen=True)
+class QueryConfig:
+    """Sizes of the Q-Former: elements, layers, heads, inner elements of MLPs, and the name of their activation.
+
+    Attributes:
+      cross_every: of so many layers the first attends to a sound. window: W. num_queries: Q.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    activation: str
+    norm_eps: float
+    cross_every: int
+    window: int
+    num_queries: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteSpeechConfig(TowerConfig):
+    """Sizes of the tower; a patch is a pair of spectrogram frames. Its column "segment" has the sound of a pair, and -1
+    in those after it.
+
+    Attributes:
+      hidden_size, num_layers, num_heads, head_dim: of the conformer. ffn_size, inner_size: of its MLPs and
+        convolutions. num_labels: of its guess. block: S. farthest: distance of positions that has a key.
+      taps: positions that a convolution adds up. queries: of the Q-Former.
+      multiplier: of embeddings, the text model's.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    ffn_size: int
+    inner_size: int
+    num_labels: int
+    block: int
+    farthest: int
+    taps: int
+    queries: QueryConfig
+    multiplier: float
+
+    @property
+    def window(self) -> int:
+        return -(-_LONGEST // self.unit) * self.unit
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return GraniteSpeechTower(self, hidden_size, build)
+
+
+def _bounded(fields: ConfigFields, name: str, most: int) -> int:
+    """Read an integer from 1 to `most`. Raises ModelConfigError."""
+    if (found := fields.integer(name)) > most:
+        raise fields.fail(name, f"an integer >= 1 and <= {most}")
+    return found
+
+
+def read_granite_speech(fields: ConfigFields, multiplier: float) -> GraniteSpeechConfig:
+    """Read the tower's sizes from a config.json. multiplier: of the text model's embeddings. Raises
+    ModelConfigError.
+    """
+    audio = fields.part("encoder_config", **_DEFAULTS)
+    size, heads = _bounded(audio, "hidden_dim", MAX_HIDDEN), _bounded(audio, "num_heads", MAX_HEADS)
+    head_dim = audio.integer("dim_head", size // heads)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise audio.fail("dim_head", f"1 to {MAX_HEAD_DIM}")
+    if (num_layers := _bounded(audio, "num_layers", 1024)) < 2:
+        raise audio.fail("num_layers", "at least 2")
+    if (bins := _bounded(audio, "input_dim", MAX_BINS)) % _PAIR:
+        raise audio.fail("input_dim", "an even number, the bins of two frames")
+    block, farthest = _bounded(audio, "context_size", _MOST_BLOCK), _bounded(audio, "max_pos_emb", 1 << 16)
+    if block > farthest:
+        raise audio.fail("context_size", f"at most max_pos_emb {farthest}")
+    queries = _read_queries(fields, size)
+    if (unit := lcm(block, queries.window)) > _MOST_UNIT:
+        allowed = f"such that context_size and window_size {queries.window} have a common multiple <= {_MOST_UNIT}"
+        raise audio.fail("context_size", allowed)
+    return GraniteSpeechConfig(
+        num_features=bins,
+        columns=("segment",),
+        merge=queries.window // queries.num_queries,
+        unit=unit,
+        hears=True,
+        frames=_PAIR,
+        hidden_size=size,
+        num_layers=num_layers,
+        num_heads=heads,
+        head_dim=head_dim,
+        ffn_size=size * _bounded(audio, "feedforward_mult", 64),
+        inner_size=size * _bounded(audio, "conv_expansion_factor", 64),
+        num_labels=_bounded(audio, "output_dim", 1 << 20),
+        block=block,
+        farthest=farthest,
+        taps=_bounded(audio, "conv_kernel_size", _MOST_TAPS),
+        queries=queries,
+        multiplier=multiplier,
+        adapts=fields.boolean("has_lora_adapter", True),
+    )
+
+
+def _read_queries(fields: ConfigFields, size: int) -> QueryConfig:
+    """Read the sizes of the Q-Former. size: elements of what it attends to. Raises ModelConfigError."""
+    own = fields.part("projector_config", **_QUERY_DEFAULTS)
+    own.require(use_qformer_text_input=False, model_type="blip_2_qformer")
+    fields = fields.with_defaults(window_size=15, downsample_rate=5)
+    window, joined = _bounded(fields, "window_size", 512), fields.integer("downsample_rate")
+    if window % joined:
+        raise fields.fail("downsample_rate", f"a divisor of window_size {window}")
+    width, heads = own.integer("hidden_size"), own.integer("num_attention_heads")
+    if width % heads:
+        raise own.fail("num_attention_heads", f"a divisor of hidden_size {width}")
+    if own.integer("encoder_hidden_size") != size:
+        raise own.fail("encoder_hidden_size", f"hidden_dim of encoder_config, {size}")
+    return QueryConfig(
+        hidden_size=width,
+        num_layers=own.integer("num_hidden_layers"),
+        num_heads=heads,
+        intermediate_size=own.integer("intermediate_size"),
+        activation=read_activation(own, "hidden_act"),
+        norm_eps=own.number("layer_norm_eps"),
+        cross_every=own.integer("cross_attention_frequency"),
+        window=window,
+        num_queries=window // joined,
+    )
+
+
+class BlockAttention(nnx.Module):
+    """Attention of positions to those of their block, with keys of their distances (Shaw et al. 2018,
+    arXiv:1803.02155).
+    """
+
+    def __init__(self, config: GraniteSpeechConfig, build: Build):
+        self.config, size, source = config, config.hidden_size, f"{_LAYER}.attn"
+        inner, heads = config.num_heads * config.head_dim, tower_axis("heads", build)
+        self.norm = LayerNorm(size, _EPS, source=f"{source}.pre_norm", build=build)
+        parts = (Source(f"{source}.to_q", inner), *parts_of(f"{source}.to_kv", inner, inner))
+        parts = tuple(part._replace(group=config.head_dim) for part in parts)
+        self.qkv = Linear(size, parts, axes=("embed", heads), bias=False, build=build)
+        self.out = linear(inner, f"{source}.to_out", size, ("heads", "embed"), build)
+        self.distances = table(2 * config.farthest + 1, config.head_dim, f"{source}.rel_pos_emb.weight", build)
+
+    def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
+        """Map x [P, D] -> [P, D]. is_heard: bool[P]."""
+        config = self.config
+        q, k, v = (
+            each.reshape(-1, config.block, each.shape[1], config.head_dim)
+            for each in jnp.split(self.qkv(self.norm(x)).reshape(len(x), -1, config.head_dim), 3, axis=1)
+        )
+        place = np.arange(config.block)
+        of_distance = self.distances[...][place[:, None] - place + config.farthest]
+        exact = {"preferred_element_type": jnp.float32}
+        scores = jnp.einsum("gsnh,gtnh->gnst", q, k, **exact) + jnp.einsum("gsnh,sth->gnst", q, of_distance, **exact)
+        # Not -inf: a block after a sound has no key at all.
+        seen = is_heard.reshape(-1, 1, 1, config.block)
+        scores = jnp.where(seen, scores * config.head_dim**-0.5, jnp.finfo(scores.dtype).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        o = jnp.einsum("gnst,gtnh->gsnh", weights, v, **exact).astype(x.dtype)
+        return self.out(o.reshape(len(x), -1))
+
+
+class ConformerConvolution(nnx.Module):
+    """Convolution block down(silu(batch_norm(convolution(gated(up(norm(x))))))), of each element by itself. The norm's
+    means and variances are the checkpoint's.
+    """
+
+    def __init__(self, config: GraniteSpeechConfig, build: Build):
+        self.config, size, inner, source = config, config.hidden_size, config.inner_size, f"{_LAYER}.conv"
+        self.norm = LayerNorm(size, _EPS, source=f"{source}.norm", build=build)
+        self.up = PatchEmbedding(size, 2 * inner, source=f"{source}.up_conv", bias=True, build=build)
+        self.down = PatchEmbedding(inner, size, source=f"{source}.down_conv", bias=True, build=build)
+        weight = ParamDecl((None, None), (Source(f"{source}.depth_conv.conv.weight", inner),), init_std=0.02)
+        self.weight = declare((inner, config.taps), build.dtype, weight)
+
+        def column(name: str) -> nnx.Param:
+            return declare((inner,), build.dtype, ParamDecl((None,), (Source(f"{source}.batch_norm.{name}", inner),)))
+
+        self.mean, self.variance = column("running_mean"), column("running_var")
+        self.scale, self.bias = column("weight"), column("bias")
+
+    def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
+        """Map x [P, D] -> [P, D]. segment: i32[P], the sound of each position, -1 for none."""
+        value, gate = jnp.split(self.up(self.norm(x)), 2, axis=-1)
+        inner, weight = value.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32)), self.weight[...]
+        y = jnp.zeros_like(inner)
+        for tap in range(self.config.taps):
+            steps = self.config.taps // 2 - tap
+            near = jnp.where(neighbours(segment, steps)[:, None], shifted(inner, steps), 0)
+            y = y + near * weight[:, tap].astype(jnp.float32)
+        mean, variance, scale, bias = (
+            each[...].astype(jnp.float32) for each in (self.mean, self.variance, self.scale, self.bias)
+        )
+        y = (y - mean) * (scale * jax.lax.rsqrt(variance + _EPS)) + bias
+        return self.down(jax.nn.silu(y).astype(x.dtype))
+
+
+class ConformerLayer(nnx.Module):
+    """Layer of half a feed-forward block, attention, a convolution, the other half, and a norm."""
+
+    def __init__(self, config: GraniteSpeechConfig, build: Build):
+        size = config.hidden_size
+
+        def feed_forward(name: str) -> tuple[nnx.Module, nnx.Module]:
+            source = f"{_LAYER}.{name}"
+            names = {"up": (f"{source}.up_proj",), "down": f"{source}.down_proj"}
+            mlp = TowerMLP(size, config.ffn_size, **names, activation=jax.nn.silu, build=build)
+            return LayerNorm(size, _EPS, source=f"{source}.pre_norm", build=build), mlp
+
+        self.norm1, self.mlp1 = feed_forward("ff1")
+        self.attention, self.convolution = BlockAttention(config, build), ConformerConvolution(config, build)
+        self.norm2, self.mlp2 = feed_forward("ff2")
+        self.norm = LayerNorm(size, _EPS, source=f"{_LAYER}.post_norm", build=build)
+
+    def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
+        """Map x [P, D] -> [P, D]. segment: i32[P], the sound of each position, -1 for none."""
+        x = x + scaled(self.mlp1(self.norm1(x)), 0.5)
+        with jax.named_scope("attention"):
+            x = x + self.attention(x, segment >= 0)
+        with jax.named_scope("convolution"):
+            x = x + self.convolution(x, segment)
+        return self.norm(x + scaled(self.mlp2(self.norm2(x)), 0.5))
+
+
+class QueryAttention(nnx.Module):
+    """Attention norm(x + out(softmax(q k^T / sqrt(H)) v)) of queries to each other or to a window.
+
+    source: prefix of its modules. other_size: elements of what is attended to.
+    """
+
+    def __init__(self, config: QueryConfig, other_size: int, source: str, build: Build):
+        size = config.hidden_size
+        self.head_dim, heads = size // config.num_heads, tower_axis("heads", build)
+
+        def project(in_size: int, *names: str) -> Linear:
+            parts = tuple(Source(f"{source}.attention.{name}", size, group=self.head_dim) for name in names)
+            return Linear(in_size, parts, axes=("embed", heads), bias=True, build=build)
+
+        self.q, self.kv = project(size, "query"), project(other_size, "key", "value")
+        self.out = linear(size, f"{source}.output.dense", size, ("heads", "embed"), build)
+        self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output.LayerNorm", build=build)
+
+    def __call__(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """Map x [U, Q, D] -> the same. other: [U, W, E], what each of U attends to."""
+        q = self.q(x.reshape(-1, x.shape[2])).reshape(*x.shape[:2], -1, self.head_dim)
+        joined = self.kv(other.reshape(-1, other.shape[2])).reshape(*other.shape[:2], -1, self.head_dim)
+        k, v = jnp.split(joined, 2, axis=2)
+        scores = jnp.einsum("uqnh,uwnh->unqw", q, k, preferred_element_type=jnp.float32) * self.head_dim**-0.5
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        o = jnp.einsum("unqw,uwnh->uqnh", weights, v, preferred_element_type=jnp.float32).astype(x.dtype)
+        return self.norm(x + self.out(o.reshape(x.shape[0] * x.shape[1], -1)).reshape(x.shape))
+
+
+class QueryLayer(nnx.Module):
+    """Layer of queries: attention to each other, in some layers to the window, and norm(x + mlp(x))."""
+
+    def __init__(self, config: QueryConfig, number: int, other_size: int, build: Build):
+        size, source = config.hidden_size, f"{_QFORMER}.encoder.layer.{number}"
+        self.attention = QueryAttention(config, size, f"{source}.attention", build)
+        crosses = number % config.cross_every == 0
+        self.cross = QueryAttention(config, other_size, f"{source}.crossattention", build) if crosses else None
+        names = {"up": (f"{source}.intermediate_query.dense",), "down": f"{source}.output_query.dense"}
+        activation = ACTIVATIONS[config.activation]
+        self.mlp = TowerMLP(size, config.intermediate_size, **names, activation=activation, build=build)
+        self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output_query.LayerNorm", build=build)
+
+    def __call__(self, x: jax.Array, window: jax.Array) -> jax.Array:
+        """Map x [U, Q, D] -> the same. window: [U, W, E]."""
+        x = self.attention(x, x)
+        if self.cross is not None:
+            x = self.cross(x, window)
+        return self.norm(x + self.mlp(x.reshape(-1, x.shape[2])).reshape(x.shape))
+
+
+class GraniteSpeechTower(nnx.Module):
+    """Tower of Granite Speech, called as jaxengine.models.config.tower says."""
+
+    def __init__(self, config: GraniteSpeechConfig, hidden_size: int, build: Build):
+        self.config, size, axes, queries = config, config.hidden_size, ("embed", "embed"), config.queries
+        self.input = linear(config.num_features, f"{TOWER}.input_linear", size, axes, build)
+        self.layers = nnx.List(
+            [ConformerLayer(config, replace(build, layer=layer)) for layer in range(config.num_layers)]
+        )
+        self.guess = linear(size, f"{TOWER}.out", config.num_labels, axes, build)
+        self.guessed = linear(config.num_labels, f"{TOWER}.out_mid", size, axes, build)
+        width = queries.hidden_size
+        self.query = table(queries.num_queries, width, f"{PROJECTOR}.query", build, flat=True)
+        self.query_norm = LayerNorm(width, queries.norm_eps, source=f"{_QFORMER}.layernorm", build=build)
+        self.query_layers = nnx.List([QueryLayer(queries, number, size, build) for number in range(queries.num_layers)])
+        self.output = linear(width, f"{PROJECTOR}.linear", hidden_size, axes, build)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        config, segment = self.config, columns[0]
+        x = self.input(patches.astype(self.query[...].dtype))
+        for index, layer in enumerate(self.layers, 1):
+            with jax.named_scope(f"layer_{index - 1}"):
+                x = layer(x, segment)
+                if index == config.num_layers // 2:
+                    labels = jax.nn.softmax(self.guess(x, out_dtype=jnp.float32), axis=-1)
+                    x = x + self.guessed(labels.astype(x.dtype))
+        with jax.named_scope("projector"):
+            queries = config.queries
+            # What comes after a sound is zeros, also in the sound's last window.
+            windows = jnp.where(segment[:, None] >= 0, x, 0).reshape(-1, queries.window, x.shape[1])
+            query = self.query_norm(self.query[...].reshape(queries.num_queries, queries.hidden_size))
+            y = jnp.broadcast_to(query, (len(windows), *query.shape))
+            for layer in self.query_layers:
+                y = layer(y, windows)
+            return scaled(self.output(y.reshape(-1, y.shape[2])), config.multiplier)
