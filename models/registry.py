@@ -11,6 +11,14 @@ from typing import Any
 
 from flax import nnx
 
+from jaxengine.models.architectures import (
+    BIDIRECTIONAL,
+    POOLING_CLASSES,
+    POOLING_SUFFIXES,
+    POOLINGS,
+    left_out,
+    usual_name,
+)
 from jaxengine.models.build import Build, build_abstract
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.attention import LayerAttention
@@ -19,9 +27,10 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import CLASSIFY, CLS, EMBED, LAST, MEAN, TOKEN_CLASSIFY, TOKEN_EMBED, Pooler
+from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.families.albert import AlbertModel
 from jaxengine.models.families.apertus import ApertusForCausalLM
+from jaxengine.models.families.bailing_hybrid import BailingHybridForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
@@ -30,6 +39,8 @@ from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_alibi import ALIBI_ROWS
 from jaxengine.models.families.declared_dense import DENSE_ROWS
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
+from jaxengine.models.families.declared_hub import HUB_ROWS
+from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME
 from jaxengine.models.families.declared_states import STATE_ROWS
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
@@ -117,7 +128,7 @@ from jaxengine.models.families.roberta import RobertaModel, XLMRobertaModel
 from jaxengine.models.families.seed_oss import SeedOssForCausalLM
 from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
 from jaxengine.models.families.starcoder2 import Starcoder2ForCausalLM
-from jaxengine.models.families.t5 import T5EncoderModel
+from jaxengine.models.families.t5 import T5EncoderModel, UMT5EncoderModel
 from jaxengine.models.families.whisper import WhisperForConditionalGeneration
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.encoder import Encoder
@@ -129,6 +140,7 @@ from jaxengine.sharding.layout import MeshLayout
 
 _SUFFIX = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 _NO_FACTORS = RopeFactors()
+_ROWS = (ROWS_BY_NAME, DENSE_ROWS, EXPERT_ROWS, MIXTURE_ROWS, HUB_ROWS, STATE_ROWS, ALIBI_ROWS)
 # Keys are the class names that config.json lists under "architectures".
 MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -197,6 +209,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "FalconH1ForCausalLM": FalconH1ForCausalLM,
     "NemotronHForCausalLM": NemotronHForCausalLM,
     "KimiLinearForCausalLM": KimiLinearForCausalLM,
+    "BailingHybridForCausalLM": BailingHybridForCausalLM,
     "OlmoHybridForCausalLM": OlmoHybridForCausalLM,
     "GraniteMoeForCausalLM": GraniteMoeForCausalLM,
     "GraniteMoeSharedForCausalLM": GraniteMoeSharedForCausalLM,
@@ -219,10 +232,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Glm4vMoeForConditionalGeneration": Glm4vMoeForConditionalGeneration,
     "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
     "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
-    **{
-        name: declared_class(name, row)
-        for name, row in {**ROWS_BY_NAME, **DENSE_ROWS, **EXPERT_ROWS, **STATE_ROWS, **ALIBI_ROWS}.items()
-    },
+    **{name: declared_class(name, row) for rows in _ROWS for name, row in rows.items()},
 }
 # The same of models that only pool.
 ENCODERS: dict[str, type[Encoder]] = {
@@ -241,50 +251,11 @@ ENCODERS: dict[str, type[Encoder]] = {
     "DebertaV2Model": DebertaV2Model,
     "AlbertModel": AlbertModel,
     "T5EncoderModel": T5EncoderModel,
+    "UMT5EncoderModel": UMT5EncoderModel,
 }
 
 
 QUANTIZATION = "quantization_config"
-# Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM, or of an encoder.
-POOLING_SUFFIXES = {"ForSequenceClassification": CLASSIFY, "Model": EMBED, "ForMaskedLM": EMBED}
-# Those of encoders alone.
-_ENCODER_SUFFIXES = {"ForTokenClassification": TOKEN_CLASSIFY}
-
-
-# Classes of pooling models whose names are not those of their families with a suffix.
-_POOLING = {
-    "Gemma3TextModel": ("Gemma3ForCausalLM", EMBED),
-    "HF_ColBERT": ("BertModel", TOKEN_EMBED),
-    "ColBERTModel": ("BertModel", TOKEN_EMBED),
-    "ColBERTModernBertModel": ("ModernBertModel", TOKEN_EMBED),
-    "LlamaBidirectionalModel": ("LlamaForCausalLM", EMBED),
-    "LlamaBidirectionalForSequenceClassification": ("LlamaForCausalLM", CLASSIFY),
-    "EuroBertModel": ("LlamaForCausalLM", EMBED),
-    "EuroBertForMaskedLM": ("LlamaForCausalLM", EMBED),
-    "BgeM3EmbeddingModel": ("XLMRobertaModel", EMBED),
-    "BertSpladeSparseEmbeddingModel": ("BertModel", EMBED),
-}
-
-
-# What transformers takes for fields that a file lacks, where it is not what it takes for the family's.
-_LEFT_OUT: dict[str, dict[str, Any]] = {
-    name: {"rms_norm_eps": 1e-5} for name in ("EuroBertModel", "EuroBertForMaskedLM")
-}
-# Those with a decoder's layers whose tokens see their whole prompt, whatever their files say.
-_BIDIRECTIONAL = tuple(name for name, (family, _) in _POOLING.items() if family == "LlamaForCausalLM")
-# Values of their field `pooling`.
-_POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
-
-
-# Further names of classes: of a family's first code, in transformers, and of whole models, of which a part is read.
-_OTHER_NAMES = {
-    "MPTForCausalLM": "MptForCausalLM",
-    "BaiChuanForCausalLM": "BaichuanForCausalLM",
-    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
-    "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
-    "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
-    "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",
-}
 
 
 def family_of(architecture: str) -> tuple[str, str | None]:
@@ -293,18 +264,15 @@ def family_of(architecture: str) -> tuple[str, str | None]:
 
     An unknown name is returned unchanged, with None.
     """
-    if architecture in _POOLING:
-        return _POOLING[architecture]
-    if architecture in _OTHER_NAMES:
-        return _OTHER_NAMES[architecture], None
+    if architecture in POOLING_CLASSES:
+        return POOLING_CLASSES[architecture]
+    architecture = usual_name(architecture)
     for suffix, task in POOLING_SUFFIXES.items():
         stem = architecture.removesuffix(suffix)
         if architecture.endswith(suffix) and architecture not in MODELS:
-            if (name := f"{stem}ForCausalLM") in MODELS or (name := f"{stem}Model") in ENCODERS:
-                return name, task
-    for suffix, task in _ENCODER_SUFFIXES.items():
-        if architecture.endswith(suffix) and (name := f"{architecture.removesuffix(suffix)}Model") in ENCODERS:
-            return name, task
+            for name in (f"{stem}ForCausalLM", f"{stem}LMHeadModel", f"{stem}Model"):
+                if name in MODELS or name in ENCODERS:
+                    return name, task
     return architecture, None
 
 
@@ -312,10 +280,10 @@ def usual_pooling(architecture: str, fields: ConfigFields) -> str:
     """Return the type of pooling if the checkpoint names none: an encoder's own choice, else LAST. Raises
     ModelConfigError.
     """
-    if architecture in _BIDIRECTIONAL:
-        if (kind := fields.text("pooling", "mean")) not in _POOLINGS:
-            raise fields.fail("pooling", ", ".join(_POOLINGS))
-        return _POOLINGS[kind]
+    if architecture in BIDIRECTIONAL:
+        if (kind := fields.text("pooling", "mean")) not in POOLINGS:
+            raise fields.fail("pooling", ", ".join(POOLINGS))
+        return POOLINGS[kind]
     encoder = ENCODERS.get(family_of(architecture)[0])
     return LAST if encoder is None else encoder.usual_pooling(fields)
 
@@ -370,7 +338,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     quantization = read_quantization(stored, prefixes, names.suffixes, names.stacked_experts is not None)
     if quantization is not None and names.plain:
         quantization = replace(quantization, listed=(*quantization.listed, *names.plain))
-    shape = model.read_hf(fields.with_defaults(**_LEFT_OUT.get(hf_architecture(fields), {})))
+    shape = model.read_hf(fields.with_defaults(**left_out(hf_architecture(fields))))
     if pooler is not None and sees_all(fields):
         shape["attention"] = _seeing_all(fields, shape["attention"])
     config = ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
@@ -381,7 +349,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
 
 def sees_all(fields: ConfigFields) -> bool:
     """Whether the tokens of a pooling model with a decoder's layers see their whole prompt. Raises ModelConfigError."""
-    return hf_architecture(fields) in _BIDIRECTIONAL or not fields.boolean("is_causal", True)
+    return hf_architecture(fields) in BIDIRECTIONAL or not fields.boolean("is_causal", True)
 
 
 def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tuple[LayerAttention, ...]:

@@ -20,10 +20,10 @@ from jaxengine.models.config.fields import (
     check_size,
 )
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.config.state import GatedDelta, SelectiveScan, ShortConvolution, StateSpace
+from jaxengine.models.config.state import GatedDelta, LinearState, SelectiveScan, ShortConvolution, StateSpace
 
 # State that a layer may have instead of attention, or in addition to it.
-LayerState = GatedDelta | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
+LayerState = GatedDelta | LinearState | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
 
 
 @dataclass(frozen=True)

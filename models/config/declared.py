@@ -40,6 +40,7 @@ class DeclaredForm:
         None for none.
       value_scale: factor of values.
       up: the MLP's projections before its activation: gate and up, or up alone; () for layers without an MLP.
+      joined_up: the one projection before it is gate and up joined.
       down: its projection after that.
       experts_norm: norm after experts, which a layer with a dense MLP lacks; None for none.
       activation: name of its activation.
@@ -49,6 +50,8 @@ class DeclaredForm:
       embedding_norm: the norm after the embedding, of kind `norm`; None for none.
       final_norm: whether a norm follows the last layer.
       head_bias: whether logits have a bias.
+      residuals: factors of what a part gets and of what it gives, where they are added: of attention, of a mixer with a
+        state, of the MLP.
       mixer: module of a layer that keeps a state instead of attention.
       embedding_size: elements of an embedding that is projected to the hidden size, and back before the logits; None
         for the hidden size.
@@ -70,9 +73,11 @@ class DeclaredForm:
     gate_activation: str = "sigmoid"
     value_scale: float = 1.0
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    joined_up: bool = False
     down: str = "mlp.down_proj"
     experts_norm: str | None = None
     activation: str = "silu"
+    residuals: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 3
     mixer: str = "mamba"
     positions: str | None = None
     first_position: int = 0

@@ -23,6 +23,8 @@ class EncoderConfig(NamedTuple):
       distances: number of ranges of distances that have a bias of attention each, and the distance from which on all
         have the last; None for a model without such biases, or whose family knows them.
       embedding_size: elements of embeddings; 0 for those of hidden states.
+      adaptation: number of the adapter that is added to the weights among those that a checkpoint stores beside each
+        matrix, and the factor of its products; None for the weights alone.
       head_activation, head_bias: of the dense layer before scores of labels, where the family leaves that open.
     """
 
@@ -35,6 +37,7 @@ class EncoderConfig(NamedTuple):
     head_bias: bool = True
     embedding_size: int = 0
     distances: tuple[int, int] | None = None
+    adaptation: tuple[int, float] | None = None
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:

@@ -77,11 +77,18 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     return merged | {"rope_parameters": new}
 
 
+_XLM = "XLMRoberta"
+
+
 def hf_architecture(fields: ConfigFields) -> str:
-    """Read `architectures`, a list of one class name, and return that. Raises ModelConfigError."""
+    """Read `architectures`, a list of one class name, and return that, or the class that the file means with it: as
+    jinaai/jina-embeddings-v3 is published, it says XLM-RoBERTa, with rope. Raises ModelConfigError.
+    """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.fail("architectures", "a list of one class name")
+    if names[0].startswith(_XLM) and fields.value("position_embedding_type", None) == "rotary":
+        return "JinaEmbeddingsV3" + names[0].removeprefix(_XLM)
     return names[0]
 
 
@@ -274,6 +281,9 @@ def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = Fal
     rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
     nested = ConfigFields(rope)
     theta = nested.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
+    if nested.value("rope_type", None) == "proportional":
+        share, factor = nested.number("partial_rotary_factor", 1.0), nested.number("factor", 1.0)
+        return Rope(head_dim, theta, RopeScaling("proportional", factor, rotated=share), interleaved)
     rotated = 1.0
     for each in (fields, nested):
         rotated = each.number("partial_rotary_factor", rotated)

@@ -150,6 +150,38 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class LinearState:
+    """Linear attention of a layer that decays by constants (Qin et al. 2024, arXiv:2401.04658): its state is one matrix
+    per head.
+
+    Attributes:
+      num_heads, head_dim: heads, and elements of a query, a key and a value.
+    """
+
+    num_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        check_size("linear attention: num_heads", self.num_heads, MAX_HEADS)
+        check_size("linear attention: head_dim", self.head_dim, MAX_HEAD_DIM)
+
+    @property
+    def inner_size(self) -> int:
+        """Return the number of elements of all values of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """Return the state: the matrices [N, H, H]."""
+        return (StateArray((self.num_heads, self.head_dim, self.head_dim), "float32", ("heads", None, None)),)
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of the recurrence for one token (change, read)."""
+        return 5 * self.num_heads * self.head_dim**2
+
+
+@dataclass(frozen=True)
 class StateSpace:
     """Mamba-2 of a layer (Dao & Gu 2024, arXiv:2405.21060): its state is one matrix per head, and the windows of a
     convolution.

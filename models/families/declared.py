@@ -37,13 +37,14 @@ from jaxengine.models.config.declared import (
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.gguf import GGUFConfig
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.state import SelectiveScan, StateSpace
+from jaxengine.models.config.state import LinearState, SelectiveScan, ShortConvolution, StateSpace
 from jaxengine.models.families.declared_row import ACTIVATIONS, Row
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs, head_copies
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.embedding import Embedding, vocab_source
+from jaxengine.models.layers.lightning import LightningAttention, lightning_slopes
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.mamba import Mamba
 from jaxengine.models.layers.mamba2 import Mamba2
@@ -63,6 +64,7 @@ from jaxengine.models.layers.norm import (
 )
 from jaxengine.models.layers.rows import Rows
 from jaxengine.models.layers.scale import scaled
+from jaxengine.models.layers.short_conv import ShortConv
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -80,14 +82,20 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"sigmoid": jax.nn.sigmoid,
 
 class DeclaredLayer(nnx.Module):
     """Layer of a DeclaredForm, made of the given attention, or a mixer with a state, and MLP, None for no MLP. It has
-    the norms that its placement needs.
+    the norms that its placement needs. residuals: factors of what both parts get, and of what they give.
     """
 
     input_norm: Any
     mlp_norm: Any
 
     def __init__(
-        self, config: ModelConfig, form: DeclaredForm, attention: nnx.Module, mlp: nnx.Module | None, build: Build
+        self,
+        config: ModelConfig,
+        form: DeclaredForm,
+        attention: nnx.Module,
+        mlp: nnx.Module | None,
+        residuals: tuple[tuple[float, float], ...],
+        build: Build,
     ):
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
         norms = [norm(source=f"{LAYER_NAME}.{name}") for name in form.norms]
@@ -99,7 +107,8 @@ class DeclaredLayer(nnx.Module):
             self.input_norm, *rest = norms
             self.mlp_norm = rest[0] if rest else None
         self.attention, self.mlp, self.placement = attention, mlp, form.placement
-        self.multiplier = config.residual_multiplier
+        self.kept = tuple(kept for kept, _ in residuals)
+        self.multipliers = tuple(config.residual_multiplier * given for _, given in residuals)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         late, norms_output = self.placement in (AFTER, OUTPUT), self.placement in (OUTPUT, AROUND)
@@ -107,18 +116,20 @@ class DeclaredLayer(nnx.Module):
         x = normed if self.placement == WITHIN else x
         with jax.named_scope("attention"):
             attended, kv = self.attention(normed, kv, pages, step)
-            attended = scaled(self.attended_norm(attended) if norms_output else attended, self.multiplier)
+            attended = scaled(self.attended_norm(attended) if norms_output else attended, self.multipliers[0])
         if self.mlp is None:
             return x + attended, kv
         with jax.named_scope("mlp"):
             if self.placement == PARALLEL:
                 normed = normed if self.mlp_norm is None else self.mlp_norm(x)
-                return x + attended + scaled(self.mlp(normed, step.rows), self.multiplier), kv
-            x = self.input_norm(x + attended) if self.placement == AFTER else x + attended
+                return x + attended + scaled(self.mlp(normed, step.rows), self.multipliers[1]), kv
+            x = scaled(x, self.kept[0]) + attended
+            x = self.input_norm(x) if self.placement == AFTER else x
             normed = x if late else self.mlp_norm(x)
             x = normed if self.placement == WITHIN else x
             added = self.mlp(normed, step.rows)
-            x = x + scaled(self.output_norm(added) if norms_output else added, self.multiplier)
+            added = scaled(self.output_norm(added) if norms_output else added, self.multipliers[1])
+            x = scaled(x, self.kept[1]) + added
             return self.mlp_norm(x) if self.placement == AFTER else x, kv
 
 
@@ -242,7 +253,9 @@ class DeclaredForCausalLM(Decoder):
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         mixer, mlp = self.make_mixer(layer, build), self.make_mlp(layer, build) if self.form.up else None
-        return DeclaredLayer(self.config, self.form, mixer, mlp, build)
+        of_attention, of_state, of_mlp = self.form.residuals
+        residuals = of_attention if self.config.attention[layer].state is None else of_state, of_mlp
+        return DeclaredLayer(self.config, self.form, mixer, mlp, residuals, build)
 
     def make_mixer(self, layer: int, build: Build) -> nnx.Module:
         """Make the attention of a layer, or what keeps its state: ([T, D], cache, places, StepInputs) -> ([T, D],
@@ -254,6 +267,11 @@ class DeclaredForCausalLM(Decoder):
             return Mamba(own.state, size, source=source, build=build)
         if isinstance(own.state, StateSpace):
             return Mamba2(own.state, size, eps=eps, source=source, build=build)
+        if isinstance(own.state, LinearState):
+            slopes = lightning_slopes(own.state.num_heads, layer, config.num_layers)
+            return LightningAttention(own.state, size, slopes=slopes, source=source, build=build)
+        if isinstance(own.state, ShortConvolution):
+            return ShortConv(own.state, size, source=source, build=build)
         if own.latent is not None:
             return LatentAttention(own, size, source=f"{LAYER_NAME}.self_attn", build=build)
         return DeclaredAttention(form, own, size, eps=eps, build=build)
@@ -270,9 +288,10 @@ class DeclaredForCausalLM(Decoder):
             return NormedMLP(mixture, NORMS[form.norm](config.hidden_size, config.rms_norm_eps, **norm))
         size, ffn = config.hidden_size, config.intermediate_size
         options: dict[str, Any] = {"activation": ACTIVATIONS[form.activation], "bias": config.mlp_bias, "build": build}
-        if len(form.up) == 1:
+        if len(form.up) == 1 and not form.joined_up:
             return MLP(size, ffn, source=LAYER_NAME, up=form.up[0], down=form.down, **options)
         gate_up = tuple(Source(f"{LAYER_NAME}.{name}", ffn) for name in form.up)
+        gate_up = parts_of(gate_up[0].name, ffn, ffn) if form.joined_up else gate_up
         down = Source(f"{LAYER_NAME}.{form.down}", size)
         return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, **options)
 
@@ -321,13 +340,14 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
 def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
     """Make the subclass of DeclaredForCausalLM, called `name`, of one row."""
     names = CheckpointNames(
-        prefixes=tuple(row.names),
+        prefixes=(*row.names, ("classifier.", "score.")),  # some classes of transformers call scores of tokens so
         suffixes=row.suffixes,
         squeezed=row.squeezed,
         transposed=row.transposed,
         unused_ends=row.unused_ends,
         unused=row.unused,
         stacked_experts=row.stacked_experts,
+        expert_rows=row.expert_rows,
     )
     architecture = None if row.gguf is None else row.gguf.architecture
     members = {

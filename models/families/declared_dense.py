@@ -7,11 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.declared import AROUND, FIXED_RMS, OFFSET, RMS, DeclaredForm
+from jaxengine.models.config.declared import AFTER, AROUND, FIXED_RMS, OFFSET, RMS, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import layer_kinds, read_head_dim, read_rope
+from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
 from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope
-from jaxengine.models.families.declared_rows import full_first_of_four, windowed
+from jaxengine.models.families.declared_rows import (
+    EPSILON,
+    GPT2_SPELLED,
+    four_times,
+    full_first_of_four,
+    transformer_names,
+    windowed,
+)
 from jaxengine.models.families.gemma2 import read_cap
 from jaxengine.models.families.granite import granite_multipliers
 
@@ -66,6 +73,18 @@ def _gemma_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 def _biogpt(fields: ConfigFields) -> Mapping[str, Any]:
     """Return the epsilon that transformers takes, whatever config.json says."""
     return {EPS: 1e-5}
+
+
+def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the window, and the kinds of layers: where they are not listed, all have it, unless it is null."""
+    window = fields.raw.get("sliding_window", 4096)
+    kinds = [FULL if window is None else SLIDING] * fields.integer("num_hidden_layers")
+    return {"sliding_window": window, "layer_types": fields.value("layer_types", kinds)}
+
+
+def _gpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Take GPT-2's approximation of a GELU where the file says "gelu"."""
+    return replace(form, activation="gelu_new") if form.activation == "gelu" else form
 
 
 # Keys are the class names that config.json lists under "architectures".
@@ -174,6 +193,37 @@ DENSE_ROWS: dict[str, Row] = {
         adapt=lambda fields: {"layer_types": list(layer_kinds(fields, 2))},
         each_layer=_gemma_layer,
         more=lambda fields: {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", 30.0)},
+    ),
+    "MinistralForCausalLM": Row(
+        "Ministral 8B (Mistral AI 2024) as transformers' own class has it: Mistral with windows in some layers.",
+        _FORM,
+        defaults={"rms_norm_eps": 1e-6},
+        adapt=_ministral_fields,
+        each_layer=windowed,
+        **{**_LLAMA, "bias": False, "output_bias": False, "mlp_bias": False},
+    ),
+    "OpenAIGPTLMHeadModel": Row(
+        "GPT (Radford et al. 2018): GPT-2 with norms after a layer's parts and none behind the last layer.",
+        DeclaredForm(
+            placement=AFTER,
+            norms=("ln_1", "ln_2"),
+            qkv=("attn.c_attn",),
+            out="attn.c_proj",
+            up=("mlp.c_fc",),
+            down="mlp.c_proj",
+            activation="gelu_new",
+            positions="model.embed_positions",
+            final_norm=False,
+        ),
+        names=transformer_names(tokens_embed="embed_tokens", positions_embed="embed_positions"),
+        spelled={**GPT2_SPELLED, **EPSILON, "afn": "hidden_act"},
+        defaults={EPS: 1e-5},
+        rope=no_rope,
+        tied=True,
+        adapt=four_times,
+        choose=_gpt_form,
+        transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+        unused_ends=(".attn.bias", "position_ids"),
     ),
     "BioGptForCausalLM": Row(
         "BioGPT (Luo et al. 2022, arXiv:2210.10341): OPT with scaled embeddings and a GELU.",

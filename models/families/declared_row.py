@@ -19,7 +19,7 @@ from jaxengine.models.config.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.mlp import gelu, gelu_tanh, relu_squared
 from jaxengine.models.layers.moe import MLP_NAMES, ExpertNames
-from jaxengine.models.params.source import StackedExperts
+from jaxengine.models.params.source import ExpertRows, StackedExperts
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
@@ -94,7 +94,7 @@ class Row(NamedTuple):
         all are alike.
       more: function that reads further arguments of ModelConfig; None for none.
       experts: function that reads the experts; None for none. experts_in: module of a layer that they, their router and
-        their shared MLP are in. expert_names: names there. stacked_experts: as of CheckpointNames.
+        their shared MLP are in. expert_names: names there. stacked_experts, expert_rows: as of CheckpointNames.
       latent: whether attention is multi-head latent attention.
       gguf: reading of GGUF files; None where there is none.
       squeezed: ends of the names of tensors whose second axis, of one entry, is left out.
@@ -130,6 +130,7 @@ class Row(NamedTuple):
     unused: tuple[str, ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
     stacked_experts: StackedExperts | None = None
+    expert_rows: ExpertRows | None = None
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:
         """Read a config.json: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""

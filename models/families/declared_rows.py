@@ -37,8 +37,9 @@ from jaxengine.models.families.declared_row import (
 )
 
 # Spellings of GPT-2's time.
-_N = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-_N |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "activation_function": "hidden_act"}
+GPT2_SPELLED = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+GPT2_SPELLED |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
+GPT2_SPELLED |= {"activation_function": "hidden_act"}
 EPSILON = {"layer_norm_epsilon": EPS}
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
@@ -210,7 +211,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         "GPT-2 (Radford et al. 2019): layer norms, learned positions, biases, an MLP without a gate.",
         _GPT2_FORM,
         names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
-        spelled={**_N, **EPSILON},
+        spelled={**GPT2_SPELLED, **EPSILON},
         defaults={EPS: 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         only={"add_cross_attention": False},
         rope=no_rope,
@@ -234,7 +235,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         "StarCoder and SantaCoder (Li et al. 2023, arXiv:2305.06161): GPT-2 with one head of keys and values.",
         _GPT2_FORM,
         names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
-        spelled={**_N, **EPSILON},
+        spelled={**GPT2_SPELLED, **EPSILON},
         defaults={EPS: 1e-5, "scale_attn_weights": True, "multi_query": True, "hidden_act": "gelu_pytorch_tanh"},
         only={"add_cross_attention": False},
         rope=no_rope,
@@ -256,7 +257,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             out="attn.attention.out_proj",
         ),
         names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
-        spelled={**_N, **EPSILON, "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"},
+        spelled={**GPT2_SPELLED, **EPSILON, "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"},
         defaults={EPS: 1e-5, "window_size": 256, "attention_types": [[["global", "local"], 12]]},
         rope=no_rope,
         bias=False,
@@ -269,7 +270,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         "GPT-J (EleutherAI 2021): attention and MLP in parallel after one norm, rope over neighbouring elements.",
         _GPTJ_FORM,
         names=transformer_names(wte="embed_tokens"),
-        spelled={**_N, **EPSILON},
+        spelled={**GPT2_SPELLED, **EPSILON},
         defaults={EPS: 1e-5, "rotary_dim": 64},
         rope=neighbours,
         bias=False,
@@ -281,7 +282,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         "CodeGen (Nijkamp et al. 2022, arXiv:2203.13474): GPT-J with a joined projection of queries, values and keys.",
         replace(_GPTJ_FORM, qkv=("attn.qkv_proj",), joined=QUARTERS),
         names=transformer_names(wte="embed_tokens"),
-        spelled={**_N, **EPSILON},
+        spelled={**GPT2_SPELLED, **EPSILON},
         defaults={EPS: 1e-5, "rotary_dim": 64},
         rope=neighbours,
         bias=False,
@@ -359,7 +360,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             out="self_attention.dense",
         ),
         names=transformer_names(word_embeddings="embed_tokens"),
-        spelled={**_N, **EPSILON, "ffn_hidden_size": "intermediate_size", "activation": "hidden_act"},
+        spelled={**GPT2_SPELLED, **EPSILON, "ffn_hidden_size": "intermediate_size", "activation": "hidden_act"},
         defaults={
             EPS: 1e-5,
             "max_position_embeddings": 2048,

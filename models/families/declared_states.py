@@ -8,10 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.declared import RMS, DeclaredForm
+from jaxengine.models.config.declared import AROUND, BEFORE, RMS, WITHIN, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_HEADS, ConfigFields
-from jaxengine.models.config.state import SelectiveScan, StateSpace, read_dt_limits, read_state_space
+from jaxengine.models.config.hf import FULL, SLIDING, read_head_dim, read_rope, ropes_by_kind
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.state import (
+    LinearState,
+    SelectiveScan,
+    ShortConvolution,
+    StateSpace,
+    read_dt_limits,
+    read_state_space,
+)
+from jaxengine.models.families.declared_experts import softmax_experts
 from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads
 from jaxengine.models.layers.moe import ExpertNames
 
@@ -146,6 +156,81 @@ def _jamba_experts(fields: ConfigFields) -> ExpertsConfig | None:
     )
 
 
+def _lfm3_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the kinds of layers and their ropes, LFM3-1.7B's where the file has none. Raises ModelConfigError."""
+    count = fields.integer("num_hidden_layers")
+    usual = [FULL if each % 4 == 2 else SLIDING if each % 4 == 0 and each else _CONV for each in range(count)]
+    kinds = fields.value("layer_types", usual)
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, SLIDING, _CONV) for kind in kinds):
+        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {SLIDING}, {_CONV}")
+    return {"layer_types": kinds, "rope_parameters": fields.mapping("rope_parameters") or _LFM3_ROPES}
+
+
+def _lfm3_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window and the rope of its kind, or a short convolution in place of attention."""
+    if (kind := fields.value("layer_types")[layer]) == _CONV:
+        return replace(attention, state=ShortConvolution(fields.integer("hidden_size"), fields.integer("conv_L_cache")))
+    rope = ropes_by_kind(fields, read_head_dim(fields), (kind,))[0]
+    return replace(attention, rope=rope, window=fields.integer("sliding_window") if kind == SLIDING else None)
+
+
+def _lfm3_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Leave out the norms after both parts of a layer, and the gate after attention, if the file says so."""
+    if not fields.boolean("use_sandwich_norm"):
+        form = replace(form, placement=BEFORE, norms=("operator_norm", "ffn_norm"))
+    return form if fields.boolean("use_attention_gate") else replace(form, gate=None)
+
+
+def _minimax_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the kinds of layers, from MiniMax's own numbers where they are not listed, and factors under transformers'
+    names. Raises ModelConfigError.
+    """
+    count, numbers = fields.integer("num_hidden_layers"), fields.value("attn_type_list", None)
+    usual = [_LINEAR if each % 2 else FULL for each in range(count)]
+    if numbers is not None:
+        if not isinstance(numbers, list) or len(numbers) != count or any(each not in (0, 1) for each in numbers):
+            raise fields.fail("attn_type_list", f"a list of {count} of 0 and 1")
+        usual = [FULL if each else _LINEAR for each in numbers]
+    kinds = fields.value("layer_types", usual)
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, _LINEAR) for kind in kinds):
+        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {_LINEAR}")
+    return {"layer_types": kinds}
+
+
+def _minimax_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer its window, if there is one, or linear attention in place of attention."""
+    if fields.value("layer_types")[layer] == FULL:
+        return replace(attention, window=fields.integer("sliding_window", None))
+    return replace(attention, rope=None, state=LinearState(attention.num_heads, attention.head_dim))
+
+
+def _minimax_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Read the factors of what is added up."""
+    names = "full_attn", "linear_attn", "mlp"
+    factors = [[fields.number(f"{name}_{kind}_factor", 1.0) for kind in ("alpha", "beta")] for name in names]
+    return replace(form, residuals=tuple((alpha, beta) for alpha, beta in factors))
+
+
+def _minimax_rope(fields: ConfigFields, head_dim: int) -> Rope:
+    """Read rope of all of a head, or of its first `rotary_dim` elements."""
+    rope = read_rope(fields, head_dim, partial_rotary=True)
+    return replace(rope, rotary_dim=fields.integer("rotary_dim", rope.rotary_dim))
+
+
+# Numbers of the linear attention that follow from the configuration.
+_DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+# What MiniMax calls the factors of what is added up.
+_MINIMAX_NAMES = {
+    f"layernorm_{own}_{kind}": f"{usual}_{kind}_factor"
+    for own, usual in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
+    for kind in ("alpha", "beta")
+}
+_LINEAR = "linear_attention"
+_CONV = "conv"
+_LFM3_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+}
 _MIXERS = DeclaredForm(norm=RMS, norms=("norm",), mixer="mixer", up=())
 _HYBRID = DeclaredForm(
     norm=RMS,
@@ -205,6 +290,66 @@ STATE_ROWS: dict[str, Row] = {
         mlp_bias="mlp_bias",
         each_layer=_bamba_layer,
         squeezed=SQUEEZED,
+    ),
+    "MiniMaxForCausalLM": Row(
+        "MiniMax-Text-01 and M1 (MiniMax 2025, arXiv:2501.08313): lightning attention in most layers, whose parts get "
+        "and keep what is normed, and Mixtral's experts.",
+        DeclaredForm(norm=RMS, placement=WITHIN, mixer="self_attn"),
+        spelled=_MINIMAX_NAMES,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+        only={"hidden_act": "silu", "postnorm": True, "shared_intermediate_size": 0},
+        eps="rms_norm_eps",
+        rope=_minimax_rope,
+        grouped=True,
+        bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        adapt=_minimax_fields,
+        choose=_minimax_form,
+        each_layer=_minimax_layer,
+        experts=lambda fields: replace(softmax_experts(fields), norm_weights=True),
+        experts_in="block_sparse_moe",
+        expert_names=ExpertNames(gate="w1", up="w3", down="w2"),
+        unused_ends=tuple(f".self_attn.{name}" for name in _DECAYS),
+    ),
+    "Lfm3ForCausalLM": Row(
+        "LFM3 (Liquid AI 2026): LFM2 with windows in some of the layers that attend, norms after both parts of a layer "
+        "and a gate after attention, one number a head.",
+        DeclaredForm(
+            norm=RMS,
+            placement=AROUND,
+            norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+            qk_norm=RMS,
+            qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
+            gate="self_attn.gate_proj",
+            gates_heads=True,
+            mixer=_CONV,
+            up=("feed_forward.w1", "feed_forward.w3"),
+            down="feed_forward.w2",
+        ),
+        names=(("model.embedding_norm.", "model.norm."),),
+        suffixes=((".self_attn.g_proj.weight", ".self_attn.gate_proj.weight"),),
+        defaults={
+            "norm_eps": 1e-5,
+            "head_dim": 128,
+            "rope_theta": 1000000.0,
+            "conv_L_cache": 7,
+            "sliding_window": 256,
+            "use_sandwich_norm": True,
+            "use_attention_gate": True,
+        },
+        only={"conv_bias": False, "attention_bias": False, "hidden_act": "silu"},
+        eps="norm_eps",
+        rope=no_rope,
+        grouped=True,
+        tied=True,
+        bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        adapt=_lfm3_fields,
+        choose=_lfm3_form,
+        each_layer=_lfm3_layer,
+        squeezed=(".conv.conv.weight",),
     ),
     "JambaForCausalLM": Row(
         "Jamba (AI21 2024, arXiv:2403.19887, arXiv:2408.12570): Mamba in most layers, attention without rope in the "

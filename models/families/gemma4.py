@@ -18,7 +18,16 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, RopeFactors, gguf_experts, gguf_fields, gguf_sliding
-from jaxengine.models.config.hf import FULL, SLIDING, Activation, hf_fields, layer_kinds, text_fields, windows_by_kind
+from jaxengine.models.config.hf import (
+    FULL,
+    SLIDING,
+    Activation,
+    hf_fields,
+    layer_kinds,
+    read_rope,
+    text_fields,
+    windows_by_kind,
+)
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.config.tower import TOWERS, TowerConfig
@@ -350,13 +359,8 @@ def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
     given: Mapping[str, Any] | None = _ROPES[kind] if parameters is None else ConfigFields(parameters).mapping(kind)
     if given is None:
         raise fields.fail("rope_parameters", f"a mapping that has one for {kind}")
-    own, longest = ConfigFields(given), fields.integer("max_position_embeddings")
-    theta = own.number("rope_theta")
-    if own.text("rope_type", "default") != "proportional":
-        own.require(partial_rotary_factor=1.0)
-        return Rope(head_dim, theta, RopeScaling.from_hf(given, longest))
-    share, factor = own.number("partial_rotary_factor", 1.0), own.number("factor", 1.0)
-    return Rope(head_dim, theta, RopeScaling("proportional", factor, rotated=share))
+    ConfigFields(given).number("rope_theta")
+    return read_rope(ConfigFields({**fields.raw, "rope_parameters": given, "rope_scaling": None}), head_dim)
 
 
 def _experts(fields: ConfigFields) -> ExpertsConfig:

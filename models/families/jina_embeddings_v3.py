@@ -39,6 +39,19 @@ class JinaEmbeddingsV3Model(PostNormEncoder):
             intermediate_size=4096,
             max_position_embeddings=8194,
             layer_norm_eps=1e-5,
-            rope_theta=20_000.0,
+            rope_theta=fields.number("rotary_emb_base", 20_000.0),
         )
-        return rotated_fields(fields, types=1)
+        shared = rotated_fields(fields, types=1)
+        return shared | {"encoder": shared["encoder"]._replace(adaptation=_adaptation(fields))}
+
+
+def _adaptation(fields: ConfigFields) -> tuple[int, float] | None:
+    """Return EncoderConfig.adaptation: of the task that `default_task` names among `lora_adaptations`, none without it.
+    Raises ModelConfigError for a task that the checkpoint has not.
+    """
+    if (task := fields.value("default_task", None)) is None:
+        return None
+    tasks = fields.value("lora_adaptations", None) or []
+    if not isinstance(tasks, list) or task not in tasks:
+        raise fields.fail("default_task", f"one of {', '.join(map(str, tasks))}" if tasks else "absent")
+    return tasks.index(task), fields.number("lora_alpha", 1.0) / fields.integer("lora_rank")

@@ -57,7 +57,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = _canonical(fields)
+        fields = usual_names(fields)
         fields.require(mla_use_nope=True, num_nextn_predict_layers=0, moe_layer_freq=1, attention_bias=False)
         shared = hf_latent_fields(fields)
         state = GatedDelta(
@@ -69,7 +69,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
             by_element=True,
             rank=head_dim,
         )
-        layers = zip(shared["attention"], _layer_kinds(fields), strict=True)
+        layers = zip(shared["attention"], mixer_kinds(fields), strict=True)
         attention = (replace(each, rope=None, state=state if kind == LINEAR else None) for each, kind in layers)
         return shared | {"attention": tuple(attention), "experts": sigmoid_experts(fields)}
 
@@ -96,7 +96,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         return MixtureOfExperts(self.config, source=source, names=names, router_dtype="float32", build=build)
 
 
-def _canonical(fields: ConfigFields) -> ConfigFields:
+def usual_names(fields: ConfigFields) -> ConfigFields:
     """Return the fields under DeepSeek-V3's names, and those of linear_attn_config under transformers'."""
     raw = dict(fields.raw)
     raw |= {usual: raw[own] for own, usual in SPELLED.items() if own in raw}
@@ -127,7 +127,7 @@ def _num_dense(raw: Mapping[str, Any]) -> int:
     return dense
 
 
-def _layer_kinds(fields: ConfigFields) -> list[str]:
+def mixer_kinds(fields: ConfigFields) -> list[str]:
     """Return LINEAR or FULL for each layer: as `linear_attn_config` lists their numbers, from 1 on, else as
     `layer_types` does, else every fourth one after the first is FULL.
 

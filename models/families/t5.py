@@ -45,6 +45,7 @@ class T5EncoderModel(Encoder):
         prefixes=(("model.encoder.block.", "model.layers."), ("model.encoder.final_layer_norm.", "model.norm.")),
         heads=("model.decoder.", "model.encoder.embed_tokens.", "lm_head."),
     )
+    has_own_distances: ClassVar[bool] = False  # each layer, instead of one table for all
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -80,8 +81,8 @@ class T5EncoderModel(Encoder):
         attention = config.attention[layer]
         assert encoder is not None and encoder.distances is not None
         buckets, farthest = encoder.distances
-        if layer == self.stage.layers.start:
-            source = "model.layers.0.layer.0.SelfAttention.relative_attention_bias"
+        if self.has_own_distances or layer == self.stage.layers.start:
+            source = f"{_ATTENTION if self.has_own_distances else _ATTENTION.format(layer=0)}.relative_attention_bias"
             self._distances = distance_table(source, buckets, attention.num_heads)
         width = attention.num_heads * attention.head_dim
         attend = BiasedAttention(
@@ -107,3 +108,9 @@ class T5EncoderModel(Encoder):
             return MLP(size, ffn, up="wi", down="wo", **options)
         gate_up = Source(f"{_MLP}.wi_0", ffn), Source(f"{_MLP}.wi_1", ffn)
         return GatedMLP(size, ffn, gate_up=gate_up, down=Source(f"{_MLP}.wo", size), **options)
+
+
+class UMT5EncoderModel(T5EncoderModel):
+    """Encoder of UMT5 (Chung et al. 2023, arXiv:2304.09151): T5's with a table of biases in each layer."""
+
+    has_own_distances: ClassVar[bool] = True

@@ -8,6 +8,7 @@ jaxengine.models.layers.decoder_step.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,15 +21,16 @@ from jaxengine.models.cache import Cache, Paged, State, group_layers
 from jaxengine.models.config.attention import LayerState
 from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import Classifier
+from jaxengine.models.config.pooler import Classifier, TokenHead
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention import num_kv_heads
-from jaxengine.models.layers.classify import DenseModules, LabelScores
+from jaxengine.models.layers.classify import SCORE, DenseModules, LabelScores
 from jaxengine.models.layers.decoder_step import DecoderStep
 from jaxengine.models.layers.embedding import Embedding, own_logits, vocab_source
 from jaxengine.models.layers.linear import Linear
 from jaxengine.models.layers.norm import NormClass, RMSNorm
 from jaxengine.models.layers.scale import scaled
+from jaxengine.models.layers.token_results import TokenHeads
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
 from jaxengine.sharding.layout import MeshLayout
@@ -68,6 +70,8 @@ class Decoder(nnx.Module):
             self.labels = self.make_labels(classifier, build)
         if stage.is_last and pooler is not None and pooler.dense:
             self.dense = DenseModules(pooler.dense, build)
+        if stage.is_last and pooler is not None and pooler.token_heads:
+            self.token_heads = self.make_token_heads(pooler.token_heads, build)
         if stage.is_last and pooler is None and not tied:
             head = vocab_source("lm_head", config.vocab_size, self.mesh)
             self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
@@ -85,6 +89,10 @@ class Decoder(nnx.Module):
         N].
         """
         return LabelScores(self.config, classifier, build)
+
+    def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
+        """Make the module of the checkpoint's scores of tokens, [T, D] -> f32[T, N], those of `heads` joined."""
+        return TokenHeads(self.config.hidden_size, heads, SCORE, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
         """Make the norm after the last layer."""

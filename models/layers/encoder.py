@@ -154,13 +154,10 @@ class Encoder(Decoder):
     def __init__(self, config: ModelConfig, build: Build):
         super().__init__(config, build)
         pooler = config.pooler
-        if self.stage.is_last and pooler is not None and pooler.token_heads:
-            self.token_heads = self.make_token_heads(pooler.token_heads, build)
         if self.stage.is_last and pooler is not None and pooler.splade is not None:
             self.masked = self.make_masked(build)
 
     def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
-        """Make the module of the checkpoint's scores of tokens, [T, D] -> f32[T, N], those of `heads` joined."""
         return TokenHeads(self.config.hidden_size, heads, "model.classifier", build)
 
     def make_masked(self, build: Build) -> MaskedScores:

@@ -73,9 +73,13 @@ class LatentAttention(nnx.Module):
         ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("kv_cache_update"):
             kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
-        o = self._attend(q, keys[:, 0], kv, ragged, step)
+        o = self.gated(self._attend(q, keys[:, 0], kv, ragged, step), x, step)
         with jax.named_scope("o_proj"):
             return self.out(o, step.rows), kv
+
+    def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Weigh the results of heads o[T, N * Hv] before their projection, by the layer's input x[T, D]: not at all."""
+        return o
 
     def project(self, x: jax.Array, step: StepInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
         """Project x[T, D] to queries, given as parts [T, N, .] without rope and with it, keys [T, 1, C + R] to cache,

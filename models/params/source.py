@@ -24,6 +24,15 @@ class StackedExperts(NamedTuple):
     out_first: bool | None = False
 
 
+class ExpertRows(NamedTuple):
+    """Names, within `experts.mlp`, of matrices whose rows are those of all experts, see
+    jaxengine.models.weights.views.expert_rows. rows: those of an expert are [out, in]; turned: they are [in, out].
+    """
+
+    rows: tuple[str, ...]
+    turned: tuple[str, ...]
+
+
 class CheckpointNames(NamedTuple):
     """Differences between the tensors of a family's checkpoints and those that its model declares.
 
@@ -41,6 +50,7 @@ class CheckpointNames(NamedTuple):
       transposed: ends of the names of matrices that are stored as [in, out].
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
       stacked_experts: storage of experts where they may be in one tensor; None for tensors per expert.
+      expert_rows: matrices with the rows of all experts; None for none.
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
       of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the model's
         replacement.
@@ -59,6 +69,7 @@ class CheckpointNames(NamedTuple):
     transposed: tuple[str, ...] = ()
     flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None
+    expert_rows: ExpertRows | None = None
     plain: tuple[str, ...] = ()
     of_adapters: tuple[tuple[str, str], ...] = ()
 

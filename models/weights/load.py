@@ -29,6 +29,8 @@ from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource
 from jaxengine.models.quantization.rules import Quantization
 from jaxengine.models.weights.assembly import Assembly
 from jaxengine.models.weights.huge_pages import HugePages
+from jaxengine.models.weights.views.adapted import AdaptedSource
+from jaxengine.models.weights.views.expert_rows import ExpertRowsSource
 from jaxengine.models.weights.views.kv_scales import KV_SCALES
 from jaxengine.models.weights.views.parts import (
     Block,
@@ -185,8 +187,13 @@ def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> 
 
 def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
     """Return a checkpoint under the model's names, with a tensor for each expert."""
-    source = RenamedSource(source, names := model.checkpoint_names)
-    if names.stacked_experts is None or (experts := model.config.experts) is None:
+    encoder, names = model.config.encoder, model.checkpoint_names
+    source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
+    if (experts := model.config.experts) is None:
+        return source
+    if names.expert_rows is not None:
+        return ExpertRowsSource(source, names.expert_rows, experts.num_experts)
+    if names.stacked_experts is None:
         return source
     stacked = of_shapes(names.stacked_experts, source, model.config.hidden_size)
     scheme = model.build.scheme if isinstance(model.build.scheme, Quantization) else None

@@ -74,6 +74,7 @@ OF_CONFIGS = {
     "query_prefix",
     "document_prefix",
     "colbert_linear",
+    "lora_adaptations",
     "sparse_linear",
     "pool_tokens",
     "classifier_pooling",

@@ -103,3 +103,27 @@ def test_classes():
     for name in ("NomicBert", "Gte", "New", "JinaEmbeddingsV3"):
         assert family_of(f"{name}Model") == (f"{name}Model", "embed")
         assert family_of(f"{name}ForSequenceClassification") == (f"{name}Model", "classify")
+    for name, found in {
+        "CamembertForTokenClassification": ("RobertaModel", "token_classify"),
+        "Data2VecTextModel": ("RobertaModel", "embed"),
+        "Gemma3TextForSequenceClassification": ("Gemma3ForCausalLM", "classify"),
+        "GPT2ForSequenceClassification": ("GPT2LMHeadModel", "classify"),
+        "PhimoeForCausalLM": ("PhiMoEForCausalLM", None),
+        "Qwen2ForTokenClassification": ("Qwen2ForCausalLM", "token_classify"),
+        "MT5EncoderModel": ("T5EncoderModel", "embed"),
+    }.items():
+        assert family_of(name) == found
+
+
+def test_xlm_roberta_with_rope_is_jina_embeddings_v3():
+    raw = SIZES | {"architectures": ["XLMRobertaModel"], "position_embedding_type": "rotary", "rotary_emb_base": 900.0}
+    found = read(raw)
+    assert found.architecture == "JinaEmbeddingsV3Model" and found.attention[0].rope.theta == 900.0
+
+
+def test_what_is_absent_is_what_another_name_of_the_class_means():
+    absent = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    assert read(absent | {"architectures": ["CamembertModel"]}).vocab_size == 30522 * 2
+    sizes = {"architectures": ["MT5EncoderModel"], "model_type": "mt5"}
+    found = read_hf(sizes, Pooler(MEAN))
+    assert (found.vocab_size, found.intermediate_size, found.num_layers) == (250112, 1024, 8)

@@ -8,6 +8,8 @@ import pytest
 from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.families.declared_dense import DENSE_ROWS
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
+from jaxengine.models.families.declared_hub import HUB_ROWS
+from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
 from jaxengine.models.registry import MODELS, read_hf
 from tests.models.conftest import CHECKPOINTS, forward
 
@@ -35,6 +37,7 @@ FIRSTS = {architecture(name): name for name in reversed(NAMES)}
 # Families that mix what others have: four rows that have every part once that no other family shows are left.
 MIXED = {*DENSE_ROWS, *EXPERT_ROWS, *("MambaForCausalLM", "FalconMambaForCausalLM", "BambaForCausalLM")}
 MIXED |= {"OlmoHybridForCausalLM", "MptForCausalLM", "BaichuanForCausalLM"}
+MIXED |= {*HUB_ROWS, *MIXTURE_ROWS, "Lfm3ForCausalLM", "BailingHybridForCausalLM"}
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))
 # Named otherwise than a family's text models, and computed as they are: that they load shows most of it.

@@ -1,0 +1,105 @@
+"""Ling 3 (Ant Group 2026): Kimi Linear's layers with rope and a gate for each head in those that attend, and decays and
+gates of delta nets projected from the hidden state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import FULL
+from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.state import GatedDelta
+from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.families.kimi_linear import CONVS, LINEAR, SPELLED, KimiLinearForCausalLM, mixer_kinds
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.attention import StepInputs
+from jaxengine.models.layers.delta_net import APART, GatedDeltaNet
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.mla import LatentAttention
+from jaxengine.models.layers.moe import ExpertNames
+from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
+
+_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 6_000_000.0, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2}
+
+
+def _lower_bound(fields: ConfigFields) -> float | None:
+    """Read GatedDelta.lower_bound. Raises ModelConfigError for a value that is no number."""
+    if not fields.boolean("kda_safe_gate", True):
+        return None
+    if type(bound := fields.value("kda_lower_bound", -5.0)) not in (int, float):
+        raise fields.fail("kda_lower_bound", "a number < 0")
+    return float(bound)
+
+
+class GatedLatentAttention(LatentAttention):
+    """Latent attention whose heads' results are multiplied by sigmoid gates, one number a head."""
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
+        super().__init__(attention, hidden_size, source=source, build=build)
+        gate = (Source(f"{source}.g_proj", attention.num_heads, group=1),)
+        self.gate = Linear(hidden_size, gate, axes=("embed", "heads"), build=build)
+
+    def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        factors = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))
+        heads = o.astype(jnp.float32).reshape(*factors.shape, -1) * factors[..., None]
+        return heads.reshape(o.shape).astype(o.dtype)
+
+
+class BailingHybridForCausalLM(KimiLinearForCausalLM):
+    """Kimi Linear with gated latent attention that has rope, and delta nets without low ranks."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
+        suffixes=tuple((f".attention.dense.{part}", f".attention.o_proj.{part}") for part in ("weight", "bias")),
+        squeezed=CONVS,
+        raveled=(".A_log",),
+    )
+    experts_module: ClassVar[tuple[str, ExpertNames]] = (
+        f"{LAYER}.mlp",
+        ExpertNames(correction_bias="gate.expert_bias"),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        raw = {**fields.raw, **{usual: fields.raw[own] for own, usual in SPELLED.items() if own in fields.raw}}
+        every, count = fields.integer("layer_group_size", 6), fields.integer("num_hidden_layers")
+        kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(count)]
+        # transformers writes the part of a key with rope as `head_dim`, and delta nets' own under names of their own.
+        head_dim = fields.integer("linear_head_dim", None) or fields.integer("head_dim", 128)
+        kernel = fields.integer("linear_conv_kernel_dim", None) or fields.integer("short_conv_kernel_size", 4)
+        fields = ConfigFields(raw).with_defaults(**_DEFAULTS, layer_types=kinds)
+        bias = fields.boolean("attention_bias", False)
+        shared = hf_latent_fields(fields, bias=bias, output_bias=bias)
+        state = GatedDelta(
+            num_k_heads=(heads := fields.integer("linear_num_heads", fields.integer("num_attention_heads"))),
+            num_v_heads=heads,
+            k_head_dim=head_dim,
+            v_head_dim=head_dim,
+            conv_kernel=kernel,
+            by_element=True,
+            lower_bound=_lower_bound(fields),
+        )
+        layers = zip(shared["attention"], mixer_kinds(fields), strict=True)
+        attention = (replace(each, rope=None, state=state) if kind == LINEAR else each for each, kind in layers)
+        predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+        further = {"experts": sigmoid_experts(fields), "num_nextn_predict_layers": predicting}
+        return shared | {"attention": tuple(attention), **further}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, own, source = self.config, self.config.attention[layer], f"{LAYER}.attention"
+        if not isinstance(own.state, GatedDelta):
+            return GatedLatentAttention(own, config.hidden_size, source=source, build=build)
+        sizes = {"q_proj": own.state.key_size, "k_proj": own.state.key_size, "v_proj": own.state.value_size}
+        sizes |= {"g_proj": own.state.value_size, "b_proj": own.state.num_v_heads, "f_proj": own.state.key_size}
+        inputs = [Source(f"{source}.{name}", size) for name, size in sizes.items()]
+        options: dict[str, Any] = {"eps": config.rms_norm_eps, "source": source, "inputs": inputs, "build": build}
+        return GatedDeltaNet(own.state, config.hidden_size, names=APART, **options)

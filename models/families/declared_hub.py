@@ -1,0 +1,120 @@
+"""Families that are a row each, as those of declared_rows, of which transformers has no class under that name: their
+code was published with their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.models.config.declared import GROUPS, RMS, ROWS, DeclaredForm
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import read_rope
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.families.declared_experts import softmax_experts
+from jaxengine.models.families.declared_row import Row
+
+_RMS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
+
+
+def _chatglm_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the heads of keys and values and the base of rope."""
+    heads, groups = fields.integer("num_attention_heads"), fields.integer("multi_query_group_num", 1)
+    return {
+        "num_key_value_heads": groups if fields.boolean("multi_query_attention", False) else heads,
+        "rope_theta": 10000.0 * fields.number("rope_ratio", 1.0),
+        "partial_rotary_factor": 0.5,
+    }
+
+
+def _half_of_neighbours(fields: ConfigFields, head_dim: int) -> Rope:
+    """Read rope that pairs neighbouring elements of a part of each head."""
+    return read_rope(fields, head_dim, partial_rotary=True, interleaved=True)
+
+
+def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
+    """Read experts of softmax scores beside a shared MLP, after dense layers; None for a model without. Raises
+    ModelConfigError.
+    """
+    if fields.value("n_routed_experts", None) is None:
+        return None
+    fields.require(scoring_func="softmax", moe_layer_freq=1)
+    own = ConfigFields({**fields.raw, "num_experts": fields.integer("n_routed_experts")})
+    first = min(fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("num_hidden_layers"))
+    size = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 0, minimum=0)
+    return replace(softmax_experts(own), dense_layers=tuple(range(first)), shared_intermediate_size=size)
+
+
+# Keys are the class names that config.json lists under "architectures".
+HUB_ROWS: dict[str, Row] = {
+    "InternLM2ForCausalLM": Row(
+        "InternLM 2 and 2.5 (Cai et al. 2024, arXiv:2403.17297): Llama with a projection that joins the queries, the "
+        "key and the value of each group of heads.",
+        DeclaredForm(
+            norm=RMS,
+            norms=("attention_norm", "ffn_norm"),
+            qkv=("attention.wqkv",),
+            joined=GROUPS,
+            out="attention.wo",
+            up=("feed_forward.w1", "feed_forward.w3"),
+            down="feed_forward.w2",
+        ),
+        names=(("model.tok_embeddings.", "model.embed_tokens."), ("output.", "lm_head.")),
+        defaults={"rms_norm_eps": 1e-6, "bias": True},
+        bias="bias",
+        output_bias="bias",
+        **_RMS,
+    ),
+    "ChatGLMModel": Row(
+        "ChatGLM 2 and 3, and GLM-4-9B as first published (GLM Team 2024, arXiv:2406.12793): GLM under earlier names.",
+        DeclaredForm(
+            norm=RMS,
+            qkv=("self_attention.query_key_value",),
+            joined=ROWS,
+            out="self_attention.dense",
+            up=("mlp.dense_h_to_4h",),
+            joined_up=True,
+            down="mlp.dense_4h_to_h",
+        ),
+        names=(
+            ("transformer.embedding.word_embeddings.", "model.embed_tokens."),
+            ("transformer.encoder.final_layernorm.", "model.norm."),
+            ("transformer.encoder.layers.", "model.layers."),
+            ("transformer.output_layer.", "lm_head."),
+        ),
+        spelled={
+            "padded_vocab_size": "vocab_size",
+            "num_layers": "num_hidden_layers",
+            "ffn_hidden_size": "intermediate_size",
+            "kv_channels": "head_dim",
+            "layernorm_epsilon": "rms_norm_eps",
+            "seq_length": "max_position_embeddings",
+        },
+        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "add_qkv_bias": False},
+        only={
+            "rmsnorm": True,
+            "post_layer_norm": True,
+            "apply_residual_connection_post_layernorm": False,
+            "add_bias_linear": False,
+            "original_rope": True,
+            "pre_seq_len": None,
+        },
+        rope=_half_of_neighbours,
+        bias="add_qkv_bias",
+        output_bias=False,
+        adapt=_chatglm_fields,
+        unused=("transformer.rotary_pos_emb.",),
+        **_RMS,
+    ),
+    "DeepseekForCausalLM": Row(
+        "DeepSeekMoE (Dai et al. 2024, arXiv:2401.06066): Llama with experts of softmax scores beside a shared MLP.",
+        DeclaredForm(norm=RMS),
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "norm_topk_prob": False},
+        bias="attention_bias",
+        output_bias="attention_bias",
+        experts=_deepseek_experts,
+        **_RMS,
+    ),
+}

@@ -1,0 +1,75 @@
+"""View of checkpoints that store low-rank adapters of several tasks beside each matrix, with one of them added.
+
+    NAME.parametrizations.weight.original   [out, in]                      NAME.weight [out, in]
+    NAME.parametrizations.weight.0.lora_A   [tasks, rank, in]
+    NAME.parametrizations.weight.0.lora_B   [tasks, out, rank]
+
+or, of a table of embeddings, [tasks, out, rank] and [tasks, rank, in], as jinaai/jina-embeddings-v3 has them (Sturua et
+al. 2024, arXiv:2409.10173).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+
+_MIDDLE = ".parametrizations.weight."
+_ORIGINAL, _A, _B = (f"{_MIDDLE}{end}" for end in ("original", "0.lora_A", "0.lora_B"))
+
+
+class AdaptedSource(WrappedSource):
+    """WeightSource of such a checkpoint as one without adapters.
+
+    adaptation: number of a task and factor of its product, which is added to each matrix; None to add none. Raises
+    ModelFileError for adapters that do not fit their matrix, or the number.
+    """
+
+    def __init__(self, source: WeightSource, adaptation: tuple[int, float] | None):
+        super().__init__(source)
+        self._adaptation, names = adaptation, set(source.names())
+        stored = (name for name in names if not name.endswith((_A, _B)))
+        self._stored = {self._plain(name): name for name in stored}
+        for name in self._stored.values():
+            if name.endswith(_ORIGINAL) and adaptation is not None:
+                self._check(name.removesuffix(_ORIGINAL), names, adaptation[0])
+
+    def _check(self, module: str, names: set[str], task: int) -> None:
+        """Raise ModelFileError unless a module's adapters fit its matrix and have the task."""
+        if missing := {module + _A, module + _B} - names:
+            raise ModelFileError(self.path, "is missing", min(missing))
+        first, second = (self._source.shape(name) for name in self._factors(module))
+        shape = self._source.shape(module + _ORIGINAL)
+        fits = len(first) == len(second) == 3 and (first[1], second[2], first[2]) == (*shape, second[1])
+        if not fits or not task < min(first[0], second[0]):
+            text = f"must be adapters of {task + 1} tasks or more for a matrix {shape}, got {first} and {second}"
+            raise ModelFileError(self.path, text, module + _A)
+
+    def _factors(self, module: str) -> tuple[str, str]:
+        """Return the names of the two factors of a module's adapters, [tasks, out, rank] and [tasks, rank, in]."""
+        is_table = module.endswith("_embeddings")
+        return (module + _A, module + _B) if is_table else (module + _B, module + _A)
+
+    @staticmethod
+    def _plain(name: str) -> str:
+        return name.removesuffix(_ORIGINAL) + ".weight" if name.endswith(_ORIGINAL) else name
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._stored[name])
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        stored = self._stored[name]
+        values = self._source.read(stored, rows, columns)
+        if self._adaptation is None or not stored.endswith(_ORIGINAL):
+            return values
+        task, scale = self._adaptation
+        one = slice(task, task + 1)
+        first, second = (self._source.read(each, one)[0] for each in self._factors(stored.removesuffix(_ORIGINAL)))
+        added = first[rows].astype(np.float32) @ second[:, columns].astype(np.float32)
+        return (values.astype(np.float32) + scale * added).astype(values.dtype)
