@@ -108,6 +108,7 @@ def run(code: str, num_devices: int, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.thorough("test_several_processes.py compares those of two tensor ranks of two replicas")
 def test_activations_are_those_of_one_device(executables_dir):
     run(CODE, 4, executables_dir)
 
