@@ -1,4 +1,4 @@
-"""Activations are those of one device where devices split the model and the requests, with drafts that are wrong or right.
+"""Activations are those of one device where devices split the model and the requests, also with drafts.
 
 Those of pipeline stages are the same bits.
 """
