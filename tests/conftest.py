@@ -172,7 +172,7 @@ def pytest_runtest_teardown(item, nextitem):
     Each is a few dozen mappings of memory, of which Linux lets a process have 65,530; the compiler dies of one more.
     All together they are several GiB after some hundred files, and a machine runs more than one process of tests.
     """
-    global _num_tests, _bytes_left, _bytes_collected, _has_ended
+    global _num_tests, _bytes_left, _has_ended
     _num_tests += 1
     ends_file = nextitem is None or nextitem.path != item.path
     if ends_file:
@@ -182,17 +182,22 @@ def pytest_runtest_teardown(item, nextitem):
         with MAPS.open("rb") as maps:
             count = sum(1 for _ in maps)
         most = max(MAX_RESIDENT_BYTES, min(_bytes_left + GROWN_BYTES, MOST_BYTES))
-        size = _resident_bytes()
-        if forget := count > (20_000 if ends_file else 40_000) or (ends_file and size > most):
+        if ends_file and _has_ended and _resident_bytes() > min(_bytes_collected + ENDED_BYTES, most):
+            _collect()
+        if count > (20_000 if ends_file else 40_000) or (ends_file and _resident_bytes() > most):
             jax.clear_caches()
-        if forget or (ends_file and _has_ended and size > _bytes_collected + ENDED_BYTES):
-            gc.unfreeze()
-            gc.collect()
-            _has_ended, _bytes_collected = False, _resident_bytes()
-        if forget:
+            _collect()
             _bytes_left = _bytes_collected
     if ends_file:
         gc.freeze()  # see pytest_collection_finish
+
+
+def _collect() -> None:
+    """Collect what earlier files have left, frozen objects too."""
+    global _bytes_collected, _has_ended
+    gc.unfreeze()
+    gc.collect()
+    _has_ended, _bytes_collected = False, _resident_bytes()
 
 
 def _resident_bytes() -> int:
