@@ -55,9 +55,14 @@ MAX_RESIDENT_BYTES = 2 << 30
 # that are in use stay, so that forgetting at the end of every file frees nothing, and what later files share is
 # compiled again.
 GROWN_BYTES, MOST_BYTES = 1 << 30, 4 << 30
+# Bytes by which a process grows before ended engines are looked for: that takes a second or two, for it visits all that
+# earlier files have left.
+ENDED_BYTES = 256 << 20
 LONG = 40.0  # seconds
 _num_tests = 0
 _bytes_left = 0  # resident when programs were last forgotten
+_bytes_collected = 0  # resident after the last collection of everything
+_has_ended = False  # whether an engine has ended since
 _durations = Durations()
 
 # They share the engine of the default model, whose steps take a minute to compile: one process runs them all, at first,
@@ -169,23 +174,32 @@ def pytest_runtest_teardown(item, nextitem):
     Each is a few dozen mappings of memory, of which Linux lets a process have 65,530; the compiler dies of one more.
     All together they are several GiB after some hundred files, and a machine runs more than one process of tests.
     """
-    global _num_tests, _bytes_left
+    global _num_tests, _bytes_left, _has_ended
     _num_tests += 1
     ends_file = nextitem is None or nextitem.path != item.path
     if ends_file:
-        file_ended()
+        _has_ended |= file_ended()
     jax = sys.modules.get("jax")
     if jax is not None and (ends_file or _num_tests % 50 == 0) and MAPS.exists():
         with MAPS.open("rb") as maps:
             count = sum(1 for _ in maps)
         most = max(MAX_RESIDENT_BYTES, min(_bytes_left + GROWN_BYTES, MOST_BYTES))
+        if ends_file and _has_ended and _resident_bytes() > min(_bytes_collected + ENDED_BYTES, most):
+            _collect()
         if count > (20_000 if ends_file else 40_000) or (ends_file and _resident_bytes() > most):
             jax.clear_caches()
-            gc.unfreeze()
-            gc.collect()
-            _bytes_left = _resident_bytes()
+            _collect()
+            _bytes_left = _bytes_collected
     if ends_file:
         gc.freeze()  # see pytest_collection_finish
+
+
+def _collect() -> None:
+    """Collect what earlier files have left, frozen objects too."""
+    global _bytes_collected, _has_ended
+    gc.unfreeze()
+    gc.collect()
+    _has_ended, _bytes_collected = False, _resident_bytes()
 
 
 def _resident_bytes() -> int:

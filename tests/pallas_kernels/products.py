@@ -130,7 +130,6 @@ GROUPED = QUICK_GROUPED | THOROUGH_GROUPED
 _BOTH = _ROWS._replace(out=512)
 QUICK_GATED = {
     "groups that share tiles": QUICK_GROUPED["groups that share tiles"]._replace(each=_BOTH),
-    "no rows of any group": GroupedProduct((0,) * 6, _BOTH),
     "pieces of columns, a group of several blocks": GroupedProduct(
         (53, 237, 0, 5, 0, 0, 0, 0), Product(297, 128, 1024, 128, "int8", sizes=replace(SMALL, rows=96))
     ),
@@ -146,12 +145,13 @@ QUICK_GATED = {
     ),
     "columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _ROWS),
     "matrices as they are": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS._replace(out=512)),
-    "matrices as they are, columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS),
 }
 THOROUGH_GATED = {name: case._replace(each=case.each._replace(out=768)) for name, case in THOROUGH_GROUPED.items()} | {
     "an odd number of strips": GroupedProduct(
         (7, 40, 3), _BOTH._replace(out=768, sizes=replace(SMALL, group_bytes=1 << 15, cores=2))
     ),
+    "no rows of any group": GroupedProduct((0,) * 6, _BOTH),
+    "matrices as they are, columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS),
     "rows rounded by groups": GroupedProduct(
         (1, 0, 30, 0, 19, 0), _BOTH._replace(codes=E4M3, zeros=False, rounded=E4M3, row_group=64)
     ),

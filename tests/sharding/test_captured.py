@@ -1,4 +1,4 @@
-"""Activations are those of one device where devices split the model and the requests, and drafts are wrong or right.
+"""Activations are those of one device where devices split the model and the requests, also with drafts.
 
 Those of pipeline stages are the same bits.
 """
@@ -31,9 +31,9 @@ from tests.models.conftest import load_recorded
 from tests.models.layers.test_taps import _activations
 
 sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "max_model_len": 64, "max_num_batched_tokens": 16}
-drafts = {"method": "ngram", "num_speculative_tokens": 2}
+drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}} if sys.argv[2] else {}
 names = ("residual:*", "attention_output:0", "mlp_output:*", "router_logits:*", "final_norm")
-options = TINY_OPTIONS | sizes | {"speculative_config": drafts, "compile_cache_dir": sys.argv[1]}
+options = TINY_OPTIONS | sizes | drafts | {"compile_cache_dir": sys.argv[1]}
 llm = LLM(**options | {"model": str(checkpoint("qwen3_moe")), "capture": names})
 prompts = [[7, 8, 9] * 8, [5, 6, 7, 8, 5, 6, 7, 8], list(range(3, 30)), [4]]
 # Whole sequences of one length, whose activations one program computes.
@@ -50,8 +50,9 @@ for prompt, output in zip(prompts, outputs, strict=True):
         assert own.shape == wanted[name].shape and own.dtype == np.float32, (name, own.shape)
         assert np.abs(own - wanted[name]).max() <= 1e-4 * np.abs(wanted[name]).max(), name
 metrics = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
-made, right = (metrics[f"vllm:spec_decode_num_{which}_tokens"] for which in ("draft", "accepted"))
-assert 0 < right < made, (right, made)
+if drafts:
+    made, right = (metrics[f"vllm:spec_decode_num_{which}_tokens"] for which in ("draft", "accepted"))
+    assert 0 < right < made, (right, made)
 assert metrics["jaxengine:compilations_since_ready"] == 0
 """
 
@@ -108,8 +109,15 @@ def run(code: str, num_devices: int, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_activations_are_those_of_one_device(executables_dir):
-    run(CODE, 4, executables_dir)
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        pytest.param("", id="one token a step"),
+        pytest.param("drafts", id="drafts", marks=pytest.mark.thorough("drafts are in tests/jaxengine/engine, too")),
+    ],
+)
+def test_activations_are_those_of_one_device(executables_dir, drafts):
+    run(CODE, 4, executables_dir, drafts)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def interrupt(process):
     return process.returncode, time.monotonic() - begin, output
 
 
-@pytest.mark.parametrize("num_stored", [1, 6])
+@pytest.mark.parametrize("num_stored", [pytest.param(1, marks=pytest.mark.thorough("an interrupt as later ones")), 6])
 def test_ctrl_c_while_steps_are_compiled(tmp_path, num_stored):
     """With an empty cache, in the first program and after a few."""
     options = ("--compile-cache-dir", str(tmp_path / "cache"), "--dtype", "float32", "--skip-tokenizer-init")

@@ -264,7 +264,9 @@ def guided_workload(temperature: float):
     return prompts, params
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, pytest.param(1.0, marks=pytest.mark.thorough("as 0.7"))])
+@pytest.mark.parametrize(
+    "temperature", [0.7, *(pytest.param(each, marks=pytest.mark.thorough("as 0.7")) for each in (0.0, 1.0))]
+)
 def test_guesses_under_a_grammar(engines, temperature, monkeypatch):
     """The same tokens: in a crowd that is preempted, alone in fewer steps, and where masks of guesses do not come."""
     monkeypatch.setattr(structured_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps

@@ -149,7 +149,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path, pytestco
     assert_gradients(grads, *recorded_gradients(name, case.model, tmp_path), tolerance)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("lfm2", marks=FURTHER)])
 def test_layers_computed_again_and_blocks_of_queries_change_nothing(name, monkeypatch):
     case = load_recorded(name)
     rows, params = packed(case), nnx.state(case.model)

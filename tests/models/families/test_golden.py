@@ -41,7 +41,7 @@ MIXED |= {*HUB_ROWS, *MIXTURE_ROWS, "Lfm3ForCausalLM", "BailingHybridForCausalLM
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))
 # Named otherwise than a family's text models, and computed as they are: that they load shows most of it.
-RENAMED = frozenset(name for name in ALWAYS if name.endswith("_vision"))
+RENAMED = frozenset(name for name in ALWAYS if name.endswith(("_vision", "_wrapped")))
 WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))
 
 

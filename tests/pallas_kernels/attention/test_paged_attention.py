@@ -25,7 +25,6 @@ OTHER_KINDS = (
     "decodes of tokens' scales",
     "latent codes of each token",
     "long 32769",
-    "one long among many short",
 )
 
 
@@ -45,11 +44,11 @@ def cases_for(implementation: Implementation, thorough: bool) -> list[Case]:
 
 
 def dtypes_for(implementation: Implementation, case: Case, thorough: bool) -> tuple[str, ...]:
-    """Plain XLA in bfloat16 differs by what it rounds: a third of the quick cases shows it, on one of its layouts."""
+    """Plain XLA in bfloat16 differs by what it rounds: some of the quick cases show it, on one of its layouts."""
     dtypes = implementation.dtypes(case)
     if thorough or implementation.elsewhere is not None or len(dtypes) == 1:
         return dtypes
-    return dtypes if case in QUICK[::3] and implementation.name == "cpu" else dtypes[:1]
+    return dtypes if case in QUICK[::6] and implementation.name == "cpu" else dtypes[:1]
 
 
 def pytest_generate_tests(metafunc):

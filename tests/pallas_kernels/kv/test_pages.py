@@ -26,7 +26,8 @@ from tests.pallas_kernels.checks import CHECKS, SLOTS
 from tests.pallas_kernels.implementations import CPU, GPU_XLA, IN_PROCESS, Implementation
 from tests.tables import each_row
 
-pytestmark = pytest.mark.versions
+# What other releases of jax run: a few writes, and an export.
+VERSIONS = pytest.mark.versions
 
 ONE_OF_EACH_LAYOUT = list({row.layout: name for name, row in PLATFORMS.items()}.values())
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -61,6 +62,7 @@ def test_update_writes_named_slots_only(dtype, pattern, implementation):
     CHECKS["update"](dtype, pattern, implementation)
 
 
+@VERSIONS
 @pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
 @pytest.mark.parametrize("sizes", [(64, 1, 80, 80), (16, 2, 192, 128), (8, 5, 16, 64)])
 def test_update_of_other_shapes(sizes, implementation):
@@ -140,6 +142,7 @@ def test_update_of_one_padding_token_changes_nothing():
     np.testing.assert_array_equal(after.data, kv.data)
 
 
+@VERSIONS
 @pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
 def test_export_import_round_trip(dtype):
     rng = np.random.default_rng(0)
@@ -165,6 +168,7 @@ def test_export_of_written_tokens_is_canonical():
     assert np.count_nonzero(pages) == k.size + v.size
 
 
+@VERSIONS
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_quantized_codes_are_scaled_and_saturate(dtype):
     kv = alloc(spec(dtype))
@@ -179,6 +183,7 @@ def test_quantized_codes_are_scaled_and_saturate(dtype):
     np.testing.assert_array_equal(codes[1], [[2] * 8, [5] * 8])
 
 
+@VERSIONS
 @pytest.mark.parametrize(
     "dtype",
     ["float32", "bfloat16", "int8", *PER_TOKEN[:1]]

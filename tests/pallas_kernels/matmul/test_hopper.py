@@ -169,7 +169,13 @@ def test_plain_cards_have_no_kernels():
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "picked", "most"),
-    [(8192, 128, 8, 1.02), (8192, 8, 2, 1.01), (16384, 128, 4, 1.02), (1024, 128, 8, 1.07), (1024, 256, 8, 1.13)],
+    [
+        *((8192, 128, 8, 1.02), (1024, 256, 8, 1.13)),
+        *(
+            pytest.param(*row, marks=pytest.mark.thorough("between sizes that are measured"))
+            for row in ((8192, 8, 2, 1.01), (16384, 128, 4, 1.02), (1024, 128, 8, 1.07))
+        ),
+    ],
 )
 def test_tiles_of_groups_multiply_few_rows_more(tokens, experts, picked, most):
     """Spread at random: groups are filled up to the next eighth row, and the room for them is little more than rows."""
