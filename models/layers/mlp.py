@@ -22,8 +22,9 @@ from jaxengine.sharding.collectives import num_shards, sum_parts
 
 def gelu(x: jax.Array) -> jax.Array:
     """Compute GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu` in configurations."""
-    # jax.nn.gelu uses 1 - erf, which is more exact far below zero and takes a CPU three times as long.
-    return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
+    # jax.nn.gelu takes the complement of erf, three times as long on a CPU. 1 + erf needs float32, as torch has it.
+    wide = x.astype(jnp.float32)
+    return (0.5 * wide * (1.0 + lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
