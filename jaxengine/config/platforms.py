@@ -34,6 +34,14 @@ class Platform:
     prefill_sizes: tuple[int, ...]
     keeps_tables: bool = True
 
+    def seqs_of(self, is_causal: bool, max_num_batched_tokens: int) -> int:
+        """Return the default of max_num_seqs for a model, by whether its tokens see only those before them.
+
+        An encoder computes a whole text in one step: with fewer texts than this, short ones would leave steps half
+        empty.
+        """
+        return self.max_num_seqs if is_causal else max(self.max_num_seqs, max_num_batched_tokens // 8)
+
 
 _DOUBLING = tuple(2**exponent for exponent in range(18))
 # Just above max_num_seqs, the size of full steps, doubling pads too much (`python -m benchmarks padding`).

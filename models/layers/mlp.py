@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,9 @@ from jaxengine.sharding.collectives import num_shards, sum_parts
 
 def gelu(x: jax.Array) -> jax.Array:
     """Compute GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu` in configurations."""
-    return jax.nn.gelu(x, approximate=False)
+    # jax.nn.gelu takes the complement of erf, three times as long on a CPU. 1 + erf needs float32, as torch has it.
+    wide = x.astype(jnp.float32)
+    return (0.5 * wide * (1.0 + lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:

@@ -120,7 +120,7 @@ def _in_blocks(index, o: jax.Array, q, k, v, schedule: Schedule, spec: Attention
 
         low = jnp.maximum(begin - reach, 0) // BLOCK
         high = jnp.minimum((begin + BLOCK - 1 + reach) // BLOCK + 1, num_blocks)
-        shape = (spec.num_kv_heads, spec.group_size, BLOCK)
+        shape = (spec.num_kv_heads, BLOCK, spec.group_size)
         nothing = _Softmax(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, spec.v_head_dim)))
         return _write(o, first + begin, begin + jnp.arange(BLOCK) < length, lax.fori_loop(low, high, fold, nothing))
 
@@ -128,11 +128,11 @@ def _in_blocks(index, o: jax.Array, q, k, v, schedule: Schedule, spec: Attention
 
 
 class _Softmax(NamedTuple):
-    """Running softmax of queries, f32."""
+    """Running softmax of queries, f32, in the order in which XLA's product of queries and keys leaves them."""
 
-    largest: jax.Array  # [K, G, Q] largest logit
-    total: jax.Array  # [K, G, Q] sum of weights
-    values: jax.Array  # [K, G, Q, Hv] sum of weighted values
+    largest: jax.Array  # [K, Q, G] largest logit
+    total: jax.Array  # [K, Q, G] sum of weights
+    values: jax.Array  # [K, Q, G, Hv] sum of weighted values
 
 
 def _rows(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
@@ -157,19 +157,19 @@ def _fold(
     one of the keys if there is no softmax before.
     """
     queries = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
-    logits = jnp.einsum("qkgh,skh->kgqs", queries, k, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("qkgh,skh->kqgs", queries, k, preferred_element_type=jnp.float32)
     if added.relative is not None:
-        logits += _of_distances(q, k, added.relative, first_key - first_query).reshape(logits.shape)
+        logits += _by_query(_of_distances(q, k, added.relative, first_key - first_query), spec)
     logits *= spec.sm_scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
     if added.biases is not None:
-        logits += _by_distance(added.biases, first_key - first_query, len(q)).reshape(logits.shape)
+        logits += _by_query(_by_distance(added.biases, first_key - first_query, len(q)), spec)
     positions = first_key + jnp.arange(len(k))
     visible = jnp.broadcast_to(positions < length, (len(q), len(k)))
     if spec.window is not None:
         visible &= jnp.abs(first_query + jnp.arange(len(q))[:, None] - positions) < spec.window
-    logits = jnp.where(visible, logits, -jnp.inf)
+    logits = jnp.where(visible[:, None], logits, -jnp.inf)
     largest = jnp.max(logits, axis=-1)
     if softmax is not None:
         largest = jnp.maximum(largest, softmax.largest)
@@ -178,11 +178,16 @@ def _fold(
     total = jnp.sum(weights, axis=-1)
     # Values past the prompt are another's, which may hold NaN.
     own = jnp.where((positions < length)[:, None, None], v, 0)
-    values = jnp.einsum("kgqs,skh->kgqh", weights.astype(v.dtype), own, preferred_element_type=jnp.float32)
+    values = jnp.einsum("kqgs,skh->kqgh", weights.astype(v.dtype), own, preferred_element_type=jnp.float32)
     if softmax is None:
         return _Softmax(largest, total, values)
     decay = jnp.exp(softmax.largest - shift)
     return _Softmax(largest, softmax.total * decay + total, softmax.values * decay[..., None] + values)
+
+
+def _by_query(x: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Return terms x [N, Q, L] in the order of logits, [K, Q, G, L]."""
+    return jnp.swapaxes(x.reshape(spec.num_kv_heads, spec.group_size, *x.shape[1:]), 1, 2)
 
 
 def _by_distance(biases: jax.Array, distance, size: int) -> jax.Array:
@@ -226,6 +231,6 @@ def _write(o: jax.Array, first: jax.Array, is_own: jax.Array, softmax: _Softmax)
     bool[Q] holds.
     """
     rows = softmax.values / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None]
-    rows = jnp.moveaxis(rows, 2, 0).reshape(len(is_own), *o.shape[1:])
+    rows = jnp.swapaxes(rows, 0, 1).reshape(len(is_own), *o.shape[1:])
     before = _rows(o, first, len(is_own))
     return lax.dynamic_update_slice_in_dim(o, jnp.where(is_own[:, None, None], rows, before), first, 0)
