@@ -208,7 +208,8 @@ def read_here(
             _refuse_mapping(mapping)
             found = _of_folder(stages, Path(params), strict, chunk_bytes, stop, head)
         elif head is not None:
-            found = _of_head(stages, head, renamed(_pairs(params), mapping or {}), strict, donate, chunk_bytes)
+            tensors = with_names(unwrapped, renamed(_pairs(params), mapping or {}))
+            found = _of_head(stages, head, tensors, strict, donate, chunk_bytes)
         else:
             named = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
             tensors = with_names(unwrapped, named)
