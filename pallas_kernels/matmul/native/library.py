@@ -138,6 +138,7 @@ def ffi_abi(header: Path) -> dict[str, int]:
         text = re.sub(r"//.*", "", header.read_text())
     except OSError as error:
         raise UnfitError(f"jaxlib's FFI header cannot be read: {error}") from None
+    text = text.replace("XLA_FFI_InternalExtension", "XLA_FFI_Extension_Base")  # its name from version 0.5 on
     for name, wanted in _STRUCTURES.items():
         body = re.search(rf"struct {name} {{(.*?)}}", text, re.DOTALL)
         found = re.findall(r"(\w+);", body[1]) if body else None

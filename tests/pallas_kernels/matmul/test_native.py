@@ -144,6 +144,8 @@ def test_another_ffi_or_processor_is_named(tmp_path, monkeypatch, caplog):
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     text = header.read_text()
     assert library.ffi_abi(header)["major"] == 0
+    (tmp_path / "renamed.h").write_text(text.replace("XLA_FFI_Extension_Base", "XLA_FFI_InternalExtension"))  # jax 0.12
+    assert library.ffi_abi(tmp_path / "renamed.h") == library.ffi_abi(header)
     changes = {
         "XLA_FFI_Buffer": ("  void* data;\n  int64_t rank;", "  int64_t rank;\n  void* data;"),
         "has version": ("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 1"),
