@@ -81,14 +81,17 @@ class T5EncoderModel(Encoder):
         attention = config.attention[layer]
         assert encoder is not None and encoder.distances is not None
         buckets, farthest = encoder.distances
-        if self.has_own_distances or layer == self.stage.layers.start:
-            source = f"{_ATTENTION if self.has_own_distances else _ATTENTION.format(layer=0)}.relative_attention_bias"
-            self._distances = distance_table(source, buckets, attention.num_heads)
+        table = distance_table(f"{_ATTENTION}.relative_attention_bias", buckets, attention.num_heads)
+        if not self.has_own_distances:
+            if layer == self.stage.layers.start:
+                source = f"{_ATTENTION.format(layer=0)}.relative_attention_bias"
+                self._distances = distance_table(source, buckets, attention.num_heads)
+            table = self._distances
         width = attention.num_heads * attention.head_dim
         attend = BiasedAttention(
             attention,
             size,
-            table=self._distances,
+            table=table,
             farthest=farthest,
             eps=config.rms_norm_eps,
             source=LAYER,
