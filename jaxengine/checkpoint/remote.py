@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from errno import errorcode
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ SCHEMES = {
     "memory": ("fsspec", "fsspec"),
     "file": ("fsspec", "fsspec"),
 }
+# Options of file systems. s3fs tries again itself, and so do we: a store that is gone is an error after seconds.
+_OPTIONS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 ADAPTER_CONFIG, ADAPTER_FILES = "adapter_config.json", ("adapter_config.json", "adapter_model.safetensors")
 # Web servers list no folders: what is asked for there.
@@ -84,7 +87,7 @@ class RemoteFolder:
         import fsspec
 
         self.url, self._param, self._lists = url.rstrip("/"), param, scheme not in ("http", "https")
-        self._fs: Any = self._read("", lambda: fsspec.filesystem(scheme))
+        self._fs: Any = self._read("", lambda: fsspec.filesystem(scheme, **_OPTIONS.get(scheme, {})))
         self._fs.invalidate_cache()  # it is the process's own, and may remember listings of days ago
         self._root = str(self._fs._strip_protocol(self.url)).rstrip("/")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weights")
@@ -228,10 +231,17 @@ class RemoteFile:
                     return data
             except Exception as error:  # each file system has errors of its own
                 problem = _brief(error)
-        raise OSError(0, f"{problem}, {_ATTEMPTS} times")
+        raise RangeError(0, f"{problem}, {_ATTEMPTS} times")
+
+
+class RangeError(OSError):
+    """Error of a range that could not be fetched, with a text of our own."""
 
 
 def _brief(error: Exception) -> str:
-    """Return the kind of an error, and what the system calls it: texts of stores may repeat requests and keys."""
-    said = getattr(error, "strerror", None)
-    return f"{type(error).__name__}: {said}" if isinstance(said, str) and said else type(error).__name__
+    """Return the kind of an error, and what the system calls its number: texts, those of an OSError too, may be the
+    store's, which repeat requests and keys.
+    """
+    number: Any = getattr(error, "errno", None)
+    said = error.strerror if isinstance(error, RangeError) else os.strerror(number) if number in errorcode else None
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

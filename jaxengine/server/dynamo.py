@@ -148,7 +148,7 @@ class DynamoEngine(_backend.LLMEngine):
         guided.pop("backend", None)
         hidden, shown = stops.pop("stop_token_ids_hidden", None), stops.pop("stop_token_ids", None)
         output = request.get("output_options") or {}
-        options = {
+        options: dict[str, Any] = {
             "stop_token_ids": [*(shown or ()), *(hidden or ())],
             "logprobs": output.get("logprobs"),
             "prompt_logprobs": output.get("prompt_logprobs"),
@@ -170,7 +170,9 @@ class DynamoEngine(_backend.LLMEngine):
         elif self._mode is modes.DECODE:
             handed = (request.get("prefill_result") or {}).get("disaggregated_params") or {}
             transfer = handed.get("kv_transfer_params")
-        return SamplingParams(**options, **({"extra_args": {"kv_transfer_params": transfer}} if transfer else {}))
+        if transfer:
+            options["extra_args"] = {"kv_transfer_params": transfer}
+        return SamplingParams(**options)
 
     def _chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Yield Dynamo's chunk of each of a request's outputs that has new tokens or has ended."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import http.client
 import http.server
+import importlib
 import importlib.util
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,10 +87,8 @@ def proxy():
     """A server with a model and an adapter in its bucket."""
     if missing := [name for name in ("moto", "s3fs", "flask") if importlib.util.find_spec(name) is None]:
         pytest.skip(f"an S3 server needs {', '.join(missing)}: pip install 'moto[server]' s3fs")
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    inner = ThreadedMotoServer("127.0.0.1", 0)
+    boto3, server = importlib.import_module("boto3"), importlib.import_module("moto.server")
+    inner = server.ThreadedMotoServer("127.0.0.1", 0)
     inner.start()
     port = inner.get_host_and_port()[1]
     with pytest.MonkeyPatch.context() as patch:
@@ -115,6 +115,7 @@ def options(tmp_path: Path) -> EngineConfig:
 def test_a_model_is_read_by_its_parts(proxy, tmp_path):
     """Of all weights each byte once, of a shard its own; with an answer in two throttled the same arrays."""
     source, local = open_model(options(tmp_path)), SafetensorsCheckpoint(FOLDER)
+    assert isinstance(source.weights, SafetensorsCheckpoint)
     size = sum(file.stat().st_size for file in FOLDER.glob("*.safetensors"))
     load_params(build_model(source.config, Build(np.float32)), source.weights)
     assert source.weights.bytes_read <= proxy.sent <= 1.02 * size
@@ -151,8 +152,7 @@ def test_an_adapter_comes_whole_or_not_at_all(proxy, tmp_path, monkeypatch):
         local_adapter("s3://bucket/nothing")
     with pytest.raises(ConfigError, match="cannot be read|has no config.json"):
         open_model(EngineConfig(model="s3://nowhere/model", download_dir=str(tmp_path)))
-    import s3fs
-
+    s3fs: Any = importlib.import_module("s3fs")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
