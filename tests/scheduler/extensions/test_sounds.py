@@ -12,7 +12,8 @@ def test_a_step_aligns_few_prompts_and_admits_others():
     """What they leave on the devices is in the memory plan for so many."""
     rank = RankSounds(SoundOptions(num_rows=1, max_frames=8))
     hits: Any = object()
-    aligned, other = (SimpleNamespace(params=SimpleNamespace(alignment=asked), media=None) for asked in ((0, 1), None))
+    aligned: Any = SimpleNamespace(params=SimpleNamespace(alignment=(0, 1)), media=None)
+    other: Any = SimpleNamespace(params=SimpleNamespace(alignment=None), media=None)
     for _ in range(2):
         rank.begin()
         for _ in range(MAX_ALIGNED):
