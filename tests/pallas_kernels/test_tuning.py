@@ -145,10 +145,10 @@ def test_hopper_latents(heads, dims, tiles, stages):
 @each_row(("heads", "head_dim", "kv_dtype", "page_size", "decode", "block_q", "keys", "stages"), HOPPER_TILES)
 def test_hopper_tiles(heads, head_dim, kv_dtype, page_size, decode, block_q, keys, stages):
     sizes, spec = HopperAttention(), AttentionSpec(*heads, head_dim, head_dim, 1.0)
-    dtypes = jnp.dtype("bfloat16"), jnp.dtype(kv_dtype)
-    assert DecodeShape(spec, page_size, 1, *dtypes, sizes.decode_stages).stages() == decode
+    dtype, codes = jnp.dtype("bfloat16"), jnp.dtype(kv_dtype)
+    assert DecodeShape(spec, page_size, 1, dtype, codes, sizes.decode_stages).stages() == decode
     assert prefill_block_q(spec) == block_q
-    prefill = Shape(spec, 4096, page_size, block_q, *dtypes, sizes.num_ctas, False, sizes.prefill_stages)
+    prefill = Shape(spec, 4096, page_size, block_q, dtype, codes, sizes.num_ctas, False, sizes.prefill_stages)
     assert (prefill.block_kv, prefill.stages) == (keys, stages)
     check_registers(*prefill_registers(prefill), num_computing=2)
 
@@ -156,12 +156,11 @@ def test_hopper_tiles(heads, head_dim, kv_dtype, page_size, decode, block_q, key
 @each_row(("heads", "head_dim", "kv_dtype", "decode", "block_q", "rows", "stages"), BLACKWELL_TILES)
 def test_blackwell_tiles(heads, head_dim, kv_dtype, decode, block_q, rows, stages):
     sizes, spec = HopperAttention(), AttentionSpec(*heads, head_dim, head_dim, 1.0)
-    dtypes, most = (jnp.dtype("bfloat16"), jnp.dtype(kv_dtype)), BLACKWELL.prefill_rows
-    assert DecodeShape(spec, 64, 1, *dtypes, sizes.decode_stages, tensor_memory=True).stages() == decode
+    dtype, codes, most = jnp.dtype("bfloat16"), jnp.dtype(kv_dtype), BLACKWELL.prefill_rows
+    assert DecodeShape(spec, 64, 1, dtype, codes, sizes.decode_stages, tensor_memory=True).stages() == decode
     assert prefill_block_q(spec, most) == block_q
-    prefill = Shape(
-        *(spec, 4096, 64, block_q, *dtypes, sizes.num_ctas, True, sizes.prefill_stages), most // 2, tensor_memory=True
-    )
+    rest = sizes.num_ctas, True, sizes.prefill_stages, most // 2, True
+    prefill = Shape(spec, 4096, 64, block_q, dtype, codes, *rest)
     assert (prefill.tile_rows, prefill.stages) == (rows, stages)
     assert prefill.computing * (prefill.block_kv + head_dim) <= 512, "columns of tensor memory"
     if prefill.computing == 2:
