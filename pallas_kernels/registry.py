@@ -18,6 +18,7 @@ from typing import Any
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
 NATIVE = "native"  # machine code of llvmlite; a kind that counts only once `native_code` has made it
+NATIVE_DTYPES = frozenset(("bfloat16", "int8", "uint8"))  # of the weights that it multiplies
 # How a platform's kernels store keys and values; jaxengine.pallas_kernels.kv.pages describes and implements these.
 HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tiles_as_bits", "token_rows", "sequences"
 

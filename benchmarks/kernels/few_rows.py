@@ -19,6 +19,7 @@ from benchmarks.recorder import Recorder
 from jaxengine.pallas_kernels.matmul.cpu import dense as dense_cpu
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
 from jaxengine.pallas_kernels.matmul.native import dense, library, quantized
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 
 # Inputs and outputs: of the embedded model's layers, and of a 1B's and an 8B's widest.
 SHAPES = ((576, 576), (576, 3072), (1536, 576), (2048, 8192), (4096, 14336))
@@ -43,7 +44,7 @@ def _product(kind: str, native: bool, x: jax.Array, matrix: tuple[jax.Array, ...
     codes, scales, *zeros = matrix
     options = {"dtype": jnp.float32, "out_dtype": jnp.float32}
     multiply = (quantized if native else quantized_cpu).quantized_matmul
-    return multiply(x, None, codes, scales, zeros[0] if zeros else None, **options)
+    return multiply(QuantizedOperands(x, None, codes, scales, zeros[0] if zeros else None), **options)
 
 
 def measure(kind: str, rows: int, inputs: int, outputs: int, rounds: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from benchmarks.harness import shared
 from benchmarks.kernels.tpu_profile import ProfileError, bare_kernel, profile
 from benchmarks.recorder import Recorder
 from jaxengine.check.targets import TARGETS
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.tpu.quantized import quantized_matmul
 
 LAYER = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
@@ -48,7 +49,7 @@ def product(rows: int, size: int, out: int, stored: str) -> Any:
     )
 
     def fn(*operands):
-        return quantized_matmul(*operands, dtype=jnp.bfloat16, out_dtype=jnp.bfloat16)
+        return quantized_matmul(QuantizedOperands(*operands), dtype=jnp.bfloat16, out_dtype=jnp.bfloat16)
 
     bare, operands = bare_kernel(fn, args, "quantized_matmul")
     return bare, operands, {"bytes": sum(x.size * x.dtype.itemsize for x in operands) + 2 * rows * out}

@@ -78,7 +78,10 @@ def about(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any], *
     devices: of all stages. built: whether a bundle is being built for these devices, which need not exist here.
     """
     model = {field.name: getattr(source.config, field.name) for field in dataclasses.fields(source.config)}
-    return About(_facts(devices, built), compiled_options(config), {name: _short(each) for name, each in model.items()})
+    facts = _facts(devices, built)
+    if facts["platform"] == "cpu" and (config.dtype == "bfloat16" or config.quantization or source.config.quantization):
+        facts["products of few rows"] = native_code() or "XLA"
+    return About(facts, compiled_options(config), {name: _short(each) for name, each in model.items()})
 
 
 def _facts(devices: Sequence[Any], built: bool) -> dict[str, Any]:
@@ -92,7 +95,6 @@ def _facts(devices: Sequence[Any], built: bool) -> dict[str, Any]:
             found[name] = installed
     if kind == "cpu":
         found |= {"processor": platform.machine(), f"processor's instructions{AMONG}": _instructions()}
-        found["products of few rows"] = native_code() or "XLA"
     if kind == "tpu":  # its last line says which build of libtpu this is
         found["libtpu's build"] = str(first.client.platform_version).rpartition("\n")[2]
         found["topology"] = [list(device.coords) for device in devices]

@@ -69,10 +69,10 @@ class StageRunner:
             # program would not answer those that compile.
             logger.info("compiled steps over several processes are not kept on disk on GPUs")
             cache_dir = ""
-        self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
+        self.params = jax.tree.leaves(params)
+        self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model), weights=self.params)
         self._shared = ExecutableCache(cache_dir, devices)
         self._ranks = named_sharding(programs.mesh, ("batch",))
-        self.params = jax.tree.leaves(params)
         self._forwards: dict[Bucket, Executable] = {}
         self._epilogues: dict[tuple[str, int], Executable] = {}
         self._programs: dict[tuple[str, str], Executable] = {}

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.user_code import UnknownCodeError, changed_code, code_digest
-from jaxengine.models.cache import kernel_modules, native_code, platform_of
+from jaxengine.models.cache import NATIVE_DTYPES, kernel_modules, native_code, platform_of
 from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.bundle import Bundle, NewBundle
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
@@ -91,13 +91,16 @@ class ExecutableCache:
       unused: rows of kernels, (operation, kind), that programs are compiled without. Part of the key.
     """
 
-    def __init__(self, place: Place, devices: Sequence[Any], *, family: type | None = None):
+    def __init__(
+        self, place: Place, devices: Sequence[Any], *, family: type | None = None, weights: Sequence[Any] = ()
+    ):
         """Open the cache folder.
 
         place: as ExecutableFiles takes it, with its ConfigError; or a bundle, from which every program is then loaded,
         or to which it is added. devices: those that the programs run on. family: the model's class; None for programs
-        without a model. If the source of the class is unknown, or code without a known source has changed jaxengine's
-        own, nothing is stored; a warning says so. With a bundle that is a ConfigError.
+        without a model. weights: the model's leaves, of which some dtypes have machine code on CPUs. If the source of
+        the class is unknown, or code without a known source has changed jaxengine's own, nothing is stored; a warning
+        says so. With a bundle that is a ConfigError.
         """
         bundle = self._bundle = place if isinstance(place, Bundle | NewBundle) else None
         directory = place.cache_dir if isinstance(place, Bundle | NewBundle) else place
@@ -122,9 +125,10 @@ class ExecutableCache:
             directory = ""
         self._files = ExecutableFiles(directory)
         self._kept = bundle or _KeptPrograms(self._files)
+        self._has_native = not NATIVE_DTYPES.isdisjoint(str(leaf.dtype) for leaf in weights)
         self._know_sources()
         if bundle is not None:
-            digest = f"{_environment(devices[0], self._family)[0]} {self._changed}"
+            digest = f"{self._environment()[0]} {self._changed}"
             bundle.check_sources("programs" if family is None else family.__name__, digest)
 
     def get(
@@ -196,7 +200,7 @@ class ExecutableCache:
     @property
     def environment(self) -> tuple[str, ...]:
         """Facts that the machine code of every program depends on: sources, versions, devices, flags."""
-        return *_environment(self._devices[0], self._family), *compiler_flags(), self._changed
+        return *self._environment(), *compiler_flags(), self._changed
 
     def stored_bytes(
         self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
@@ -233,6 +237,9 @@ class ExecutableCache:
         shapes = [(leaf.shape, str(leaf.dtype), form) for leaf, form in zip(leaves, forms, strict=True)]
         return file_name(repr((environment, devices, name, donate, shapes, str(structure), description)))
 
+    def _environment(self) -> tuple[str, ...]:
+        return _environment(self._devices[0], self._family, self._has_native)
+
     def _know_sources(self) -> None:
         """Compute the digest of our sources, and store their parsed imports in the cache folder for the next process.
 
@@ -242,7 +249,7 @@ class ExecutableCache:
         if not num_known_sources():
             learn_sources(self._files.read(file) or b"")
         count = num_known_sources()
-        _environment(self._devices[0], self._family)
+        self._environment()
         if num_known_sources() > count:
             self._files.write(file, known_sources())
 
@@ -321,12 +328,15 @@ def _source_file(family: type) -> Path | None:
 
 
 @functools.cache
-def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
+def _environment(device: Any, family: Path | None, has_native: bool) -> tuple[str, ...]:
     """Return the facts that every program's machine code depends on: sources, versions, device kind and number, host.
 
-    family: the file of the model's class; None for programs without a model.
+    family: the file of the model's class; None for programs without a model. has_native: whether machine code may
+    multiply its weights on a CPU.
     """
-    native = native_code() if device.platform == "cpu" else ""  # first, as it decides which modules these are
+    native = (
+        native_code() if has_native and device.platform == "cpu" else ""
+    )  # first, as it decides which modules these are
     return (
         source_digest(Path(__file__).parents[3], kernel_modules(platform_of(device)), family),
         jax.__version__,

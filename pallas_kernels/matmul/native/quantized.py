@@ -8,22 +8,15 @@ import jax
 
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
 from jaxengine.pallas_kernels.matmul.native.product import few_rows_product
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 
 
-def quantized_matmul(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    *,
-    dtype: Any,
-    out_dtype: Any,
-) -> jax.Array:
+def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any) -> jax.Array:
     """Multiply x [M, in] by codes * scales - zeros on a CPU: [M, out] in out_dtype, computed in float32 whatever
     `dtype`; matmul.quantized.quantized_matmul has checked the arguments.
     """
-    y = few_rows_product(quantized_cpu.widened_rows(x, x_scales), codes, scales, zeros)
+    x, x_scales, *matrix = operands
+    y = few_rows_product(quantized_cpu.widened_rows(x, x_scales), *matrix)
     if y is not None:
         return y.astype(out_dtype)
-    return quantized_cpu.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+    return quantized_cpu.quantized_matmul(operands, dtype=dtype, out_dtype=out_dtype)

@@ -16,6 +16,7 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.pallas_kernels import reference, registry
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
 from jaxengine.pallas_kernels.matmul.native import dense, library, product, quantized, quantized_table
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.runner.executables import cache
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
@@ -71,7 +72,8 @@ def check(case) -> None:
             options["codes"] = options["codes"].T
             multiply = partial(quantized_table.quantized_table_matmul, **options)
         else:
-            multiply = partial(quantized.quantized_matmul, x_scales=None, **options)
+            own = [options.pop(name) for name in ("codes", "scales", "zeros")]
+            multiply = lambda x: quantized.quantized_matmul(QuantizedOperands(x, None, *own), **options)  # noqa: E731
 
     got = np.asarray(jax.jit(multiply)(x))
     assert (got.dtype, got.shape) == (np.float32, (rows, out))
