@@ -15,8 +15,8 @@ def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any)
     """Multiply x [M, in] by codes * scales - zeros on a CPU: [M, out] in out_dtype, computed in float32 whatever
     `dtype`; matmul.quantized.quantized_matmul has checked the arguments.
     """
-    x, x_scales, *matrix = operands
-    y = few_rows_product(quantized_cpu.widened_rows(x, x_scales), *matrix)
+    x = quantized_cpu.widened_rows(operands.x, operands.x_scales)
+    y = few_rows_product(x, operands.codes, operands.scales, operands.zeros)
     if y is not None:
         return y.astype(out_dtype)
     return quantized_cpu.quantized_matmul(operands, dtype=dtype, out_dtype=out_dtype)
