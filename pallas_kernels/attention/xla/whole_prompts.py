@@ -7,6 +7,7 @@ ragged_paged_attention cuts them, and use its online softmax.
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import jax
@@ -68,7 +69,9 @@ def whole_prompt_attention(
     lengths = _lengths(num_tokens)
     # bfloat16 operands keep bfloat16 products; sums are float32.
     dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
-    pad = ((0, lengths[-1]), (0, 0), (0, 0))  # the last prompt's padded rows
+    # Rows that padding adds to the last prompt, at most: it is longer than the length below its padded one.
+    added_rows = BLOCK if num_tokens > BLOCK else max(map(operator.sub, lengths, (0, *lengths)))
+    pad = ((0, added_rows), (0, 0), (0, 0))
     q, k, v = (jnp.pad(part.astype(dtype), pad) for part in (q, k, v))
     added = _Added(biases, None if relative is None else (relative[0].astype(dtype), relative[1].astype(dtype)))
     o, begin = jnp.zeros((*q.shape[:2], spec.v_head_dim), jnp.float32), jnp.int32(0)
