@@ -18,7 +18,8 @@ class UpdateOptions(NamedTuple):
     """Options of `LLM.update_weights`.
 
     Attributes:
-      version: of the new weights; None for the last number plus one.
+      version: of the new weights; None for the present number plus one, or, if it is a text, the number of
+        updates.
       mode, kv, strict, chunk_bytes: as there.
     """
 

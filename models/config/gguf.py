@@ -130,6 +130,14 @@ def gguf_fields(
     }
 
 
+def as_array(value: Any) -> np.ndarray:
+    """Return a GGUF value as an array; one of None for lists of unequal lengths, which are no array."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(None)
+
+
 def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
     """Return whether each layer has the window: as `attention.sliding_window_pattern` lists, else all but every
     `full_every`-th. Raises ModelConfigError unless the list has a boolean for each layer.
@@ -138,7 +146,7 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
     listed = fields.value(name, None)
     if listed is None:
         return tuple(bool((layer + 1) % full_every) for layer in range(num_layers))
-    listed = np.asarray(listed)
+    listed = as_array(listed)
     if listed.dtype != np.bool_ or listed.shape != (num_layers,):
         raise fields.fail(name, f"true or false for each of {num_layers} layers")
     return tuple(listed.tolist())

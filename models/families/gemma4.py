@@ -17,7 +17,15 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, RopeFactors, gguf_experts, gguf_fields, gguf_sliding
+from jaxengine.models.config.gguf import (
+    EXPERT_SIZE,
+    GGUFConfig,
+    RopeFactors,
+    as_array,
+    gguf_experts,
+    gguf_fields,
+    gguf_sliding,
+)
 from jaxengine.models.config.hf import (
     FULL,
     SLIDING,
@@ -375,7 +383,7 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
 def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
     """Return the number of each layer in a GGUF field that has one for all, or a list. Raises ModelConfigError."""
     count, given = fields.integer("block_count"), fields.value(name)
-    listed = np.atleast_1d(np.asarray(given))
+    listed = np.atleast_1d(as_array(given))
     if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < 1:
         raise fields.fail(name, f"an integer >= 1, or a list of {count}")
     return tuple(np.broadcast_to(listed, count).tolist())

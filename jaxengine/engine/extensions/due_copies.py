@@ -133,7 +133,7 @@ def kept(offload: Offload, ranks: Sequence[Rank]) -> Iterator[None]:
         found = {key: pool.find(key) for key in pool.digests}
         found |= {} if states is None else {state_key(each): states.find(each) for each in states.digests}
         there = {key: row for key, row in found.items() if row is not None}
-        keys = list(there)[-most:]
+        keys = list(there)[max(0, len(there) - most) :]
         for first in range(0, len(keys), SIZES[-1]):
             due.add(rank, keys[first : first + SIZES[-1]], there)
             while due and time.monotonic() < end:

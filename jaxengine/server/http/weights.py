@@ -38,7 +38,8 @@ class UpdateWeights(RequestModel):
 
     Attributes:
       path: a folder on the engine's machine, with safetensors or in device layout, or a GGUF file there.
-      weight_version: version of the new weights; None for the last number plus one.
+      weight_version: version of the new weights; None for the present number plus one, or, if it is a text, the
+        number of updates.
       mode, kv, strict, chunk_bytes: as of `LLM.update_weights`.
     """
 

@@ -187,7 +187,9 @@ class EngineServer:
             client.replies.append(self._call(message))
 
     def _welcome(self, identity: bytes, message: Hello) -> None:
-        """Record a new connection, in place of an earlier one of the same process, and answer it."""
+        """Record a new connection, in place of an earlier one of the same process, and answer it; one that is gone is
+        dropped.
+        """
         self._drop_index(message.index)
         self._num_clients += 1
         max_bytes = self.core.config.mm_processor_cache_bytes if self._media_kind == KEY_REPLICATED else 0
@@ -197,7 +199,7 @@ class EngineServer:
         config = dataclasses.asdict(self.core.config)
         about = config, str(self.core.model_path), self._limits.num_slots
         welcome = Welcome(*about, self._current_load(), self._media_kind, self._num_media_resets)
-        self._socket.send_multipart([identity, messages.encode(welcome)])
+        self._deliver(client, welcome)
 
     def _submit(self, client: _Client, message: Submit) -> None:
         """Queue a request; a refusal is sent with the next update."""
@@ -299,13 +301,19 @@ class EngineServer:
                 update.refused, client.refused = client.refused, []
             if client.replies:
                 update.replies, client.replies = client.replies, []
-            try:
-                self._send_part(client.identity, _FIRST)
-                self._send_part(messages.encode(update), _LAST)
-            except zmq.ZMQError as error:
-                level = logging.DEBUG if self._draining else logging.ERROR
-                logger.log(level, "API process %d is lost: %s", client.index, error)
-                self._drop(client)
+            self._deliver(client, update)
+
+    def _deliver(self, client: _Client, message: Welcome | Update) -> None:
+        """Send a message to an API process, and drop the process if it cannot be sent to: it may have died since its
+        last message.
+        """
+        try:
+            self._send_part(client.identity, _FIRST)
+            self._send_part(messages.encode(message), _LAST)
+        except zmq.ZMQError as error:
+            level = logging.DEBUG if self._draining else logging.ERROR
+            logger.log(level, "API process %d is lost: %s", client.index, error)
+            self._drop(client)
 
     def _current_load(self) -> Load:
         """Return the load, as the same object while nothing has changed."""

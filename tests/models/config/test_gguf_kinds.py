@@ -76,6 +76,7 @@ def test_layers_without_rope():
         ("olmo2", {}, "olmo2.attention.sliding_window must be absent: OLMo 3 is not read from GGUF, got 100"),
         ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),
         ("exaone4", {"attention.sliding_window_pattern": "LLLG"}, "must be true or false for each of 8 layers"),
+        ("exaone4", {"attention.sliding_window_pattern": [[True], [True, False]]}, "must be true or false for each"),
     ],
 )
 def test_unusable_metadata(architecture, changes, message):

@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+import zmq
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.config.encoder import EncoderOptions
 from jaxengine.engine.timeline import StepRecord, Timeline
 from jaxengine.scheduler.buckets import Bucket
+from jaxengine.server.link import messages
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import EngineServer
 from tests.jaxengine.server.processes.test_processes import LONG, PROMPT, collect, connected, until
@@ -84,3 +86,25 @@ def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):
         server._context.destroy()
     assert [record.message for record in caplog.records] == ["step 7 (decode S=4, 3 rows) was dispatched 3.0 s ago"]
     assert "test_an_engine_that_hangs_says_at_what" in capfd.readouterr().err
+
+
+def test_an_api_process_that_dies_before_it_is_answered_is_dropped(tmp_path, caplog):
+    running = SimpleNamespace(num_running=0, num_waiting=0, num_waiting_tokens=0)
+    scheduler = SimpleNamespace(config=SimpleNamespace(max_num_seqs=4, num_ranks=1), **vars(running))
+    extensions = SimpleNamespace(media_stats=lambda: None)
+    engine = SimpleNamespace(scheduler=scheduler, extensions=extensions)
+    core: Any = SimpleNamespace(engine=engine, config=EncoderOptions(), model_path="model", has_unfinished=True)
+    address = f"ipc://{tmp_path}/engine"
+    server = EngineServer(core, address, ServerConfig(), lambda event: None)
+    try:
+        left = server._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        process = server._context.socket(zmq.DEALER)
+        process.connect(address)
+        process.send(messages.encode(messages.Hello(3)))
+        process.close(1000)
+        assert left.poll(10_000)
+        assert server._receive()
+    finally:
+        server._context.destroy(0)
+    assert "API process 3 is lost: " in caplog.text
+    assert not server._clients and not server._by_number
