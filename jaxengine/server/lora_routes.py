@@ -41,7 +41,11 @@ class LoraRoutes:
 
     @classmethod
     def of(cls, config: ServerConfig, names: Iterable[str] = ()) -> Self:
-        """Return the routes of the option lora_routes. names: the model's own. Raises ConfigError."""
+        """Return the routes of the option lora_routes, none if it is None. names: the model's own.
+
+        Raises ConfigError for a text that is not JSON of the option's form, with names of 1 to 256 characters and
+        weights above 0 and at most 1e12, and for two names that look alike (adapter_names.seen_as), `names` included.
+        """
         text = config.lora_routes
         if text is None:
             return cls({})
@@ -68,7 +72,9 @@ class LoraRoutes:
         return tuple(self._rows)
 
     def pick(self, name: str, key: str) -> str:
-        """Return the adapter that a route stands for, the same one for the same key; `name` if it is no route's."""
+        """Return the adapter that a route stands for: by a hash of name and key, so the same one for the same key, and
+        in proportion to the weights. `name` if it is no route's.
+        """
         row = self._rows.get(name)
         if row is None:
             return name

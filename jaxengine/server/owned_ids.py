@@ -63,7 +63,9 @@ class OwnedEngine(EngineWrapper):
         return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a utility, one of the two of this class or the engine's."""
+        """Call a utility, one of the two of this class or the engine's; return its result. "find_adapter" is False
+        without `sources`, "route_model" its argument without `routes`. Raises the utility's errors.
+        """
         if name == "find_adapter":
             return self._sources is not None and await self._sources.find(self._engine, *arguments)
         if name == "route_model":
@@ -78,15 +80,17 @@ class OwnedEngine(EngineWrapper):
     def _named(
         self, run: Any, prompt: Any, params: Any, request_id: str | None, options: RequestOptions | None
     ) -> AsyncIterator[Any]:
-        """Return the outputs of `run`, under the owner's id in the engine where there is an owner."""
+        """Return the outputs of `run(prompt, params, id, options)`. id: "REQUEST_ID@OWNER" where both are given, and
+        outputs then have `request_id`; else `request_id`.
+        """
         if request_id is None or options is None or not options.owner:
             return run(prompt, params, request_id, options)
         engine_id = f"{request_id}{_AT}{options.owner}"
         return self._outputs(run(prompt, params, engine_id, options), request_id, engine_id)
 
     async def _outputs(self, stream: AsyncIterator[Any], request_id: str, engine_id: str) -> AsyncGenerator[Any, None]:
-        """Yield the outputs of a stream with the id that the client knows; close the stream in every case. Raises the
-        stream's errors, that of an id in use with the client's id.
+        """Yield the outputs of a stream with the id that the client knows; close the stream in every case. The id is
+        running meanwhile, for `abort`. Raises the stream's errors; the RequestError of an id in use has the client's.
         """
         running = self._running.setdefault(request_id, [])
         running.append(engine_id)
@@ -136,7 +140,9 @@ class Viewer:
         self._others: dict[str, str] = {}
 
     def show(self, engine_id: str) -> str:
-        """Return an id as this client sees it."""
+        """Return an id as this client sees it: without the owner if it is its own, else "other-N", N counting from 1
+        the ids that this view has shown. Unchanged for who sees all.
+        """
         if self._owner is None:
             return engine_id
         name, _, owner = engine_id.partition(_AT)

@@ -31,7 +31,7 @@ class UpdateOptions(NamedTuple):
 
 async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
     """Pause the engine; returns when the pause is complete. mode: see PauseMode; clear_cache: also drop cached
-    prefixes.
+    prefixes. Raises RequestError for another mode, and EngineDeadError.
     """
     await engine.utility("pause_engine", mode)
     while not await engine.utility("pause_is_there"):
@@ -41,19 +41,19 @@ async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -
 
 
 async def resume(engine: EngineClient) -> None:
-    """End a pause. Raises RequestError while the engine sleeps."""
+    """End a pause. Raises RequestError while the engine sleeps, and EngineDeadError."""
     await engine.utility("resume_engine")
 
 
 async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | None, *, keep_kv: bool = False) -> None:
-    """Free device memory; arguments and errors as of `LLM.sleep`."""
+    """Pause the engine and free device memory; return when that is done. Arguments and errors as of `LLM.sleep`."""
     await engine.utility("begin_sleep", level, mode, tags, keep_kv)
     while not await engine.utility("fall_asleep", level, tags, keep_kv):
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def release_kv_cache_memory(engine: EngineClient) -> None:
-    """Free the pages of a paused engine. Raises RequestError if it is not paused."""
+    """Free the pages of a paused engine; return when that is done. Raises RequestError if it is not paused."""
     await engine.utility("check_paused")
     while not await engine.utility("fall_asleep", 1, ["kv_cache"]):
         await asyncio.sleep(_POLL_SECONDS)
@@ -66,12 +66,14 @@ async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]
 
 
 async def state(engine: EngineClient) -> dict[str, Any]:
-    """Return `is_paused`, `asleep` (the parts that sleep), and `weight_version`."""
+    """Return `is_paused`, `asleep` (the parts that sleep), and `weight_version`. Raises EngineDeadError."""
     return await engine.utility("engine_pause")
 
 
 async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
-    """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight."""
+    """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight. Raises
+    EngineDeadError.
+    """
     found: dict[str, Any] = {"weight_version": (await state(engine))["weight_version"]}
     return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
 

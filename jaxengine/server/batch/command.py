@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
 async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig, options: dict[str, Any]) -> int:
     """Answer `lines` with a new engine, adding each answer to `results`; return how many requests failed.
 
-    options: of the engine.
+    options: of the engine, which is shut down in the end, also after an error. Raises ConfigError for options, OSError
+    for results that cannot be written, and the engine's errors.
     """
     from tqdm import tqdm
 

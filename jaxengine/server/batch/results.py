@@ -69,7 +69,9 @@ class Results:
             raise
 
     def _lock(self) -> None:
-        """Raise ConfigError if another process has the partial file. The lock ends with the file."""
+        """Lock the partial file, until it is closed. Raises ConfigError if another process has the lock. Does nothing
+        on a file system without locks.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,7 +81,8 @@ class Results:
             pass
 
     def _read(self) -> int:
-        """Read the complete results in the partial file into `known`; return the number of bytes up to their end.
+        """Read the results in the partial file into `known`, up to the first damaged one; return the number of bytes up
+        to their end, 0 if there is only a part of the header or nothing.
 
         Raises ConfigError for a file that does not begin with this batch's header, or with a part of it.
         """
@@ -108,7 +111,9 @@ class Results:
         return sum(kept.failed for kept in self.known.values())
 
     def add(self, line: BatchLine, result: bytes, *, failed: bool) -> None:
-        """Store the result of a request. Raises OSError, for example for a full disk; no result may be added then."""
+        """Append the result of a request, a whole line, to the partial file, and note it in `known`. Raises OSError,
+        for example for a full disk; no result may be added then.
+        """
         # Without results nothing says that the file is of this batch: its model or options may be mended.
         if not self.known:
             self._file.write(self._header)

@@ -92,7 +92,8 @@ class Client:
         """Tokenize a text or conversation (messages with the fields of ChatMessage) to its token ids.
 
         options: other fields of TokenizeRequest.
-        Raises ValueError for other options, TypeError for another kind of prompt, grpc.RpcError.
+        Raises ValueError for other options, TypeError for token ids or a value that its field cannot hold,
+        grpc.RpcError.
         """
         request = pb.TokenizeRequest(**options)
         _set_prompt(request, prompt)
@@ -145,7 +146,9 @@ def bad_fields(error: grpc.RpcError) -> list[str]:
 
 
 def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
-    """Set a request's prompt: a text, messages or token ids. Raises TypeError for token ids in a TokenizeRequest."""
+    """Set a request's prompt: a text, messages or token ids; an empty list is token ids. Raises TypeError for token ids
+    in a TokenizeRequest, TypeError or ValueError for what is no prompt or no field of ChatMessage.
+    """
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):

@@ -118,7 +118,9 @@ class RequestReader:
         self._encoder = PromptEncoder(inputs)
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
-        """Read a request to generate, with its media. stream: answer in chunks, not once. Raises RequestError."""
+        """Read a request to generate: tokenize its prompt and read its media. stream: answer in chunks, not once.
+        Raises RequestError, OverloadedError.
+        """
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
         params = self._sampling_params(request, wanted, stream)
@@ -141,19 +143,28 @@ class RequestReader:
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text. Raises RequestError for one that is empty or too long, OverloadedError."""
+        """Tokenize a text. Raises RequestError for one that is empty or too long, or without a tokenizer;
+        OverloadedError if too many requests wait for a thread.
+        """
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)
         return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
-        """Tokenize a conversation, including placeholders of its images and videos. Raises RequestError."""
+        """Tokenize a conversation, including placeholders of its images and videos, which are read for that. Raises
+        RequestError, OverloadedError.
+        """
         token_ids, parts = await self._read_chat(chat)
         prompt = await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts, _processor_kwargs(chat))
         return prompt["prompt_token_ids"]
 
     async def _read_chat(self, chat: pb.ChatMessages) -> tuple[list[int], list[MediaPart]]:
-        """Tokenize a conversation; return ids and media parts. Its template runs in a thread. Raises RequestError."""
+        """Tokenize a conversation; return ids and media parts, which are not read yet. Its template runs in a thread.
+
+        A generation prompt is added as add_generation_prompt says; without it, unless the last message is continued.
+        Raises RequestError for more than MAX_CHAT_MESSAGES, a content that cannot fit, template variables that are not
+        allowed, and what the template refuses.
+        """
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)
@@ -311,7 +322,9 @@ def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
 
 
 def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
-    """Read mm_processor_kwargs, None if not given. Raises RequestError."""
+    """Read mm_processor_kwargs with whole numbers as integers, None if not given. Raises RequestError for more than
+    MAX_TEMPLATE_VARIABLES_BYTES and numbers that are not finite.
+    """
     if not chat.HasField("mm_processor_kwargs"):
         return None
     found = _read_struct(chat.mm_processor_kwargs, "mm_processor_kwargs", "arguments of the processor")
@@ -319,7 +332,7 @@ def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
 
 
 def _with_integers(value: Any) -> Any:
-    """Convert whole floats to integers, as a Struct has only floats."""
+    """Return a JSON value with integers for whole floats, also in its lists and dicts: a Struct has only floats."""
     if isinstance(value, dict):
         return {name: _with_integers(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -421,7 +434,7 @@ def _name_unknown_field(message: Message, path: str) -> None:
 
 
 def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the fields that are set; names in groups are "group.field"."""
+    """Yield (name, value) of the fields that are set, the prompt's included; names in groups are "group.field"."""
     for field, value in request.ListFields():
         if field.name in GROUPS:
             yield from ((f"{field.name}.{inner.name}", part) for inner, part in value.ListFields())

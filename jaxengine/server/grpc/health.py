@@ -49,8 +49,8 @@ class Health(HealthServicer):
             await asyncio.sleep(HEALTH_INTERVAL)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """Stream the health of a service. Ends the call (RESOURCE_EXHAUSTED) beyond MAX_WATCHES streams, or
-        MAX_WATCHES_OF_ADDRESS of one address.
+        """Stream the health of a service, now and at each change, until the client leaves. Ends the call
+        (RESOURCE_EXHAUSTED, AbortError) beyond MAX_WATCHES streams, or MAX_WATCHES_OF_ADDRESS of one address.
         """
         address = context.peer().rpartition(":")[0]
         if self._watches[address] >= MAX_WATCHES_OF_ADDRESS or self._watches.total() >= MAX_WATCHES:

@@ -108,7 +108,11 @@ def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grp
 
 
 def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls, streams: bool) -> Any:
-    """Return the handler of one method, as described at `handlers`. streams: whether requests are a stream."""
+    """Return the handler of one method, as described at `handlers`: it takes messages as bytes, and sets ARRIVAL,
+    ROUTE_KEY and the caller's trace for the call.
+
+    name: for the log. request_type: of the messages. streams: whether requests are a stream.
+    """
 
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
         ARRIVAL.set(time.monotonic())
@@ -151,7 +155,9 @@ async def first_message(requests: Requests, context: grpc.aio.ServicerContext, t
 
 
 async def _rest(requests: Requests, request_type: type[Message], timeout: float) -> AsyncIterator[Any]:
-    """Yield the messages of a call that follow its first one. Raises CallError if one takes longer than `timeout`."""
+    """Yield the messages of a call that follow its first one, parsed. Raises CallError (DEADLINE_EXCEEDED) if one takes
+    longer than `timeout` seconds, RequestError for one that cannot be read.
+    """
     while True:
         try:
             async with asyncio.timeout(timeout):

@@ -32,32 +32,35 @@ class MediaSender:
     cache: MediaCache | None = None
 
     def knows(self, digest: bytes) -> bool:
-        """Whether a message may omit these pixels."""
+        """Whether a message may omit these pixels; never here."""
         return False
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
         """Make the media part of Submit `number`. Messages must be sent in the order in which they are made.
 
-        whole: include all pixels. An item whose pixels were dropped must be known to the engine: see `complete`.
+        whole: include all pixels, as this class does anyway. Raises RuntimeError for pixels that must be sent and were
+        dropped: see `complete`.
         """
         return media_message(media, [message_item(item, sent_pixels(item)) for item in media.items])
 
     def has_read(self, number: int) -> None:
-        """Record that the engine has read all Submits up to this number."""
+        """Record that the engine has read all Submits up to this number. Does nothing here."""
 
     def refused(self) -> None:
         """Count nothing sent so far as cached: the engine lacked pixels that a message had omitted."""
         self.reset()
 
     def reset(self) -> None:
-        """Count nothing sent so far as cached, since the engine is another one or has cleared its cache."""
+        """Count nothing sent so far as cached, since the engine is another one or has cleared its cache. Does nothing
+        here.
+        """
 
     def lost(self) -> None:
         """Count nothing sent so far as cached: a connection has ended, and another one will follow."""
         self.reset()
 
     def close(self) -> None:
-        """Release what is held for messages: no further connection follows."""
+        """Release what is held for messages: no further connection follows. Does nothing here."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
         """Recompute, on a thread, the pixels that `message` needs and the request no longer has; its requests then have
@@ -119,8 +122,8 @@ class KeySender(KeepingSender):
         return digest in self._keys
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """Make a message that omits cached pixels, and record the others as cached. Arguments as of
-        MediaSender.message.
+        """Make a message that omits cached pixels, and record the others as cached. Arguments and
+        errors as of MediaSender.message.
         """
         with self._lock:
             # As in the receiver: cached items first, so that new ones do not evict them before they are read.

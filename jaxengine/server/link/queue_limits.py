@@ -78,11 +78,13 @@ class RetryEstimate:
         self._ends: collections.deque[float] = collections.deque(maxlen=64)
 
     def ended(self, count: int) -> None:
-        """Record that `count` requests have ended."""
+        """Record that `count` requests have ended now; only the last 64 ends are kept."""
         self._ends.extend([time.monotonic()] * min(count, 64))
 
     def seconds(self, num_waiting: int) -> float:
-        """Return seconds until a quarter of the waiting requests will have run, at least 1 and at most 60."""
+        """Return seconds until a quarter of the waiting requests will have run, at least 1 and at most 60; 1 while
+        fewer than two ends are recorded.
+        """
         if len(self._ends) < 2:
             return _LEAST_RETRY_SECONDS
         each = (time.monotonic() - self._ends[0]) / len(self._ends)

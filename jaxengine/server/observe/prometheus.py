@@ -30,7 +30,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /metrics."""
+    """Create the route /metrics. Samples are labelled with the first served name and engine "0"."""
     routes = APIRouter(tags=["operations"])
     labels = {"model_name": served_names(engine, config)[0], "engine": ENGINE}
 
@@ -56,7 +56,9 @@ class Traffic(Protocol):
 
 
 async def report(engine: EngineClient, traffic: Traffic) -> None:
-    """Add the requests that this process has counted to the engine's metrics. Raises EngineDeadError."""
+    """Add the requests that this process has counted since the last report to the engine's metrics, with facts of the
+    process. Raises the engine's errors, such as EngineDeadError; the requests are then counted with the next report.
+    """
     rows = traffic.http.take()
     try:
         await engine.utility("report", traffic.process, rows, process_facts())

@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the timeline to a file; return 1 if the server refuses. Raises ConfigError for a server that does not
-    answer.
+    """Write the timeline of a server to a file, in place of an earlier one; return 0, or 1 if the server refuses, which
+    is printed. args: options of `add_arguments`. Raises ConfigError for an address that is not of HTTP, for an unusable
+    file of the key and for a server that does not answer, OSError for a file that cannot be written.
     """
     url = f"{args.url.rstrip('/')}/trace?{urllib.parse.urlencode({'seconds': args.seconds})}"
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):

@@ -77,7 +77,9 @@ class Hint:
         return Hint, ()
 
     def digests(self, page_size: int, adapter: bytes, weights: bytes) -> list[int]:
-        """Return the short digests of the prompt's pages. Arguments: as of `prompt_digests`."""
+        """Return the short digests of the prompt's full pages, [] without token ids. Computed once for each combination
+        of the arguments, which are those of `prompt_digests`.
+        """
         found = self._digests.get((page_size, adapter, weights))
         if found is None:
             salt = self.cache_salt

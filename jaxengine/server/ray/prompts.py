@@ -91,7 +91,9 @@ class _NoEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Publish the prompt's tokens and wait; yields nothing."""
+        """Publish the prompt's tokens, which are read on a thread, and wait until cancelled; yields nothing. The last
+        two arguments are not used. Raises RequestError for a prompt that is not valid.
+        """
         found: _Tokens = (), None
         if not (has_media(prompt) or (sampling_params is not None and sampling_params.steer)):
             _, token_ids, salt = await asyncio.to_thread(self.inputs.read_prompt, prompt)
@@ -100,7 +102,7 @@ class _NoEngine:
         yield  # never
 
     async def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        """Publish that there are no tokens, and wait; yields nothing."""
+        """Publish that there are no tokens, and wait until cancelled; yields nothing."""
         await _found(((), None))
         yield  # never
 

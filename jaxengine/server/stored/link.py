@@ -99,7 +99,9 @@ class StoreServer:
             writer.close()
 
     async def _answer(self, call: StoreCall, worker: _RemoteWorker) -> None:
-        """Send the reply to a call; one reply to a read at a time for each connection."""
+        """Send the reply to a call. A read waits until the other end has received most of the reply to the
+        connection's read before.
+        """
         if call.name != "read":
             worker.say(await answer(self._store, call, worker))
             return
@@ -110,7 +112,9 @@ class StoreServer:
 
 
 async def answer(store: ResponseStore, call: StoreCall, worker: Worker) -> StoreReply:
-    """Return the store's reply to a call. worker: generates the responses that are put."""
+    """Return the store's reply to a call; an OverloadedError becomes its fields `full` and `retry_after`. Waits, for
+    `stop` and `delete`, until the response no longer runs. worker: generates the responses that are put.
+    """
     reply, key = StoreReply(call.number), (call.response_id, call.owner)
     try:
         match call.name:
@@ -171,7 +175,7 @@ class StoreClient:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, as Responses.put, and remember its worker while it is running."""
+        """Store a response, as Responses.put, and remember its worker while it is running, for `cancel`."""
         key = stored.owner, stored.id
         is_new = stored.is_running and key not in self._workers
         if stored.is_running:
@@ -204,7 +208,7 @@ class StoreClient:
         return (await self._call("delete", response_id, owner)).found
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Order the worker on a response, if it is one of this client's, to end its work."""
+        """Order the worker on a response to end its work; do nothing if the response is none of this client's."""
         if (worker := self._workers.get((owner, response_id))) is not None:
             worker.cancel(response_id, owner)
 
@@ -220,7 +224,10 @@ class StoreClient:
 
 
 class RemoteStore(StoreClient):
-    """Client of the store that listens at a path; reconnects whenever the store restarts."""
+    """Client of the store that listens at a Unix socket's path; reconnects whenever the store restarts.
+
+    Begins to connect when it is made, which needs a running event loop.
+    """
 
     def __init__(self, path: str):
         super().__init__()
@@ -238,7 +245,7 @@ class RemoteStore(StoreClient):
         return store
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection for good, soon after the call; calls in progress raise EngineDeadError."""
         self._task.cancel()
 
     async def reply(self, call: StoreCall) -> StoreReply:
@@ -253,7 +260,9 @@ class RemoteStore(StoreClient):
             self._calls.pop(call.number, None)
 
     async def _stay_connected(self) -> None:
-        """Connect, and connect again whenever the connection ends, until cancelled."""
+        """Connect, and connect again 0.05 s after the connection ends or cannot be made, until cancelled. At its end,
+        calls in progress fail with EngineDeadError.
+        """
         while True:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 reader, self._writer = await asyncio.open_unix_connection(self._path)
@@ -269,7 +278,9 @@ class RemoteStore(StoreClient):
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Read replies, and orders to stop responses, until the connection ends."""
+        """Pass replies to the calls that wait for them, and orders to stop responses to `cancel`, until the connection
+        ends. Raises OSError, and MsgspecError for a message that cannot be read.
+        """
         frames = Frames(StoreReply | Cancel)
         while data := await reader.read(_READ_BYTES):
             for message in frames.feed(data):

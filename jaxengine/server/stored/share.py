@@ -119,7 +119,9 @@ class Share:
         stored.response = response
 
     def drop(self, response_id: str) -> None:
-        """Remove a response, and its turn unless a later response continues it."""
+        """Remove a response, and its turn and earlier ones as far as no other response continues them. Raises KeyError
+        for an unknown id.
+        """
         self._forget(self.responses.pop(response_id))
 
     def texts_of(self, documents: Iterable[Document]) -> dict[bytes, bytes]:
