@@ -105,4 +105,5 @@ def check_certificates(server: ServerConfig) -> None:
 
 
 def _reason(error: OSError) -> str:
+    """Return why a file cannot be used: OpenSSL's reason, the system's, or else the error's text."""
     return str(getattr(error, "reason", None) or error.strerror or error)

@@ -209,6 +209,7 @@ def _top_logprobs(one: CompletionOutput, tokenizer: Any) -> list[list[dict[str, 
     """Return Dynamo's entries of the likeliest tokens at each new position. tokenizer: None to write ids for texts."""
 
     def text(token: int) -> str:
+        """Return a token's text, "token_id:N" without a tokenizer."""
         return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
 
     return [

@@ -78,8 +78,7 @@ def bearer_key(values: Sequence[bytes]) -> bytes:
 
 
 def owner_tag(digest: bytes) -> str:
-    """Return a short name of a key's holder, for ids in the engine: 12 hexadecimal digits of its digest, "" for NO_KEY.
-    """
+    """Return a short name of a key's holder, for ids in the engine: 12 hex digits of its digest; "" for NO_KEY."""
     return "" if digest == NO_KEY else digest.hex()[:12]
 
 

@@ -38,6 +38,7 @@ class Replicas:
         self._digests: list[set[int]] = []
 
     def __len__(self) -> int:
+        """Return the number of replicas, draining ones included."""
         return len(self._number_of)
 
     @property
@@ -232,10 +233,12 @@ class Replicas:
 
 
 def _mask(holders: int) -> int:
+    """Return the bit mask of replicas in an entry of `Replicas._holders`: a number, or minus a mask of several."""
     return 1 << holders if holders >= 0 else -holders
 
 
 def _seed(name: str) -> int:
+    """Return the first 64 bits of a name's SHA-256, as an unsigned integer."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 

@@ -114,6 +114,7 @@ async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig
         with tqdm(total=len(lines), desc="Requests", unit="request", disable=None) as bar:
 
             def done(line: BatchLine, status: int, answer: Any) -> None:
+                """Count a failed request and the tokens of an answer, and show them on the progress bar."""
                 nonlocal num_failed, num_tokens
                 num_failed += status >= 400
                 usage = answer.get("usage") if isinstance(answer, dict) else None

@@ -160,5 +160,6 @@ def expired_line(line: BatchLine) -> bytes:
 
 
 def _encoded(line: BatchLine, response: Any, error: Any) -> bytes:
+    """Return a result as a line, line break included, with a new id. response, error: JSON values; None for none."""
     result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
     return json.dumps(result, ensure_ascii=False).encode() + b"\n"

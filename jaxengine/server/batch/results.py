@@ -148,11 +148,13 @@ class Results:
         self._partial.unlink()
 
     def __enter__(self) -> Self:
+        """Return this object."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the partial file, and remove it if it has no results. Errors of the block are raised on."""
         if not self.known:
             self._partial.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # of the disk that was full already

@@ -37,6 +37,7 @@ async def run_lines(
     waiting = await asyncio.to_thread(sorted, lines, key=lambda line: line.order, reverse=True)
 
     async def work() -> None:
+        """Answer lines until none waits."""
         while waiting:
             line = waiting.pop()
             status, said = await answer(line)
@@ -81,6 +82,7 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
     sent, status, chunks = False, 500, []
 
     async def receive() -> Message:
+        """Return the body once; later calls wait for ever."""
         nonlocal sent
         if sent:  # the caller never leaves: a second call waits until it is cancelled
             await asyncio.Event().wait()
@@ -88,6 +90,7 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
         return {"type": "http.request", "body": line.body, "more_body": False}
 
     async def send(message: Message) -> None:
+        """Keep the status and the body's chunks of the answer."""
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]

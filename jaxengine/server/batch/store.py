@@ -315,6 +315,7 @@ def check_lifetime(seconds: int | None, name: str) -> int | None:
 
 
 def _new_id() -> str:
+    """Return 32 hexadecimal digits: the time in nanoseconds, by which ids are sorted, then a random number."""
     return f"{time.time_ns():016x}{secrets.token_hex(8)}"
 
 

@@ -27,6 +27,7 @@ class Health(HealthServicer):
     """Implementation of grpc.health.v1 for the entire server (""), for each of its services, and for LIVE."""
 
     def __init__(self, services: tuple[str, ...]):
+        """Begin without a status and without watchers. services: full names of those whose health is reported."""
         super().__init__()
         self._names = ("", *services)
         self._watches: collections.Counter[str] = collections.Counter()

@@ -219,4 +219,5 @@ def _refuse_expired(output: RequestOutput) -> None:
 
 
 def _expired() -> CallError:
+    """Return, not raise, the error of a request whose deadline has passed: DEADLINE_EXCEEDED."""
     return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of this request has passed")

@@ -193,6 +193,7 @@ class Certificates:
         return [self._open(name, Path.stat).st_mtime_ns for name in self._files]
 
     def _open(self, name, read):
+        """Return `read(path)` of the file of an option. Raises ConfigError, naming the option, for an OSError."""
         try:
             return read(self._files[name])
         except OSError as error:

@@ -53,6 +53,7 @@ class OpenCalls:
         self._idle.set()
 
     def __len__(self) -> int:
+        """Return the number of open calls."""
         return self._count
 
     def enter(self, name: str, context: Any) -> None:
@@ -63,6 +64,7 @@ class OpenCalls:
         started = time.monotonic()
 
         def leave(_: Any) -> None:
+            """Count the call out and log it; called by grpc when its status was sent."""
             self._count -= 1
             if not self._count:
                 self._idle.set()

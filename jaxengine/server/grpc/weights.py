@@ -107,6 +107,7 @@ class WeightMethods:
 
 
 def _mode(mode: int, default: str) -> str:
+    """Return the name of a PauseMode's number; `default` for UNSPECIFIED. Raises RequestError for an unknown number."""
     if mode == pb.PAUSE_MODE_UNSPECIFIED:
         return default
     return _known("mode", mode, _MODES)
@@ -146,6 +147,7 @@ def _version(version: str | int) -> dict[str, Any]:
 
 
 def _updated(found: dict[str, Any]) -> pb.UpdateWeightsResponse:
+    """Return the answer to an update. found: a WeightUpdate's fields, of which `version` is removed."""
     return pb.UpdateWeightsResponse(**_version(found.pop("version")), **found)
 
 

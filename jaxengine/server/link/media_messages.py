@@ -107,4 +107,5 @@ def read_media(message: MediaMessage, items: list[MediaItem]) -> Media:
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    """Return an array's values, converted to `dtype`, as bytes in C order and the machine's byte order."""
     return np.ascontiguousarray(array, dtype).tobytes()

@@ -101,6 +101,7 @@ class KeySender(KeepingSender):
     """Sender that mirrors the keys of the engine's cache. `cache` is this object."""
 
     def __init__(self, max_bytes: int):
+        """Begin with nothing cached. max_bytes: size of the engine's cache for this connection."""
         self.cache = self
         self._epoch = 0
         self._keys: LeastRecent[Processed] = LeastRecent(max_bytes)
@@ -156,4 +157,5 @@ def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
 
 
 def _made_whole(items: list[PreparedItem]) -> list[PreparedItem]:
+    """Return the items with their pixels, computed again one after the other; raises the preprocessing's errors."""
     return [item.whole() for item in items]

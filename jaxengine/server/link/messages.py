@@ -476,4 +476,5 @@ def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    """Return an array's values, converted to `dtype` if they have another, as bytes in C order."""
     return array.astype(dtype, copy=False).tobytes()

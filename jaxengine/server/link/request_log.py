@@ -30,4 +30,5 @@ def log_request(prepared: PreparedRequest, options: RequestOptions, max_log_len:
 
 
 def _cut(text: str | None, length: int) -> str | None:
+    """Return a text; of one with more than `length` characters the first so many and "..."; None for None."""
     return text if text is None or len(text) <= length else text[:length] + "..."

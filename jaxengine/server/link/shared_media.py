@@ -276,4 +276,5 @@ def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
 
 
 def _rounded(size: int) -> int:
+    """Return the least multiple of _ALIGNMENT, 64, that is not below `size`."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

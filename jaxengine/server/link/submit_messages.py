@@ -97,4 +97,5 @@ def requests_of(message: Submit, client: int, media: Media | None) -> list[Reque
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    """Return an array's values, converted to `dtype`, as bytes in C order and the machine's byte order."""
     return np.ascontiguousarray(array, dtype).tobytes()

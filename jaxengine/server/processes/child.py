@@ -89,6 +89,7 @@ class Child:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def ordered(order: dict[str, Any]) -> None:
+            """Dump stacks for "explain", else set the event; called on the thread that reads orders."""
             if order["order"] == "explain":
                 faulthandler.dump_traceback(all_threads=True)
             else:

@@ -74,6 +74,7 @@ class Hint:
         self._digests: dict[tuple[int, bytes, bytes], list[int]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as an empty Hint."""
         return Hint, ()
 
     def digests(self, page_size: int, adapter: bytes, weights: bytes) -> list[int]:

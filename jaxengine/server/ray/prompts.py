@@ -38,6 +38,7 @@ class _Reading:
     """Request that is being read. adapter: what it names as its model, if that is not the model's own name."""
 
     def __init__(self, adapter: str | None):
+        """Begin without tokens: a future of the running event loop."""
         self.adapter = adapter
         self.tokens: asyncio.Future[_Tokens] = asyncio.get_running_loop().create_future()
 

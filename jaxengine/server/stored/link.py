@@ -142,6 +142,7 @@ class _RemoteWorker:
     """
 
     def __init__(self, writer: asyncio.StreamWriter):
+        """Use the connection of `writer`, which stays its owner's to close."""
         self._writer = writer
         self.turn = asyncio.Lock()
 
@@ -293,4 +294,5 @@ class RemoteStore(StoreClient):
 
 
 def _gone() -> EngineDeadError:
+    """Return, not raise, the error of a call while there is no connection."""
     return EngineDeadError("the store of responses is being started again")

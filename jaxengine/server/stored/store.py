@@ -181,10 +181,12 @@ class ResponseStore:
 
 
 def _num_responses(share: Share) -> int:
+    """Return how many responses an owner has; a measure for eviction."""
     return len(share.responses)
 
 
 def _num_bytes(share: Share) -> int:
+    """Return how many bytes an owner's responses take; a measure for eviction."""
     return share.num_bytes
 
 
