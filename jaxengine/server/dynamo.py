@@ -66,7 +66,8 @@ class DynamoEngine(_backend.LLMEngine):
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[DynamoEngine, Any]:
         """Return the engine of a command line, not started, and Dynamo's WorkerConfig. argv: None for the program's own
-        arguments. Raises ConfigError for an engine option that is not allowed, and SystemExit for another flag.
+        arguments. Raises ConfigError for an engine option that is not allowed, and SystemExit for another flag or
+        without --model. The engine's kv_role decides whether it is a prefill, a decode or an aggregated worker.
         """
         parser = argparse.ArgumentParser(prog="python -m jaxengine.server.dynamo", allow_abbrev=False)
         group = parser.add_argument_group("Dynamo")
@@ -206,7 +207,9 @@ class DynamoEngine(_backend.LLMEngine):
 
 
 def _top_logprobs(one: CompletionOutput, tokenizer: Any) -> list[list[dict[str, Any]]]:
-    """Return Dynamo's entries of the likeliest tokens at each new position. tokenizer: None to write ids for texts."""
+    """Return Dynamo's entries (rank, token_id, token, logprob) of the likeliest tokens at each new position; [] without
+    logprobs. tokenizer: None to write "token_id:N" for texts.
+    """
 
     def text(token: int) -> str:
         """Return a token's text, "token_id:N" without a tokenizer."""

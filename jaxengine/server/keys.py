@@ -52,7 +52,9 @@ class Keys:
         return self.name_of(digest) if len(self._clients) + len(self._admins) > 1 else None
 
     def admits(self, digest: bytes) -> bool:
-        """Whether the holder of a key, NO_KEY for none, may use the server."""
+        """Whether the holder of a key, NO_KEY for none, may use the server: a client or operator, or anybody if there
+        are no client keys.
+        """
         known = self.is_client(digest) | self.is_admin(digest)
         return known or not self._clients
 

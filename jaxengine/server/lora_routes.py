@@ -23,9 +23,10 @@ _NAME_LENGTH, _MOST_ROUTES, _MOST_WEIGHT = 256, 1 << 16, 1e12
 
 
 def route_key(session: str, request_id: str) -> str:
-    """Return by what a request is routed: its conversation, so that all of that gets one adapter, or else its own id.
+    """Return by what a request is routed, "session ID" or "request ID": its conversation, so that all of that gets one
+    adapter, or else its own id.
 
-    session: value of the header X-Session-ID; "" for none.
+    session: value of the header X-Session-ID; one that is no valid session id, such as "", counts as none.
     """
     return f"session {session}" if SESSION.fullmatch(session) else f"request {request_id}"
 
@@ -85,7 +86,7 @@ class LoraRoutes:
 
 
 def _is_arm(value: Any) -> bool:
-    """Whether a value is an adapter with its weight."""
+    """Whether a value is [adapter, weight]: a text of 1 to 256 characters, and a number above 0 and at most 1e12."""
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
         return False
     weight = value[1]

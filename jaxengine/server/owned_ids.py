@@ -23,7 +23,7 @@ _STEP_IDS = ("admitted", "preempted", "first_tokens", "finished")
 
 
 def shown_id(engine_id: str) -> str:
-    """Return the part of an id that its client knows."""
+    """Return the part of an id that its client knows: what is before "@", or all of it."""
     return engine_id.partition(_AT)[0]
 
 
@@ -73,7 +73,9 @@ class OwnedEngine(EngineWrapper):
         return await super().utility(name, *arguments)
 
     async def abort(self, request_id: str) -> None:
-        """Abort every owner's request of an id, as clients know it or as it is in the engine."""
+        """Abort every owner's request of an id, as clients know it or as it is in the engine. An unknown id has no
+        effect. Raises EngineDeadError.
+        """
         for engine_id in self._running.get(request_id, (request_id,)):
             await self._engine.abort(engine_id)
 
@@ -149,7 +151,7 @@ class Viewer:
         return name if owner == self._owner else self._others.setdefault(engine_id, f"other-{len(self._others) + 1}")
 
     def status(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Return an engine's status as this client sees it."""
+        """Return a copy of an engine's status, a dict with "requests", with their ids replaced by `show`."""
         return {**status, "requests": [self._named(request) for request in status["requests"]]}
 
     def timeline(self, timeline: dict[str, Any]) -> dict[str, Any]:

@@ -53,14 +53,18 @@ async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | N
 
 
 async def release_kv_cache_memory(engine: EngineClient) -> None:
-    """Free the pages of a paused engine; return when that is done. Raises RequestError if it is not paused."""
+    """Free the pages of a paused engine; return when that is done. Raises RequestError if it is not paused, and
+    EngineDeadError.
+    """
     await engine.utility("check_paused")
     while not await engine.utility("fall_asleep", 1, ["kv_cache"]):
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]:
-    """Put the freed parts back on the devices; tags as of `LLM.wake_up`. Returns the parts that still sleep."""
+    """Put the freed parts back on the devices; tags as of `LLM.wake_up`, None for all. Returns the parts that still
+    sleep. Raises RequestError for an unknown tag, and for weights of level 2 that were not given anew; EngineDeadError.
+    """
     await engine.utility("wake_engine", None if tags is None else list(tags))
     return (await state(engine))["asleep"]
 
@@ -102,7 +106,8 @@ async def update_from_pieces(
     engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
 ) -> dict[str, Any]:
     """Replace the weights by those of a safetensors file that arrives in pieces; return a WeightUpdate's fields. Errors
-    as of `update_from_path`.
+    as of `update_from_path`; also RequestError for a file that cannot be kept or is not safetensors, OverloadedError
+    for too many uploads.
 
     The file is kept in weight_upload_dir until it has been read.
     """

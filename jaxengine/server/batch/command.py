@@ -60,8 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer a batch. Returns 0, even if some requests were refused: their results say why.
+    """Answer the requests of a file that have no result yet, and write the output file. Returns 0, even if some
+    requests were refused: their results say why. After an error the results so far are kept, and the same command goes
+    on.
 
+    args: options of `add_arguments`.
     Raises ConfigError for options, a line that is not a request, or results of another batch; OSError for files that
     cannot be written; the engine's errors.
     """

@@ -29,7 +29,9 @@ class RecordFolder:
         self._folder = folder
 
     def make(self) -> None:
-        """Create the folder, for this user alone, unless it is there, and check that it can be written."""
+        """Create the folder, for this user alone, unless it is there, and check that it can be written, by taking its
+        lock.
+        """
         (self._folder / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.locked():
             pass
@@ -39,7 +41,7 @@ class RecordFolder:
         return list((self._folder / "owners").iterdir())
 
     def folder_of(self, owner: str) -> Path:
-        """Return the folder of an owner's records."""
+        """Return the folder of an owner's records, which need not be there."""
         return self._folder / "owners" / owner
 
     def ids(self, owner: str, kind: str) -> list[str]:
@@ -65,7 +67,7 @@ class RecordFolder:
             return None
 
     def write(self, owner: str, record: Record) -> None:
-        """Write a record under its `id`, in place of an earlier one."""
+        """Write a record under its `id`, in place of an earlier one. The owner's folder must be there."""
         write_whole(self.folder_of(owner) / f"{record['id']}.json", [json.dumps(record).encode()])
 
     def remove(self, owner: str, record_id: str) -> None:

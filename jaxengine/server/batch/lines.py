@@ -154,7 +154,9 @@ def result_line(line: BatchLine, status: int, answer: Any) -> bytes:
 
 
 def expired_line(line: BatchLine) -> bytes:
-    """Return the result of a request that was not answered in time as a line of the error file."""
+    """Return the result of a request that was not answered in time, its error code "batch_expired", as a line of the
+    error file, line break included.
+    """
     text = "This request could not be executed before the completion window expired."
     return _encoded(line, None, {"code": "batch_expired", "message": text})
 

@@ -125,7 +125,7 @@ class Results:
     def lines(self, lines: Iterable[BatchLine], *, failed: bool | None = None) -> Iterator[bytes]:
         """Yield the results that are there of `lines`, in their order.
 
-        failed: only those of requests that failed, or only those of others; None for all.
+        failed: True for only those of requests that failed, False for only those of others, None for all.
         """
         for line in lines:
             kept = self.known.get(line.custom_id)
@@ -162,7 +162,9 @@ class Results:
 
 
 def _output_path(path: str) -> Path:
-    """Return the path of the output file without links. Raises ConfigError if no file can be there."""
+    """Return the path of the output file without links. Raises ConfigError for a path without a file's name, and for a
+    folder, a device or a pipe.
+    """
     if not Path(path).name:
         raise ConfigError("output_file", path, "the name of a file")
     if os.path.exists(path) and not os.path.isfile(path):  # renaming would replace a device, such as /dev/null

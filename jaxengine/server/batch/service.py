@@ -66,7 +66,7 @@ class SpareSlots:
             self._num_own += 1
 
     async def __aexit__(self, *_: Any) -> None:
-        """Give the slot back."""
+        """Give the slot back, also after an error, which is raised on."""
         self._num_spare += 1
         self._num_own -= 1
 

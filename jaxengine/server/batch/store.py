@@ -104,7 +104,7 @@ class BatchStore:
         return (record for record in found if record is not None)
 
     def content(self, owner: str, file_id: str) -> Path:
-        """Return the path of a file's content. file_id: of a record that was found."""
+        """Return the path of a file's content, ID.data. file_id: of a record that was found, as it is not checked."""
         return self._records.folder_of(owner) / f"{file_id}.data"
 
     def delete_file(self, owner: str, file_id: str) -> bool:
@@ -180,7 +180,7 @@ class BatchStore:
         return found
 
     def results_path(self, owner: str, batch_id: str) -> str:
-        """Return the path of a batch's results for `Results`."""
+        """Return the path of a batch's results for `Results`, which keeps them as PATH.partial. Creates nothing."""
         return str(self._records.folder_of(owner) / f"{batch_id}.results")
 
     def finish(self, owner: str, batch_id: str, output: Iterable[bytes], errors: Iterable[bytes], end: Record) -> None:
@@ -230,7 +230,9 @@ class BatchStore:
 
     @contextlib.contextmanager
     def only_runner(self) -> Iterator[None]:
-        """Context manager for the one process that runs the batches. Raises BlockingIOError if another one does."""
+        """Context manager for the one process that runs the batches: it holds a lock, without waiting for it. Raises
+        BlockingIOError if another process, or another call in this one, holds it.
+        """
         with open(self._live / "lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
@@ -320,7 +322,9 @@ def _new_id() -> str:
 
 
 def _file_record(file_id: str, size: int, filename: str, purpose: str, lifetime: float) -> Record:
-    """Return the record of a file that is created now and expires after `lifetime` seconds."""
+    """Return the record, OpenAI's object of a file, of one that is created now and expires after `lifetime` seconds.
+    size: in bytes.
+    """
     now = int(time.time())
     about = {"filename": filename, "purpose": purpose, "status": "processed", "status_details": None}
     return {

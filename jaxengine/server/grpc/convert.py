@@ -128,7 +128,8 @@ class RequestReader:
 
     async def score(self, request: pb.ScoreRequest) -> Generation:
         """Read a request to score as a generation of one token, of which only the prompt's
-        log-probabilities are used. Raises RequestError.
+        log-probabilities are used. Candidates are reported if the request asks for them. Raises RequestError,
+        OverloadedError.
         """
         request_id = read_request_id(request)
         asked = request.HasField("candidates")
@@ -210,8 +211,8 @@ class RequestReader:
         return prompt
 
     async def _embedded(self, request: pb.GenerateRequest) -> dict[str, Any]:
-        """Read a prompt of embeddings. Raises RequestError, also for fields that need a prompt's tokens, of which
-        embeddings have none.
+        """Read a prompt of embeddings. Raises RequestError for embeddings that cannot be read, and for
+        truncate_prompt_tokens and response.prompt_token_ids, as the prompt has no tokens.
         """
         for name, value in (
             ("truncate_prompt_tokens", request.truncate_prompt_tokens),
@@ -254,8 +255,9 @@ class RequestReader:
         return prompt
 
     def _sampling_params(self, request: pb.GenerateRequest, wanted: Wanted, stream: bool) -> SamplingParams:
-        """Return the sampling parameters of a request over the model's defaults. stream: outputs have only new tokens.
-        Raises RequestError.
+        """Return the sampling parameters of a request over the model's defaults; with messages, max_tokens is None
+        unless either sets it. wanted: decides on logprobs and on texts. stream: outputs have only new tokens. Raises
+        RequestError for an invalid value, n above max_n, candidates that select nothing, and alignment.
         """
         values: dict[str, Any] = {}
         if request.WhichOneof("prompt") == "messages":
@@ -294,7 +296,8 @@ class RequestReader:
 
 
 def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
-    """Convert a message to the form that chat templates and media.parts read. Raises RequestError.
+    """Convert a message to the form that chat templates and media.parts read. Raises RequestError for one with
+    both content and parts, and for an empty part.
 
     where: path of the message, for errors.
     """
@@ -364,8 +367,8 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
 
 
 def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
-    """Return the caller's request id, or a new one if it is empty. Raises RequestError for one that is not of the
-    allowed form, see names.REQUEST_ID.
+    """Return the caller's request id, or a new one, "grpc-" and 32 hex digits, if it is empty. Raises RequestError for
+    one that is not of the allowed form, see names.REQUEST_ID.
     """
     if not request.request_id:
         return f"grpc-{uuid.uuid4().hex}"

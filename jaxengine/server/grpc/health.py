@@ -72,7 +72,7 @@ def health_handlers(servicer: Health, read_timeout: float) -> grpc.GenericRpcHan
     """
 
     def waiting(method: Any) -> Any:
-        """Return `method` for calls whose message is still to be received."""
+        """Return `method` for calls whose message is still to be received, by `first_message`, within read_timeout."""
 
         async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
             return await method(await first_message(requests, context, read_timeout), context)

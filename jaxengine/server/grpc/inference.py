@@ -167,7 +167,9 @@ class InferenceService:
                 await outputs.aclose()
 
     def _client(self, context: Context) -> str | None:
-        """Return the name of the client, by its key, if the engine's policy distinguishes clients; else None."""
+        """Return the name of the client, by its key, if the engine's scheduling_policy is "fair"; else, and for an
+        unknown key, None.
+        """
         if self._engine.inputs.config.scheduling_policy != "fair":
             return None
         return self._keys.name_of(holder_of(context.invocation_metadata()))

@@ -67,7 +67,8 @@ class GrpcServer:
 
 
 async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
-    """Begin to serve `engine` on config.grpc_port, on the running event loop; return once it is listening.
+    """Begin to serve `engine` on config.grpc_port, on the running event loop; return once it is listening. The Admin
+    service is served if enable_admin, reflection if enable_reflection (None: on loopback).
 
     Raises ConfigError, naming the option, for a port in use and for unusable keys or certificates.
     """
@@ -106,7 +107,9 @@ def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    """Return gRPC's channel options, by the limits of `config`."""
+    """Return gRPC's channel options: sizes of messages and headers and the number of connections by `config`, no
+    compression, SO_REUSEPORT, pings, and the ages of connections.
+    """
     return [
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.max_send_message_length", MAX_SEND_BYTES + config.max_captured_bytes),

@@ -175,12 +175,14 @@ async def _rest(requests: Requests, request_type: type[Message], timeout: float)
 
 
 def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    """Return the metadata of a call whose values are texts, by name."""
+    """Return the metadata of a call whose values are texts, by name; of several of a name the last."""
     return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _parse(request: Message, data: bytes) -> None:
-    """Parse a message into `request`. Raises RequestError for other bytes and for unknown fields."""
+    """Parse a message into `request`, in place. Raises RequestError for bytes that are no such message, and for unknown
+    fields.
+    """
     try:
         request.ParseFromString(data)
     except DecodeError:

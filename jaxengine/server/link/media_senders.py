@@ -47,7 +47,7 @@ class MediaSender:
         """Record that the engine has read all Submits up to this number. Does nothing here."""
 
     def refused(self) -> None:
-        """Count nothing sent so far as cached: the engine lacked pixels that a message had omitted."""
+        """Count nothing sent so far as cached, as `reset`: the engine lacked pixels that a message had omitted."""
         self.reset()
 
     def reset(self) -> None:
@@ -56,7 +56,7 @@ class MediaSender:
         """
 
     def lost(self) -> None:
-        """Count nothing sent so far as cached: a connection has ended, and another one will follow."""
+        """Count nothing sent so far as cached, as `reset`: a connection has ended, and another one will follow."""
         self.reset()
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class KeySender(KeepingSender):
             return media_message(media, items, self._epoch)
 
     def reset(self) -> None:
-        """Begin a new epoch, with nothing cached."""
+        """Begin a new epoch, with nothing cached; its first message makes the engine clear its cache, too."""
         with self._lock:
             self._epoch += 1
             self._keys.clear()

@@ -36,9 +36,9 @@ class QueueLimits:
         return cls(num_slots, 4 * num_slots if max_requests is None else max_requests, max_tokens)
 
     def check(self, load: Load, num_requests: int, num_tokens: int) -> None:
-        """Raise OverloadedError if `num_requests` more with `num_tokens` prompt tokens in all exceed the limits at
-        this load, RequestError for more requests than may ever run and wait. The token limit does not apply while no
-        request is waiting.
+        """Raise OverloadedError, with the load's retry_after, if `num_requests` more with `num_tokens` prompt tokens in
+        all exceed the limits at this load, RequestError for more requests than may ever run and wait. The token limit
+        does not apply while no request is waiting.
         """
         most = self.num_slots + self.max_requests
         if num_requests > most:

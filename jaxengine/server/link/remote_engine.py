@@ -231,7 +231,7 @@ class RemoteEngine:
             await asyncio.wait_for(self._nobody_reads.wait(), 1.0)
 
     def close(self) -> None:
-        """Close the connection; open streams end with EngineDeadError. Does nothing in a fork."""
+        """Close the connection; open streams and calls end with EngineDeadError. Does nothing in a fork."""
         if not self._owner.is_here:
             return
         self._end(EngineDeadError("the connection to the engine was closed"))

@@ -74,7 +74,7 @@ class Arena:
         self._free[first:last] = [(offset, end - offset)]
 
     def write(self, offset: int, parts: tuple[bytes, ...]) -> None:
-        """Write `parts` contiguously from `offset`."""
+        """Write `parts` contiguously from `offset`, which `take` returned for their size; it is not checked."""
         for part in parts:
             self._memory[offset : offset + len(part)] = part
             offset += len(part)
@@ -131,7 +131,7 @@ class SharedSender(KeepingSender):
 
     @property
     def num_bytes(self) -> int:
-        """Return the allocated bytes of the shared memory."""
+        """Return the allocated bytes of this epoch's shared memory; 0 without any."""
         return 0 if self._arena is None else self._arena.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
@@ -268,7 +268,9 @@ class SharedSender(KeepingSender):
 
 
 def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
-    """Create the sender for a kind of cache of jaxengine.config.encoder, as Welcome names it."""
+    """Create the sender for a kind of cache, as Welcome names it: SharedSender for SHARED_MEMORY, KeySender for
+    KEY_REPLICATED, else a MediaSender, which caches nothing. config: has the sizes.
+    """
     size = config.mm_processor_cache_bytes
     if kind == SHARED_MEMORY:
         return SharedSender(size, config.mm_shm_cache_max_object_size_mb << 20)

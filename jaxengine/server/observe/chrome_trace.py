@@ -77,7 +77,9 @@ def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float
 
 
 def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable[Event]:
-    """Yield the events of a step: what the host did, and the device between the times of `span`, in seconds."""
+    """Yield the events of a step: what the host did, the device between the times of `span`, in seconds, and counters
+    of tokens, pages and requests at its start. step: of the "steps" of `Timeline.last`.
+    """
     names = ["number", "bucket", "num_tokens", "num_padded", "num_rows", "num_new_tokens"]
     if step["num_drafts"]:
         names += ["num_drafts", "num_accepted"]
@@ -183,7 +185,7 @@ def _slice(process: int, track: int, name: str, start: float, end: float, argume
 
 
 def _named(what: str, process: int, track: int, name: str) -> Event:
-    """Return the event that names a process or a track."""
+    """Return the metadata event that names a process or a track. what: "process_name" or "thread_name"."""
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
 
 

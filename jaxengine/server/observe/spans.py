@@ -159,7 +159,7 @@ class _RequestSpan:
         self._attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items()}
 
     def add(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
-        """Record an output of the request: its token counts and finish reasons."""
+        """Record an output of the request: its token counts and finish reasons. The last one's ids and times count."""
         self._last = output
         if isinstance(output, PoolingRequestOutput):
             self._num_tokens[0], self._reasons[0] = 0, output.finish_reason
@@ -171,7 +171,7 @@ class _RequestSpan:
                 self._reasons[completion.index] = completion.finish_reason
 
     def failed(self, error: Exception) -> None:
-        """Record the error that ends the request."""
+        """Record the error that ends the request; `end` names its type in the span."""
         self._error = error
 
     def end(self) -> None:

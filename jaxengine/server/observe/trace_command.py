@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """Return the message in the body of an HTTP error, or else its status text."""
+    """Return the message in the JSON body of an HTTP error, which is read, or else its status text."""
     try:
         return json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -29,7 +29,9 @@ _ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 
 
 def alive_seconds(hang_timeout: float) -> float:
-    """Return the interval of a loop's "alive" events in seconds; hang_timeout: in seconds, 0 if nobody checks."""
+    """Return the interval of a loop's "alive" events in seconds: a quarter of `hang_timeout`, at most 1. hang_timeout:
+    in seconds, 0 if nobody checks.
+    """
     return min(_ALIVE_SECONDS, (hang_timeout or math.inf) / _ALIVE_TIMES)
 
 

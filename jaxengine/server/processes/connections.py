@@ -42,7 +42,7 @@ class Connections:
         self._logged_at = -_LOG_SECONDS
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Protocol:
-        """Return the protocol of a new connection."""
+        """Return the protocol of a new connection, which counts once it is made. Arguments: of uvicorn's protocol."""
         return _Protocol(self, *args, **kwargs)
 
     def made(self, protocol: _Protocol) -> None:
@@ -61,11 +61,11 @@ class Connections:
         self._waiting[protocol] = None
 
     def works(self, protocol: _Protocol) -> None:
-        """Record that a connection has a request."""
+        """Record that a connection has a request, so that it is not closed for others."""
         self._waiting.pop(protocol, None)
 
     def lost(self, protocol: _Protocol) -> None:
-        """Remove a connection that has ended."""
+        """Count a connection that has ended out. To be called once for each."""
         self._count -= 1
         self._waiting.pop(protocol, None)
 

@@ -275,7 +275,9 @@ class EngineServer:
         return self.core.utility("reset_mm_cache")
 
     def _mm_cache(self) -> dict[str, Any]:
-        """Describe the image cache: EngineCore's utility, for this server's number of processes."""
+        """Return where images are cached, with this server's number of processes, and `engine_bytes`, what the caches
+        here have: EngineCore's utility "mm_cache".
+        """
         placement = self.core.config.mm_cache_placement(self._num_api_processes)
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}
 
@@ -365,7 +367,7 @@ class EngineServer:
 
 
 def _failure(error: RequestError) -> Failure:
-    """Return an error in the form of a message."""
+    """Return an error in the form of a message: "overloaded", "unknown adapter" or else "request"."""
     if isinstance(error, OverloadedError):
         return Failure("overloaded", str(error), retry_after=error.retry_after)
     kind = "unknown adapter" if isinstance(error, UnknownAdapterError) else "request"

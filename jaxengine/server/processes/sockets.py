@@ -13,7 +13,9 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0 takes a free one. Raises ConfigError for an unusable host or port."""
+    """Return a TCP socket that listens on a port of `host`, a name or an address; port 0 takes a free one. Raises
+    ConfigError for an unusable host or port.
+    """
     made = _bind("port", host, port)
     made.listen(_BACKLOG)
     return made

@@ -56,7 +56,7 @@ class PromptReader:
 
     async def read(self, scope: Scope, body: bytes, adapter: str | None) -> _Tokens:
         """Return (token ids, cache salt) of the first prompt of a request; ((), None) if it has none, has images, or is
-        not valid.
+        not valid. Runs the HTTP application on the request up to the engine's call, and then cancels it.
 
         scope: with the headers that a replica gets: without a session, their request id decides which adapter a name of
         lora_routes stands for.

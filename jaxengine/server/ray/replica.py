@@ -175,7 +175,9 @@ async def _bodies(first: bytes, parts: Sequence[Any]) -> AsyncIterator[Message]:
 
 
 async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
-    """Yield what the application has said, in as few pieces as there is no wait for. None in the queue ends it."""
+    """Take what the application has said from the queue and yield it, in as few pieces as there is no wait for. None in
+    the queue ends it. The first piece has the status and the headers.
+    """
     status, headers = None, Headers()
     while (message := await said.get()) is not None:
         body, last = [message.get("body", b"")], not message.get("more_body", False)

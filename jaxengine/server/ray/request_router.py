@@ -87,7 +87,9 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
     """Chooser of a replica for each call. Calls without a Hint go to the one with the shortest queue."""
 
     def initialize_state(self, *, imbalance: float = 8.0, period: float = 1.0) -> None:
-        """Store the settings. imbalance: as of `Replicas.choose`. period: seconds between a replica's publications."""
+        """Store the settings, and begin without replicas; called by Ray in place of a constructor. imbalance: as of
+        `Replicas.choose`. period: seconds between a replica's publications.
+        """
         self._imbalance = imbalance
         # A prompt that was sent has been computed and published by then, or its pages are gone.
         self._recent_seconds = 10.0 + 3.0 * period

@@ -151,12 +151,12 @@ class _RemoteWorker:
         self.say(Cancel(response_id, owner))
 
     def say(self, message: StoreReply | Cancel) -> None:
-        """Send a message, unless the connection is closing."""
+        """Queue a message for the connection, without waiting; drop it if that is closing."""
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
     async def sent(self) -> None:
-        """Wait until the other end has read most of what was sent."""
+        """Wait until the other end has read most of what was sent, or the connection is lost; raises nothing then."""
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
@@ -176,7 +176,9 @@ class StoreClient:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, as Responses.put, and remember its worker while it is running, for `cancel`."""
+        """Store a response, as Responses.put, and remember its worker while it is running, for `cancel`. Raises
+        EngineDeadError, OverloadedError.
+        """
         key = stored.owner, stored.id
         is_new = stored.is_running and key not in self._workers
         if stored.is_running:
@@ -193,19 +195,23 @@ class StoreClient:
                 self._workers.pop(key, None)
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response, as Responses.find."""
+        """Return a stored response, as Responses.find: None for an unknown one. Raises EngineDeadError."""
         return (await self._call("find", response_id, owner)).found
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return a part of a response, as Responses.read."""
+        """Return a part of a response, as Responses.read: None for an unknown one. Raises EngineDeadError."""
         return (await self._call("read", response_id, owner, part=part)).reading
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, as Responses.stop."""
+        """Stop a response, wait until it no longer runs and return it, as Responses.stop: None for an unknown one.
+        Raises EngineDeadError.
+        """
         return (await self._call("stop", response_id, owner)).found
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Remove a response, as Responses.delete."""
+        """Stop and remove a response and return it, as Responses.delete: None for an unknown one. Raises
+        EngineDeadError.
+        """
         return (await self._call("delete", response_id, owner)).found
 
     def cancel(self, response_id: str, owner: str) -> None:

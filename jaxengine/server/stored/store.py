@@ -58,7 +58,7 @@ class ResponseStore:
         return None
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response, as Responses.find."""
+        """Return a stored response's state and sizes, as Responses.find; None for an unknown one."""
         kept = self._kept(response_id, owner)
         return None if kept is None else _found(kept)
 
@@ -191,7 +191,7 @@ def _num_bytes(share: Share) -> int:
 
 
 def _most_bytes(kept: Kept) -> int:
-    """Return the size of a response with its whole conversation."""
+    """Return the size in bytes of a response with its input and its whole conversation, each with all long texts."""
     return sum(_found(kept).num_bytes.values())
 
 
