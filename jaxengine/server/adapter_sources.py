@@ -46,7 +46,9 @@ class AdapterSources:
         self._missing: dict[str, float] = {}
 
     async def find(self, engine: EngineClient, name: str) -> bool:
-        """Load the adapter that a name stands for, and return True once it is loaded; False if there is none.
+        """Load the adapter that a name stands for, and return True once it is loaded; False if there is none, at once
+        for a text that is no name and for one that the hub did not have in the last minute. Calls for one name share a
+        search.
 
         Raises RequestError for an adapter that the engine refuses, OverloadedError while many names are looked for, and
         EngineDeadError. A caller who leaves does not end the search.
@@ -68,8 +70,8 @@ class AdapterSources:
             logger.debug("adapter %s: %s", name, error)
 
     async def _search(self, engine: EngineClient, name: str) -> bool:
-        """Load the adapter of a name if there is one, else remember a name that the hub does not have; return whether
-        there is one.
+        """Load the adapter of a name if there is one, else, if there are hub owners, remember the name as missing for a
+        minute; return whether there is one. Raises what `load_adapter` raises.
         """
         path = await asyncio.to_thread(self._path_of, name)
         if path is not None:
@@ -81,7 +83,9 @@ class AdapterSources:
         return path is not None
 
     def _path_of(self, name: str) -> Path | None:
-        """Return the folder of an adapter, downloaded if it is the hub's; None if there is none."""
+        """Return the folder of an adapter, downloaded if it is the hub's; None if there is none, or if the download
+        fails, which is logged. Blocks meanwhile.
+        """
         for folder in self._folders:
             found = (folder / name).resolve()
             if found.is_relative_to(folder) and (found / CONFIG).is_file():

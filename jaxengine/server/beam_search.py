@@ -44,7 +44,9 @@ async def beam_search(
     slots = asyncio.Semaphore(max(1, inputs.config.max_num_seqs))
 
     async def follow(number: int, index: int, beam: list[int]) -> RequestOutput:
-        """Return the output of one step of a beam."""
+        """Return the output of step `number` of the beam with this index, as soon as fewer than max_num_seqs run. beam:
+        its token ids, with the prompt's.
+        """
         own = {"prompt_token_ids": beam, "cache_salt": salt}
         async with slots:
             return await _last(engine.stream(own, one, f"{request_id}-{number}-{index}", options))
@@ -83,7 +85,7 @@ async def beam_search(
 
 
 async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """Return the last output of a stream, and close it."""
+    """Return the output of a stream that is `finished`, and close the stream. Raises AssertionError without one."""
     async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
         async for output in outputs:
             if output.finished:

@@ -20,8 +20,9 @@ from jaxengine.server.options import ServerConfig
 def check_captured(
     inputs: InputProcessor, config: ServerConfig, params: SamplingParams, prompt_lengths: Iterable[int]
 ) -> None:
-    """Raise RequestError if the activations in an answer to prompts of these lengths could exceed max_captured_bytes,
-    or if the engine was started without them.
+    """Raise RequestError if the activations in an answer to prompts of these lengths, in tokens, could exceed
+    max_captured_bytes, or if the engine was started without them. Each of `n` outputs counts a row for each token of
+    its prompt and of max_tokens, at most max_model_len. A request without activations always passes.
     """
     names = params.capture or ()
     if not (names or params.return_hidden_states):
@@ -51,6 +52,6 @@ def captured_file(output: CompletionOutput) -> bytes:
 
 
 def captured_fields(output: CompletionOutput) -> dict[str, Any]:
-    """Return the field `captured` of a choice; {} where there are no rows."""
+    """Return {"captured": `captured_file` in base64}, a field of a choice; {} where there are no rows."""
     content = captured_file(output)
     return {"captured": base64.b64encode(content).decode()} if content else {}

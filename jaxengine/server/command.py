@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the server until it ends; return the exit status, which is 2 if a package is missing.
+    """Run the server until it ends; return the exit status, that of Supervisor.run, or 2 if a package is missing, which
+    is printed.
 
     args: options of `add_arguments`. Raises ConfigError for invalid ones and for files of keys or TLS that cannot be
     used, before any process is started.
@@ -105,4 +106,5 @@ def check_certificates(server: ServerConfig) -> None:
 
 
 def _reason(error: OSError) -> str:
+    """Return why a file cannot be used: OpenSSL's reason, the system's, or else the error's text."""
     return str(getattr(error, "reason", None) or error.strerror or error)

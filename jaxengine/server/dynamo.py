@@ -66,7 +66,8 @@ class DynamoEngine(_backend.LLMEngine):
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[DynamoEngine, Any]:
         """Return the engine of a command line, not started, and Dynamo's WorkerConfig. argv: None for the program's own
-        arguments. Raises ConfigError for an engine option that is not allowed, and SystemExit for another flag.
+        arguments. Raises ConfigError for an engine option that is not allowed, and SystemExit for another flag or
+        without --model. The engine's kv_role decides whether it is a prefill, a decode or an aggregated worker.
         """
         parser = argparse.ArgumentParser(prog="python -m jaxengine.server.dynamo", allow_abbrev=False)
         group = parser.add_argument_group("Dynamo")
@@ -89,7 +90,9 @@ class DynamoEngine(_backend.LLMEngine):
         return cls(options, mode, served), worker
 
     async def start(self, worker_id: int) -> Any:
-        """Start the engine; return Dynamo's EngineConfig. Raises ConfigError and what loading a model raises."""
+        """Start the engine on a thread; return Dynamo's EngineConfig. worker_id is not used. Raises ConfigError and
+        what loading a model raises.
+        """
         self.engine = engine = await asyncio.to_thread(AsyncLLM.from_engine_args, self._options)
         config, scheduler = engine.core.runner.config, engine.core.engine.scheduler.config
         registration = _backend.LlmRegistration(
@@ -105,7 +108,10 @@ class DynamoEngine(_backend.LLMEngine):
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Yield a request's tokens in Dynamo's chunks as they come; the last chunk of each output has its
-        finish_reason. Raises RequestError for an option that is not supported.
+        finish_reason, and completion_usage of all outputs so far.
+
+        request: Dynamo's, with token_ids. context: its id() becomes the request's id. Raises RequestError for an option
+        that is not supported, and as AsyncLLM.generate.
         """
         assert self.engine is not None, "Dynamo calls `start` first"
         params = self._params(request)
@@ -121,18 +127,20 @@ class DynamoEngine(_backend.LLMEngine):
                 yield chunk
 
     async def abort(self, context: Any) -> None:
-        """End a request whose client has left."""
+        """End the request with the id context.id(), whose client has left. Does nothing without an engine."""
         if self.engine is not None:
             await self.engine.abort(context.id())
 
     async def cleanup(self) -> None:
-        """End the engine, if it was started."""
+        """Shut the engine down, if it was started, and wait for that; `engine` is None at once."""
         engine, self.engine = self.engine, None
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
 
     async def kv_event_sources(self) -> list[Any]:
-        """Return where each replica publishes its KV events; none without kv_events_config."""
+        """Return where each replica publishes its KV events: of a tcp endpoint, its port plus the replica's number. []
+        before `start`, and if kv_events_config is missing or does not publish.
+        """
         events = self._options.kv_events_config
         if self.engine is None or events is None or not events.publishes:
             return []
@@ -142,7 +150,10 @@ class DynamoEngine(_backend.LLMEngine):
         return [_publisher.ZmqSource(each, events.topic, rank) for rank, each in enumerate(addresses)]
 
     def _params(self, request: dict[str, Any]) -> SamplingParams:
-        """Return the sampling parameters of a request. Raises RequestError for an option that is not supported."""
+        """Return the sampling parameters of a request: new tokens per output, without texts. A prefill worker makes one
+        token and hands its pages over; a decode worker gets the kv_transfer_params of prefill_result. Raises
+        RequestError for an option that is not supported.
+        """
         sampling, stops = (dict(request.get(name) or {}) for name in ("sampling_options", "stop_conditions"))
         guided = {name: one for name, one in (sampling.pop("guided_decoding", None) or {}).items() if one is not None}
         guided.pop("backend", None)
@@ -175,7 +186,9 @@ class DynamoEngine(_backend.LLMEngine):
         return SamplingParams(**options)
 
     def _chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Yield Dynamo's chunk of each of a request's outputs that has new tokens or has ended."""
+        """Yield Dynamo's chunk of each of a request's outputs that has new tokens or has ended. finish_reason "abort"
+        is Dynamo's "cancelled".
+        """
         assert self.engine is not None
         for one in output.outputs:
             if not one.token_ids and one.finish_reason is None:
@@ -194,9 +207,12 @@ class DynamoEngine(_backend.LLMEngine):
 
 
 def _top_logprobs(one: CompletionOutput, tokenizer: Any) -> list[list[dict[str, Any]]]:
-    """Return Dynamo's entries of the likeliest tokens at each new position. tokenizer: None to write ids for texts."""
+    """Return Dynamo's entries (rank, token_id, token, logprob) of the likeliest tokens at each new position; [] without
+    logprobs. tokenizer: None to write "token_id:N" for texts.
+    """
 
     def text(token: int) -> str:
+        """Return a token's text, "token_id:N" without a tokenizer."""
         return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
 
     return [

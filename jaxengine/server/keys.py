@@ -46,13 +46,15 @@ class Keys:
         return bool(self._clients)
 
     def turn_of(self, digest: bytes) -> str | None:
-        """Return the `name_of` the holder of a key, who takes turns with other holders; None if there
-        is only one key.
+        """Return the `name_of` the holder of a key, who takes turns with other holders; None for an unknown key, and if
+        there is only one key, clients' and operators' together.
         """
         return self.name_of(digest) if len(self._clients) + len(self._admins) > 1 else None
 
     def admits(self, digest: bytes) -> bool:
-        """Whether the holder of a key, NO_KEY for none, may use the server."""
+        """Whether the holder of a key, NO_KEY for none, may use the server: a client or operator, or anybody if there
+        are no client keys.
+        """
         known = self.is_client(digest) | self.is_admin(digest)
         return known or not self._clients
 
@@ -78,7 +80,7 @@ def bearer_key(values: Sequence[bytes]) -> bytes:
 
 
 def owner_tag(digest: bytes) -> str:
-    """Return a short name of a key's holder, for ids in the engine; empty for NO_KEY."""
+    """Return a short name of a key's holder, for ids in the engine: 12 hex digits of its digest; "" for NO_KEY."""
     return "" if digest == NO_KEY else digest.hex()[:12]
 
 
@@ -94,6 +96,6 @@ def _among(digest: bytes, digests: Iterable[bytes]) -> bool:
 
 
 def _index(digest: bytes, digests: Iterable[bytes]) -> int | None:
-    """Return the index of the first digest that matches. Compares all of them."""
+    """Return the index of the first digest that matches, None if none does. Compares all of them."""
     found = [hmac.compare_digest(digest, each) for each in digests]
     return found.index(True) if True in found else None

@@ -90,7 +90,9 @@ async def load_from_root(
 
 
 async def loaded_adapters(engine: EngineClient) -> list[dict[str, Any]]:
-    """Return name, path, number and rank of each adapter that requests may name; none if LoRA is disabled."""
+    """Return name, path, number and rank of each adapter that requests may name; [] if LoRA is disabled. Raises
+    EngineDeadError.
+    """
     return await engine.utility("adapters") if engine.inputs.config.enable_lora else []
 
 
@@ -105,5 +107,5 @@ async def has_adapter(engine: EngineClient, name: str) -> bool:
 
 
 async def unload(engine: EngineClient, name: str) -> None:
-    """Unload an adapter; further requests cannot name it. Raises RequestError for an unknown name."""
+    """Unload an adapter; further requests cannot name it. Raises RequestError for an unknown name, EngineDeadError."""
     await engine.utility("unload_adapter", name)

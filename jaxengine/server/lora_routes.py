@@ -23,9 +23,10 @@ _NAME_LENGTH, _MOST_ROUTES, _MOST_WEIGHT = 256, 1 << 16, 1e12
 
 
 def route_key(session: str, request_id: str) -> str:
-    """Return by what a request is routed: its conversation, so that all of that gets one adapter, or else its own id.
+    """Return by what a request is routed, "session ID" or "request ID": its conversation, so that all of that gets one
+    adapter, or else its own id.
 
-    session: value of the header X-Session-ID; "" for none.
+    session: value of the header X-Session-ID; one that is no valid session id, such as "", counts as none.
     """
     return f"session {session}" if SESSION.fullmatch(session) else f"request {request_id}"
 
@@ -41,7 +42,11 @@ class LoraRoutes:
 
     @classmethod
     def of(cls, config: ServerConfig, names: Iterable[str] = ()) -> Self:
-        """Return the routes of the option lora_routes. names: the model's own. Raises ConfigError."""
+        """Return the routes of the option lora_routes, none if it is None. names: the model's own.
+
+        Raises ConfigError for a text that is not JSON of the option's form, with names of 1 to 256 characters and
+        weights above 0 and at most 1e12, and for two names that look alike (adapter_names.seen_as), `names` included.
+        """
         text = config.lora_routes
         if text is None:
             return cls({})
@@ -68,7 +73,9 @@ class LoraRoutes:
         return tuple(self._rows)
 
     def pick(self, name: str, key: str) -> str:
-        """Return the adapter that a route stands for, the same one for the same key; `name` if it is no route's."""
+        """Return the adapter that a route stands for: by a hash of name and key, so the same one for the same key, and
+        in proportion to the weights. `name` if it is no route's.
+        """
         row = self._rows.get(name)
         if row is None:
             return name
@@ -79,7 +86,7 @@ class LoraRoutes:
 
 
 def _is_arm(value: Any) -> bool:
-    """Whether a value is an adapter with its weight."""
+    """Whether a value is [adapter, weight]: a text of 1 to 256 characters, and a number above 0 and at most 1e12."""
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
         return False
     weight = value[1]

@@ -17,5 +17,7 @@ def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
 
 
 def names_of(model: str | None, config: ServerConfig) -> tuple[str, ...]:
-    """Return the names by which requests may call the model that the option `model` names; None: the default model."""
+    """Return the names by which requests may call the model that the option `model` names (None: the default
+    model): served_model_name, or the model's own name if that is empty. Answers carry the first.
+    """
     return config.served_model_name or (model or "SmolLM2-135M-Instruct",)

@@ -301,11 +301,15 @@ class ServerConfig:
                 raise ConfigError.because(name, problem, f"allowed are at most {outer_name}")
 
     def api_keys(self) -> tuple[str, ...]:
-        """Return every key that a client may present. Raises ConfigError for an unusable file."""
+        """Return every key that a client may present, those of api_key_file read now; () if there are none. Raises
+        ConfigError for an unusable file.
+        """
         return (*self.api_key, *_read_keys("api_key_file", self.api_key_file))
 
     def admin_keys(self) -> tuple[str, ...]:
-        """Return every key that an operator may present. Raises ConfigError for an unusable file."""
+        """Return every key that an operator may present, read from admin_key_file now; () without one. Raises
+        ConfigError for an unusable file.
+        """
         return _read_keys("admin_key_file", self.admin_key_file)
 
 
@@ -333,7 +337,7 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
 
 
 def _is(value: object, kind: str) -> bool:
-    """Whether a value is of the type of this name; an integer is a float, too."""
+    """Whether a value is exactly of the type of this name; an integer is a float, too, a bool no integer."""
     if kind == "float":
         return type(value) in (int, float)
     return type(value).__name__ == kind

@@ -23,7 +23,7 @@ _STEP_IDS = ("admitted", "preempted", "first_tokens", "finished")
 
 
 def shown_id(engine_id: str) -> str:
-    """Return the part of an id that its client knows."""
+    """Return the part of an id that its client knows: what is before "@", or all of it."""
     return engine_id.partition(_AT)[0]
 
 
@@ -63,7 +63,9 @@ class OwnedEngine(EngineWrapper):
         return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a utility, one of the two of this class or the engine's."""
+        """Call a utility, one of the two of this class or the engine's; return its result. "find_adapter" is False
+        without `sources`, "route_model" its argument without `routes`. Raises the utility's errors.
+        """
         if name == "find_adapter":
             return self._sources is not None and await self._sources.find(self._engine, *arguments)
         if name == "route_model":
@@ -71,22 +73,26 @@ class OwnedEngine(EngineWrapper):
         return await super().utility(name, *arguments)
 
     async def abort(self, request_id: str) -> None:
-        """Abort every owner's request of an id, as clients know it or as it is in the engine."""
+        """Abort every owner's request of an id, as clients know it or as it is in the engine. An unknown id has no
+        effect. Raises EngineDeadError.
+        """
         for engine_id in self._running.get(request_id, (request_id,)):
             await self._engine.abort(engine_id)
 
     def _named(
         self, run: Any, prompt: Any, params: Any, request_id: str | None, options: RequestOptions | None
     ) -> AsyncIterator[Any]:
-        """Return the outputs of `run`, under the owner's id in the engine where there is an owner."""
+        """Return the outputs of `run(prompt, params, id, options)`. id: "REQUEST_ID@OWNER" where both are given, and
+        outputs then have `request_id`; else `request_id`.
+        """
         if request_id is None or options is None or not options.owner:
             return run(prompt, params, request_id, options)
         engine_id = f"{request_id}{_AT}{options.owner}"
         return self._outputs(run(prompt, params, engine_id, options), request_id, engine_id)
 
     async def _outputs(self, stream: AsyncIterator[Any], request_id: str, engine_id: str) -> AsyncGenerator[Any, None]:
-        """Yield the outputs of a stream with the id that the client knows; close the stream in every case. Raises the
-        stream's errors, that of an id in use with the client's id.
+        """Yield the outputs of a stream with the id that the client knows; close the stream in every case. The id is
+        running meanwhile, for `abort`. Raises the stream's errors; the RequestError of an id in use has the client's.
         """
         running = self._running.setdefault(request_id, [])
         running.append(engine_id)
@@ -136,14 +142,16 @@ class Viewer:
         self._others: dict[str, str] = {}
 
     def show(self, engine_id: str) -> str:
-        """Return an id as this client sees it."""
+        """Return an id as this client sees it: without the owner if it is its own, else "other-N", N counting from 1
+        the ids that this view has shown. Unchanged for who sees all.
+        """
         if self._owner is None:
             return engine_id
         name, _, owner = engine_id.partition(_AT)
         return name if owner == self._owner else self._others.setdefault(engine_id, f"other-{len(self._others) + 1}")
 
     def status(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Return an engine's status as this client sees it."""
+        """Return a copy of an engine's status, a dict with "requests", with their ids replaced by `show`."""
         return {**status, "requests": [self._named(request) for request in status["requests"]]}
 
     def timeline(self, timeline: dict[str, Any]) -> dict[str, Any]:

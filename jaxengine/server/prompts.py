@@ -28,7 +28,7 @@ def read_prompts(
 
     prompt: the field's value, of any type. longest: limit of a prompt's token ids; None if prompts are truncated. Texts
     may have any length here. vocab_size: ids must be below it. Raises RequestError for another form than FORMS, for no
-    prompts or more than `max_prompts`, for lists that are too long, and for an empty prompt.
+    prompts or more than `max_prompts`, for lists that are too long, for an empty prompt, and for ids out of range.
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
@@ -109,7 +109,9 @@ class PromptEncoder:
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
 
     def verify_length(self, num_chars: int, param: str) -> None:
-        """Raise RequestError if a prompt of `num_chars` characters cannot fit, whatever they are."""
+        """Raise RequestError, with `param` as its field, if a prompt of `num_chars` characters cannot fit into
+        max_model_len, whatever they are, or if there is no tokenizer.
+        """
         most = self._most_chars()
         if num_chars > most:
             problem = f"{param} has {num_chars} characters; no more than {most} can fit into max_model_len"
@@ -129,11 +131,15 @@ class PromptEncoder:
         return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
     async def run(self, function: Callable[[], _T]) -> _T:
-        """Run `function` on one of the threads that encode. Raises OverloadedError if too many requests wait."""
+        """Run `function` on one of the threads that encode; return its result. Raises its errors, and OverloadedError
+        if too many requests wait.
+        """
         return await self._workers.run(function)
 
     def _most_chars(self) -> int:
-        """Return the most characters of a prompt that may fit into max_model_len."""
+        """Return the most characters of a prompt that may fit into max_model_len: as many for each token as the longest
+        one has, times _SPACED unless the tokenizer is byte-level. Raises RequestError without a tokenizer.
+        """
         tokenizer = self._inputs.require_tokenizer()
         if self._longest_token is None:
             vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)

@@ -89,12 +89,16 @@ def _imbalance(config: RayConfig, target: int) -> float:
 
 
 def _drain(server: ServerConfig) -> dict[str, Any]:
-    """Return how long a replica that is removed has for its requests: shutdown_timeout, or what Ray gives."""
+    """Return Ray's option for how long a replica that is removed has for its requests, shutdown_timeout; {} for 0,
+    which leaves Ray's default.
+    """
     return {"graceful_shutdown_timeout_s": server.shutdown_timeout} if server.shutdown_timeout else {}
 
 
 def _placement(config: RayConfig, num_nodes: int) -> dict[str, Any]:
-    """Return what a replica needs, and, of an engine over several hosts, what each of them does."""
+    """Return Ray's options for the resources of a replica; of an engine over several hosts, also those for a placement
+    group with a bundle for each.
+    """
     needs = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "resources": dict(config.resources or {})}
     placement: dict[str, Any] = {"ray_actor_options": needs}
     if num_nodes > 1:
@@ -108,7 +112,7 @@ def _placement(config: RayConfig, num_nodes: int) -> dict[str, Any]:
 
 
 def _read(value: Any) -> Any:
-    """Parse a text as JSON; return anything else as it is."""
+    """Return a text's value as JSON; a text that is none, and anything else, as it is."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return json.loads(value)

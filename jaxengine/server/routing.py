@@ -25,7 +25,7 @@ class Replicas:
 
     A replica has a number as long as it is there, the lowest that is free. Of a digest the index stores who has it: the
     number of a single replica, or minus a bit mask of several. So a choice takes a few operations for each page of the
-    prompt, and array operations over all replicas.
+    prompt, and array operations over all replicas. Methods raise KeyError for the name of a replica that is not there.
     """
 
     def __init__(self):
@@ -38,6 +38,7 @@ class Replicas:
         self._digests: list[set[int]] = []
 
     def __len__(self) -> int:
+        """Return the number of replicas, draining ones included."""
         return len(self._number_of)
 
     @property
@@ -64,7 +65,7 @@ class Replicas:
         return number
 
     def remove(self, name: str) -> None:
-        """Remove a replica, with all that is known of it."""
+        """Remove a replica, with all that is known of it; its number is free. Raises KeyError for an unknown name."""
         number = self._number_of[name]
         self.forget(name, list(self._digests[number]))
         self.set_adapters(name, ())
@@ -72,24 +73,32 @@ class Replicas:
         del self._number_of[name]
 
     def set_queue(self, name: str, queue: int) -> None:
-        """Note a replica's requests, running and waiting."""
+        """Note the number of a replica's requests, running and waiting together. A draining one goes on draining.
+        Raises KeyError for an unknown name.
+        """
         number = self._number_of[name]
         self._queues[0, number] = queue
         if np.isfinite(self._queues[1, number]):
             self._queues[1, number] = queue
 
     def set_queues(self, numbers: Sequence[int], queues: Sequence[int]) -> None:
-        """Note the requests of several replicas, by their numbers."""
+        """Note how many requests several replicas have, `queues[i]` of the replica numbered `numbers[i]`. Draining ones
+        go on draining.
+        """
         self._queues[0, numbers] = queues
         self._queues[1, numbers] = np.where(np.isfinite(self._queues[1, numbers]), queues, np.inf)
 
     def set_draining(self, name: str, draining: bool) -> None:
-        """Note whether a replica is to get no further requests."""
+        """Note whether a replica is to get no further requests while others are open. Raises KeyError for an unknown
+        name.
+        """
         number = self._number_of[name]
         self._queues[1, number] = np.inf if draining else self._queues[0, number]
 
     def set_adapters(self, name: str, adapters: Iterable[str]) -> None:
-        """Note the names of the adapters that a replica has loaded."""
+        """Note the names of all adapters that a replica has loaded, in place of those noted before. Raises KeyError for
+        an unknown name.
+        """
         bit, loaded = 1 << self._number_of[name], set(adapters)
         for each in loaded | self._adapters.keys():
             mask = self._adapters.get(each, 0)
@@ -98,7 +107,9 @@ class Replicas:
                 del self._adapters[each]
 
     def learn(self, name: str, digests: Iterable[int]) -> None:
-        """Note pages that a replica has, by their short digests."""
+        """Note pages that a replica has in addition, by their short digests; known ones change nothing. Raises KeyError
+        for an unknown name.
+        """
         number = self._number_of[name]
         new = set(digests) - self._digests[number]
         self._digests[number] |= new
@@ -107,7 +118,9 @@ class Replicas:
             self._holders[digest] = number if holders is None else -(_mask(holders) | 1 << number)
 
     def forget(self, name: str, digests: Iterable[int]) -> None:
-        """Note pages that a replica does not have any more."""
+        """Note pages that a replica does not have any more, by their short digests; unknown ones are ignored. Raises
+        KeyError for an unknown name.
+        """
         number = self._number_of[name]
         gone = self._digests[number].intersection(digests)
         self._digests[number] -= gone
@@ -118,21 +131,27 @@ class Replicas:
                 del self._holders[digest]
 
     def number(self, name: str) -> int:
-        """Return a replica's number."""
+        """Return a replica's number. Raises KeyError for an unknown name."""
         return self._number_of[name]
 
     def known(self, name: str) -> set[int]:
-        """Return the short digests of the pages that a replica has."""
+        """Return the short digests of the pages that a replica has: the index's own set, not to be changed. Raises
+        KeyError for an unknown name.
+        """
         return self._digests[self._number_of[name]]
 
     def least_loaded(self, last: int = -1) -> int:
-        """Return the number of a replica with the fewest requests: of equals, the one after the number `last`."""
+        """Return the number of a replica with the fewest requests: of equals, the next number after `last`, or the
+        lowest if there is none. Draining ones count only if all are. Raises ValueError if there are no replicas.
+        """
         queues = self._open_queues()
         found = np.flatnonzero(queues == queues.min())
         return int(found[np.searchsorted(found, last + 1) % len(found)])
 
     def in_turn(self, last: int = -1) -> int:
-        """Return the number of the replica after the number `last`."""
+        """Return the next replica's number after `last`, or the lowest if there is none. Draining ones count only if
+        all are. Raises ValueError if there are no replicas.
+        """
         found = np.flatnonzero(np.isfinite(self._open_queues()))
         return int(found[np.searchsorted(found, last + 1) % len(found)])
 
@@ -190,8 +209,8 @@ class Replicas:
                 least = min(least, costs[which].min())
 
     def _open_queues(self) -> np.ndarray:
-        """Return the queues f64[numbers] of replicas that may be chosen, infinite at others. Raises ValueError if there
-        are no replicas.
+        """Return the queues f64[numbers] of the replicas that may be chosen, infinite at others: those that are not
+        draining, or all if all are. A view of the index. Raises ValueError if there are no replicas.
         """
         if not self._number_of:
             raise ValueError("there are no replicas")
@@ -214,10 +233,12 @@ class Replicas:
 
 
 def _mask(holders: int) -> int:
+    """Return the bit mask of replicas in an entry of `Replicas._holders`: a number, or minus a mask of several."""
     return 1 << holders if holders >= 0 else -holders
 
 
 def _seed(name: str) -> int:
+    """Return the first 64 bits of a name's SHA-256, as an unsigned integer."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 

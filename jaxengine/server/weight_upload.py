@@ -57,7 +57,7 @@ async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIte
 
 
 def _created(folder: str) -> tuple[int, str]:
-    """Create a file; return its descriptor and path. Raises RequestError."""
+    """Create an empty file in a folder; return its open descriptor and its path. Raises RequestError if it cannot."""
     try:
         return tempfile.mkstemp(prefix="upload-", suffix=".safetensors", dir=folder)
     except OSError as error:
@@ -88,7 +88,7 @@ async def _receive(descriptor: int, folder: str, pieces: AsyncIterator[bytes]) -
 
 
 def _write(descriptor: int, block: bytearray) -> None:
-    """Write all of a block. Raises RequestError."""
+    """Write all of a block to a file's descriptor, blocking. Raises RequestError if it cannot, as on a full disk."""
     view = memoryview(block)
     try:
         while view:
@@ -132,7 +132,9 @@ def _data_bytes(header: bytes) -> int:
 
 
 def _end_of(entry: Any) -> int:
-    """Return the end of a tensor's data. Raises ValueError, TypeError or KeyError for a malformed entry."""
+    """Return the end of a tensor's data, in bytes from the first tensor's. entry: of a header. Raises ValueError,
+    TypeError or KeyError for a malformed entry.
+    """
     begin, end = entry["data_offsets"]
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
         raise ValueError(end)

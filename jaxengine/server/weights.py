@@ -32,7 +32,7 @@ class UpdateOptions(NamedTuple):
 
 async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
     """Pause the engine; returns when the pause is complete. mode: see PauseMode; clear_cache: also drop cached
-    prefixes.
+    prefixes. Raises RequestError for another mode, and EngineDeadError.
     """
     await engine.utility("pause_engine", mode)
     while not await engine.utility("pause_is_there"):
@@ -42,37 +42,43 @@ async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -
 
 
 async def resume(engine: EngineClient) -> None:
-    """End a pause. Raises RequestError while the engine sleeps."""
+    """End a pause. Raises RequestError while the engine sleeps, and EngineDeadError."""
     await engine.utility("resume_engine")
 
 
 async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | None, *, keep_kv: bool = False) -> None:
-    """Free device memory; arguments and errors as of `LLM.sleep`."""
+    """Pause the engine and free device memory; return when that is done. Arguments and errors as of `LLM.sleep`."""
     await engine.utility("begin_sleep", level, mode, tags, keep_kv)
     while not await engine.utility("fall_asleep", level, tags, keep_kv):
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def release_kv_cache_memory(engine: EngineClient) -> None:
-    """Free the pages of a paused engine. Raises RequestError if it is not paused."""
+    """Free the pages of a paused engine; return when that is done. Raises RequestError if it is not paused, and
+    EngineDeadError.
+    """
     await engine.utility("check_paused")
     while not await engine.utility("fall_asleep", 1, ["kv_cache"]):
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]:
-    """Put the freed parts back on the devices; tags as of `LLM.wake_up`. Returns the parts that still sleep."""
+    """Put the freed parts back on the devices; tags as of `LLM.wake_up`, None for all. Returns the parts that still
+    sleep. Raises RequestError for an unknown tag, and for weights of level 2 that were not given anew; EngineDeadError.
+    """
     await engine.utility("wake_engine", None if tags is None else list(tags))
     return (await state(engine))["asleep"]
 
 
 async def state(engine: EngineClient) -> dict[str, Any]:
-    """Return `is_paused`, `asleep` (the parts that sleep), and `weight_version`."""
+    """Return `is_paused`, `asleep` (the parts that sleep), and `weight_version`. Raises EngineDeadError."""
     return await engine.utility("engine_pause")
 
 
 async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
-    """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight."""
+    """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight. Raises
+    EngineDeadError.
+    """
     found: dict[str, Any] = {"weight_version": (await state(engine))["weight_version"]}
     return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
 
@@ -101,7 +107,8 @@ async def update_from_pieces(
     engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
 ) -> dict[str, Any]:
     """Replace the weights by those of a safetensors file that arrives in pieces; return a WeightUpdate's fields. Errors
-    as of `update_from_path`.
+    as of `update_from_path`; also RequestError for a file that cannot be kept or is not safetensors, OverloadedError
+    for too many uploads.
 
     The file is kept in weight_upload_dir until it has been read.
     """

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Workers:
-    """Thread pool with a bounded queue, for one event loop."""
+    """Thread pool of `num_threads`, with a queue of at most `max_waiting` further calls, for one event loop."""
 
     def __init__(self, num_threads: int = 2, max_waiting: int = _MAX_WAITING):
         self._threads = ThreadPoolExecutor(num_threads, "worker")
@@ -28,7 +28,8 @@ class Workers:
         self._count = 0
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run `function` on a thread; return its result or raise its exception. A cancelled call runs on there.
+        """Run `function` on a thread; return its result or raise its exception. A cancelled call runs on there, and
+        counts until it has ended.
 
         Raises OverloadedError if the queue is full, and then does not run it.
         """
@@ -43,6 +44,7 @@ class Workers:
         return await asyncio.shield(work)
 
     def _ended(self, work: asyncio.Future[_T]) -> None:
+        """Count a call that has ended on its thread out, whether its caller is still there or not."""
         self._count -= 1
         if not work.cancelled():
             work.exception()  # mark as retrieved: there may be no caller any more

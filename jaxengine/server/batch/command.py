@@ -60,8 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer a batch. Returns 0, even if some requests were refused: their results say why.
+    """Answer the requests of a file that have no result yet, and write the output file. Returns 0, even if some
+    requests were refused: their results say why. After an error the results so far are kept, and the same command goes
+    on.
 
+    args: options of `add_arguments`.
     Raises ConfigError for options, a line that is not a request, or results of another batch; OSError for files that
     cannot be written; the engine's errors.
     """
@@ -92,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
 async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig, options: dict[str, Any]) -> int:
     """Answer `lines` with a new engine, adding each answer to `results`; return how many requests failed.
 
-    options: of the engine.
+    options: of the engine, which is shut down in the end, also after an error. Raises ConfigError for options, OSError
+    for results that cannot be written, and the engine's errors.
     """
     from tqdm import tqdm
 
@@ -113,6 +117,7 @@ async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig
         with tqdm(total=len(lines), desc="Requests", unit="request", disable=None) as bar:
 
             def done(line: BatchLine, status: int, answer: Any) -> None:
+                """Count a failed request and the tokens of an answer, and show them on the progress bar."""
                 nonlocal num_failed, num_tokens
                 num_failed += status >= 400
                 usage = answer.get("usage") if isinstance(answer, dict) else None

@@ -29,28 +29,32 @@ class RecordFolder:
         self._folder = folder
 
     def make(self) -> None:
-        """Create the folder, for this user alone, unless it is there, and check that it can be written."""
+        """Create the folder, for this user alone, unless it is there, and check that it can be written, by taking its
+        lock.
+        """
         (self._folder / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.locked():
             pass
 
     def owners(self) -> list[Path]:
-        """Return the folders of all owners, which their names are."""
+        """Return the folders of all owners, each of which has its owner's name."""
         return list((self._folder / "owners").iterdir())
 
     def folder_of(self, owner: str) -> Path:
-        """Return the folder of an owner's records."""
+        """Return the folder of an owner's records, which need not be there."""
         return self._folder / "owners" / owner
 
     def ids(self, owner: str, kind: str) -> list[str]:
-        """Return the ids of an owner's records whose id begins with `kind`, the newest first."""
+        """Return the ids of an owner's records whose id begins with `kind`, the newest first; [] for a new owner."""
         folder = self.folder_of(owner)
         names = os.listdir(folder) if folder.is_dir() else []
         stems = (name.removesuffix(".json") for name in names if name.startswith(kind) and name.endswith(".json"))
         return sorted((stem for stem in stems if ID.fullmatch(stem)), reverse=True)
 
     def read(self, owner: str, record_id: str, kind: str) -> Record | None:
-        """Return a record; None if its owner has none of this id, which begins with `kind`, or if it is damaged."""
+        """Return a record; None if its owner has none of this id, which begins with `kind`, or if it is damaged,
+        which is logged.
+        """
         if not (ID.fullmatch(record_id) and record_id.startswith(kind)):
             return None
         path = self.folder_of(owner) / f"{record_id}.json"
@@ -63,17 +67,19 @@ class RecordFolder:
             return None
 
     def write(self, owner: str, record: Record) -> None:
-        """Write a record under its `id`, in place of an earlier one."""
+        """Write a record under its `id`, in place of an earlier one. The owner's folder must be there."""
         write_whole(self.folder_of(owner) / f"{record['id']}.json", [json.dumps(record).encode()])
 
     def remove(self, owner: str, record_id: str) -> None:
-        """Remove a record, and what belongs to it."""
+        """Remove a record, its .data and its .results.partial, each if it is there."""
         for end in ("json", "data", "results.partial"):
             (self.folder_of(owner) / f"{record_id}.{end}").unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager that keeps other threads and processes from changing records."""
+        """Context manager that keeps other threads and processes from changing records. Blocks while another one holds
+        the lock, also of this thread: it cannot be nested.
+        """
         with open(self._folder / "lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -87,7 +93,11 @@ def size_of(path: Path) -> int:
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> int:
-    """Write a file that appears complete or not at all, and return its size in bytes."""
+    """Write a file that appears complete or not at all, in place of an earlier one, and return its size in bytes.
+
+    lines: written one after the other, as they are. It is written and synced to disk as PATH.whole, then renamed.
+    Raises OSError, and whatever `lines` raises.
+    """
     whole = path.with_name(f"{path.name}.whole")
     try:
         with open(whole, "wb") as file:

@@ -91,8 +91,9 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
     only_url: the route of every line; None for any of URLS. most: number of requests that are allowed; None for any.
 
     Raises:
-      LineError: a line is not a request, or there are none or too many; the message has the line's number.
-      ConfigError: the file is missing or unreadable.
+      LineError: a line is not a request, has the custom_id of an earlier one or another url than `only_url`, or there
+        are no requests or too many; the message has the line's number.
+      ConfigError: the path is not a file's. OSError: the file cannot be read.
     """
     file = Path(path)
     if not file.is_file():
@@ -118,7 +119,7 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
 
 def _read_line(path: str, number: int, text: bytes) -> BatchLine:
     """Return the request on a line of an input file. number: of the line, from 1. Raises LineError for all but a JSON
-    object with a custom_id, POST, one of URLS and a body that does not stream.
+    object with a custom_id, POST, one of URLS and a body that does not stream. A byte order mark may begin line 1.
     """
     try:
         fields = read_json(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
@@ -153,11 +154,14 @@ def result_line(line: BatchLine, status: int, answer: Any) -> bytes:
 
 
 def expired_line(line: BatchLine) -> bytes:
-    """Return the result of a request that was not answered in time as a line of the error file."""
+    """Return the result of a request that was not answered in time, its error code "batch_expired", as a line of the
+    error file, line break included.
+    """
     text = "This request could not be executed before the completion window expired."
     return _encoded(line, None, {"code": "batch_expired", "message": text})
 
 
 def _encoded(line: BatchLine, response: Any, error: Any) -> bytes:
+    """Return a result as a line, line break included, with a new id. response, error: JSON values; None for none."""
     result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
     return json.dumps(result, ensure_ascii=False).encode() + b"\n"

@@ -69,7 +69,9 @@ class Results:
             raise
 
     def _lock(self) -> None:
-        """Raise ConfigError if another process has the partial file. The lock ends with the file."""
+        """Lock the partial file, until it is closed. Raises ConfigError if another process has the lock. Does nothing
+        on a file system without locks.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,7 +81,8 @@ class Results:
             pass
 
     def _read(self) -> int:
-        """Read the complete results in the partial file into `known`; return the number of bytes up to their end.
+        """Read the results in the partial file into `known`, up to the first damaged one; return the number of bytes up
+        to their end, 0 if there is only a part of the header or nothing.
 
         Raises ConfigError for a file that does not begin with this batch's header, or with a part of it.
         """
@@ -108,7 +111,9 @@ class Results:
         return sum(kept.failed for kept in self.known.values())
 
     def add(self, line: BatchLine, result: bytes, *, failed: bool) -> None:
-        """Store the result of a request. Raises OSError, for example for a full disk; no result may be added then."""
+        """Append the result of a request, a whole line, to the partial file, and note it in `known`. Raises OSError,
+        for example for a full disk; no result may be added then.
+        """
         # Without results nothing says that the file is of this batch: its model or options may be mended.
         if not self.known:
             self._file.write(self._header)
@@ -120,7 +125,7 @@ class Results:
     def lines(self, lines: Iterable[BatchLine], *, failed: bool | None = None) -> Iterator[bytes]:
         """Yield the results that are there of `lines`, in their order.
 
-        failed: only those of requests that failed, or only those of others; None for all.
+        failed: True for only those of requests that failed, False for only those of others, None for all.
         """
         for line in lines:
             kept = self.known.get(line.custom_id)
@@ -143,11 +148,13 @@ class Results:
         self._partial.unlink()
 
     def __enter__(self) -> Self:
+        """Return this object."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the partial file, and remove it if it has no results. Errors of the block are raised on."""
         if not self.known:
             self._partial.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # of the disk that was full already
@@ -155,7 +162,9 @@ class Results:
 
 
 def _output_path(path: str) -> Path:
-    """Return the path of the output file without links. Raises ConfigError if no file can be there."""
+    """Return the path of the output file without links. Raises ConfigError for a path without a file's name, and for a
+    folder, a device or a pipe.
+    """
     if not Path(path).name:
         raise ConfigError("output_file", path, "the name of a file")
     if os.path.exists(path) and not os.path.isfile(path):  # renaming would replace a device, such as /dev/null

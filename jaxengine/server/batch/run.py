@@ -25,7 +25,8 @@ async def run_lines(
     check: Callable[[], Awaitable[None]],
     done: Callable[[BatchLine, int, Any], None],
 ) -> None:
-    """Answer `lines`, `concurrency` of them at a time, those whose prompts begin alike one after the other.
+    """Answer `lines`, at most `concurrency` of them at a time, those whose prompts begin alike (`BatchLine.order`) one
+    after the other; return when all are answered.
 
     answer: returns a request's HTTP status and the JSON value of its answer. results: receives each result. check:
     raises an error if the engine has failed, so that its failure does not become a request's result. done: called after
@@ -37,6 +38,7 @@ async def run_lines(
     waiting = await asyncio.to_thread(sorted, lines, key=lambda line: line.order, reverse=True)
 
     async def work() -> None:
+        """Answer lines until none waits."""
         while waiting:
             line = waiting.pop()
             status, said = await answer(line)
@@ -58,7 +60,8 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
     state: what the caller says of the request to the application's middleware, such as whose it is. The request's id
     follows from the line's custom_id, so a line that is tried again gets the adapter of lora_routes that it had.
 
-    An answer that is not JSON, such as embeddings as plain bytes, becomes an error with status 400.
+    An answer that is not JSON, such as embeddings as plain bytes, becomes an error with status 400. Raises what the
+    application raises.
     """
     name = hashlib.sha256(line.custom_id.encode()).hexdigest()[:32].encode()
     length = str(len(line.body)).encode()
@@ -81,6 +84,7 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
     sent, status, chunks = False, 500, []
 
     async def receive() -> Message:
+        """Return the body once; later calls wait for ever."""
         nonlocal sent
         if sent:  # the caller never leaves: a second call waits until it is cancelled
             await asyncio.Event().wait()
@@ -88,6 +92,7 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
         return {"type": "http.request", "body": line.body, "more_body": False}
 
     async def send(message: Message) -> None:
+        """Keep the status and the body's chunks of the answer."""
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]

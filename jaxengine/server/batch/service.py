@@ -38,8 +38,8 @@ _LATER = (429, 503)
 
 
 class SpareSlots:
-    """Slots of the engine that requests of batches may take: as many as leave some free, and none while other requests
-    wait. An asynchronous context manager for one slot.
+    """Slots of the engine that requests of batches may take: three quarters, rounded up, but not all if there are two
+    or more, and none while other requests wait. An asynchronous context manager for one slot.
     """
 
     def __init__(self, engine: EngineClient):
@@ -49,7 +49,9 @@ class SpareSlots:
         self._looked = 0.0
 
     async def __aenter__(self) -> None:
-        """Take a slot as soon as there is one, in the order of the calls. Raises EngineDeadError."""
+        """Take a slot as soon as there is one, in the order of the calls. Asks the engine for its load if the last
+        answer is older than 0.1 s or left no slot. Raises EngineDeadError.
+        """
         async with self._turn:
             while self._num_spare <= 0 or time.monotonic() - self._looked > _LOAD_SECONDS:
                 load = await self._engine.utility("load")
@@ -64,7 +66,7 @@ class SpareSlots:
             self._num_own += 1
 
     async def __aexit__(self, *_: Any) -> None:
-        """Give the slot back."""
+        """Give the slot back, also after an error, which is raised on."""
         self._num_spare += 1
         self._num_own -= 1
 
@@ -74,6 +76,8 @@ class BatchService:
 
     Args:
       app: the HTTP application. engine: the one that it serves. config: has enable_batch_api.
+
+    Raises ConfigError if batch_storage_dir cannot be used.
     """
 
     def __init__(self, app: ASGIApp, engine: EngineClient, config: ServerConfig):
@@ -87,7 +91,9 @@ class BatchService:
         self._paused: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Run batches until cancelled, unless and until another process does."""
+        """Run batches until cancelled. While another process runs them, look every second whether it has ended; after
+        an OSError, which is logged, go on 15 s later.
+        """
         while True:
             try:
                 with self._store.only_runner():
@@ -100,8 +106,8 @@ class BatchService:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self) -> None:
-        """Start the store's batches, at most one of each owner, and remove what is old from time to time, until
-        cancelled.
+        """Start the store's batches, at most one of each owner and four at a time, and remove what is old every ten
+        minutes, until cancelled; then cancel them and wait for their ends. Raises OSError.
         """
         swept = -_SWEEP_SECONDS
         try:
@@ -125,7 +131,9 @@ class BatchService:
             self._work.clear()
 
     async def _try(self, owner: str, batch_id: str) -> None:
-        """Run a batch to its end; log what prevents that, and let it wait a while."""
+        """Run a batch to its end. After an OSError or EngineDeadError, which is logged, it is not tried again for 15 s;
+        any other exception is logged and ends it as failed. Raises OSError if that cannot be stored.
+        """
         self._paused.pop(batch_id, None)
         try:
             await self._run(owner, batch_id)
@@ -138,8 +146,8 @@ class BatchService:
             await asyncio.to_thread(self._fail, owner, batch_id, problem)
 
     async def _run(self, owner: str, batch_id: str) -> None:
-        """Answer a batch and store its end. A file that cannot be read as requests ends it as failed. Raises OSError,
-        EngineDeadError.
+        """Answer a batch and store its end; do nothing if it is gone. A file that cannot be read as requests ends it as
+        failed. Raises OSError, EngineDeadError, and ConfigError for results of another file's batch.
         """
         record = await asyncio.to_thread(self._store.batch, owner, batch_id)
         if record is None:
@@ -154,7 +162,7 @@ class BatchService:
             return
 
         def begin(record: Record) -> None:
-            """Set the state of a batch that begins to run."""
+            """Set a record's total count, and its status to in_progress if it was validating."""
             if record["status"] == "validating":
                 record.update(status="in_progress", in_progress_at=int(time.time()))
             record["request_counts"]["total"] = len(lines)
@@ -168,7 +176,9 @@ class BatchService:
     async def _answer(self, owner: str, batch_id: str, lines: list[BatchLine], results: Results) -> str:
         """Answer the lines that have no result, until there are none, the batch is cancelled or its time is over.
 
-        Returns the status with which the batch ends.
+        Returns the status with which the batch ends: "completed", "cancelled" (also if its record is gone) or
+        "expired". Each second it stores the counts. Requests in progress are cancelled at the end. Raises the errors of
+        `run_lines`.
         """
         left = [line for line in lines if line.custom_id not in results.known]
         answer = partial(self._answer_line, bytes.fromhex(owner))
@@ -190,7 +200,9 @@ class BatchService:
             await asyncio.wait([working])
 
     async def _answer_line(self, holder: bytes, line: BatchLine) -> tuple[int, Any]:
-        """Return a request's status and answer, once the engine has a slot to spare. holder: digest of its key."""
+        """Return a request's HTTP status and answer, once the engine has a slot to spare. One with status 429 or 503 is
+        sent again after a second, as often as needed. holder: digest of its key. Raises EngineDeadError.
+        """
         while True:
             async with self._slots:
                 status, answer = await call(self._app, line, {"holder": holder, "priority": self._priority})
@@ -199,12 +211,12 @@ class BatchService:
             await asyncio.sleep(_REFUSED_SECONDS)
 
     def _finish(self, owner: str, batch_id: str, lines: list[BatchLine], results: Results, status: str) -> None:
-        """Store the output and error files of a batch that has ended, with its last state. status: as `_answer` returns
-        it.
+        """Store the output and error files of a batch that has ended, with its last state. The error file has the
+        failed requests, and, if the status is "expired", those without a result. status: as `_answer` returns it.
         """
 
         def finalise(record: Record) -> None:
-            """Set the counts, and the state of a batch whose files are being written."""
+            """Set a record's counts, and its status to finalizing if the batch is completed."""
             _count(record, results=results)
             if status == "completed":
                 record.update(status="finalizing", finalizing_at=int(time.time()))
@@ -221,13 +233,13 @@ class BatchService:
         self._store.finish(owner, batch_id, output, (*failures, *errors), end)
 
     def _fail(self, owner: str, batch_id: str, problem: Record) -> None:
-        """End a batch without results, because of its file."""
+        """End a batch as failed, without results. problem: the entry of its `errors`."""
         errors = {"object": "list", "data": [problem]}
         end = {"status": "failed", "failed_at": int(time.time()), "errors": errors}
         self._store.finish(owner, batch_id, (), (), end)
 
 
 def _count(record: Record, *, results: Results) -> None:
-    """Set the counts of a batch's record."""
+    """Set the counts of completed and of failed requests in a batch's record from its results so far."""
     failed = results.num_failed
     record["request_counts"].update(completed=len(results.known) - failed, failed=failed)

@@ -85,7 +85,9 @@ class BatchStore:
         return cls(config.batch_storage_dir, bounds)
 
     def upload(self, owner: str) -> Upload:
-        """Return a new file that is being received. Raises OverloadedError for an owner who may have no further one."""
+        """Create an empty file that is being received, in the owner's folder, which is made if it is missing; return
+        it. Raises OverloadedError for an owner with `client_files` files or more than `client_bytes` bytes.
+        """
         folder = self._records.folder_of(owner)
         folder.mkdir(mode=0o700, exist_ok=True)
         self._check_quota(folder)
@@ -102,11 +104,13 @@ class BatchStore:
         return (record for record in found if record is not None)
 
     def content(self, owner: str, file_id: str) -> Path:
-        """Return the path of a file's content. file_id: of a record that was found."""
+        """Return the path of a file's content, ID.data. file_id: of a record that was found, as it is not checked."""
         return self._records.folder_of(owner) / f"{file_id}.data"
 
     def delete_file(self, owner: str, file_id: str) -> bool:
-        """Remove a file; return whether it was there. Raises RequestError for the input of a batch that runs."""
+        """Remove a file; return whether it was there and had not expired. Raises RequestError for the input of a batch
+        that has not ended.
+        """
         with self._records.locked():
             if self.file(owner, file_id) is None:
                 return False
@@ -116,10 +120,9 @@ class BatchStore:
         return True
 
     def create(self, owner: str, fields: Record) -> Record:
-        """Store a new batch with the `fields` of its record; return that.
+        """Store a new batch with a new id and the `fields` of its record, and list it as live; return the record.
 
-        Raises OverloadedError if as many of the owner's as may be stored have not ended; otherwise an ended one that is
-        too many is removed.
+        An owner with `client_batches` batches loses the oldest that has ended. Raises OverloadedError if none has.
         """
         batch_id = f"batch_{_new_id()}"
         record = {"id": batch_id, **fields}
@@ -146,7 +149,9 @@ class BatchStore:
         return (record for record in found if record is not None)
 
     def change(self, owner: str, batch_id: str, edit: Callable[[Record], Any]) -> Record | None:
-        """Let `edit` change the record of a batch, and store it; return it, None if there is no such batch."""
+        """Let `edit` change the record of a batch in place, under the folder's lock, and store it if it is another one
+        then; return it, None if there is no such batch.
+        """
         with self._records.locked():
             record = self.batch(owner, batch_id)
             if record is not None:
@@ -157,7 +162,9 @@ class BatchStore:
         return record
 
     def live(self) -> list[tuple[str, str]]:
-        """Return (owner, id) of the batches that have not ended, in the order of their creation."""
+        """Return (owner, id) of the batches that have not ended, in the order of their creation. Removes the entries of
+        others in FOLDER/live; those without a record once they are an hour old.
+        """
         found: list[tuple[str, str]] = []
         for batch_id in sorted(name for name in os.listdir(self._live) if ID.fullmatch(name)):
             entry = self._live / batch_id
@@ -173,13 +180,15 @@ class BatchStore:
         return found
 
     def results_path(self, owner: str, batch_id: str) -> str:
-        """Return the path of a batch's results for `Results`."""
+        """Return the path of a batch's results for `Results`, which keeps them as PATH.partial. Creates nothing."""
         return str(self._records.folder_of(owner) / f"{batch_id}.results")
 
     def finish(self, owner: str, batch_id: str, output: Iterable[bytes], errors: Iterable[bytes], end: Record) -> None:
-        """Store a batch's output and error file, each only if it has lines, and its last state, the fields `end`.
+        """Store a batch's output and error file, each only if it has lines, and its last state: the fields `end`, with
+        the ids of these files as output_file_id and error_file_id. Then remove its live entry and its partial results.
 
-        It may be called again for a batch whose process was killed meanwhile.
+        The files expire after the seconds of the record's output_expires_after, else after `retention`. It may be
+        called again for a batch whose process was killed meanwhile.
         """
         number = batch_id.removeprefix("batch_")
         record = self.batch(owner, batch_id) or {}
@@ -200,7 +209,10 @@ class BatchStore:
         Path(f"{self.results_path(owner, batch_id)}.partial").unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what has been kept for long enough: expired files, ended batches, and what killed processes left."""
+        """Remove what has been kept for long enough: expired files, except inputs of batches that have not ended;
+        batches that have ended and were created `retention` seconds ago; and, after an hour, what killed processes
+        left.
+        """
         now = time.time()
         for folder in self._records.owners():
             owner = folder.name
@@ -218,7 +230,9 @@ class BatchStore:
 
     @contextlib.contextmanager
     def only_runner(self) -> Iterator[None]:
-        """Context manager for the one process that runs the batches. Raises BlockingIOError if another one does."""
+        """Context manager for the one process that runs the batches: it holds a lock, without waiting for it. Raises
+        BlockingIOError if another process, or another call in this one, holds it.
+        """
         with open(self._live / "lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
@@ -269,7 +283,9 @@ class Upload:
         self._size = 0
 
     def write(self, piece: bytes) -> None:
-        """Append to the content. Raises TooLargeError."""
+        """Append to the content. Raises TooLargeError, and then writes nothing, if it would have more than `file_bytes`
+        bytes; OSError.
+        """
         self._size += len(piece)
         if self._size > self._store.bounds.file_bytes:
             problem = f"file has more than {self._store.bounds.file_bytes} bytes, which are allowed"
@@ -278,7 +294,7 @@ class Upload:
 
     def keep(self, filename: str, purpose: str, lifetime: float | None) -> Record:
         """Store the file for `lifetime` seconds, None or more than the store's for as long as that keeps files; return
-        its record. Raises OverloadedError if its owner has no room for it.
+        its record. Raises OverloadedError if its owner has no room for it, and OSError.
         """
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -292,8 +308,8 @@ class Upload:
 
 
 def check_lifetime(seconds: int | None, name: str) -> int | None:
-    """Return `seconds`, after which a file expires; None for no limit of its own. Raises RequestError for others than
-    OpenAI allows, naming the field `name`.
+    """Return `seconds`, after which a file expires; None for no limit of its own. Raises RequestError, naming
+    the field `name`, unless they are 3600 to 2592000, both included.
     """
     if seconds is not None and not 3600 <= seconds <= 2592000:
         raise RequestError(f"{name} is {show_value(seconds)}; allowed are 3600 to 2592000", param=name)
@@ -301,11 +317,14 @@ def check_lifetime(seconds: int | None, name: str) -> int | None:
 
 
 def _new_id() -> str:
+    """Return 32 hexadecimal digits: the time in nanoseconds, by which ids are sorted, then a random number."""
     return f"{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def _file_record(file_id: str, size: int, filename: str, purpose: str, lifetime: float) -> Record:
-    """Return the record of a file that is created now and expires after `lifetime` seconds."""
+    """Return the record, OpenAI's object of a file, of one that is created now and expires after `lifetime` seconds.
+    size: in bytes.
+    """
     now = int(time.time())
     about = {"filename": filename, "purpose": purpose, "status": "processed", "status_details": None}
     return {

@@ -29,7 +29,7 @@ class AdminService(WeightMethods):
         self._calls = calls
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
-        """Return versions, parallel sizes and limits of the engine."""
+        """Return versions, parallel sizes and limits of the engine. Raises EngineDeadError."""
         config = self._engine.inputs.config
         status = await self._engine.utility("status")
         return pb.ServerInfo(
@@ -63,7 +63,9 @@ class AdminService(WeightMethods):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.Load:
-        """Return the number of requests that run and wait, the share of KV pages in use, and the open calls."""
+        """Return the number of requests that run and wait, the share of KV pages in use, 0 to 1, and the number of open
+        calls, this one included. Raises EngineDeadError.
+        """
         status = await self._engine.utility("status")
         return pb.Load(
             num_requests_running=status["num_running"],
@@ -73,7 +75,9 @@ class AdminService(WeightMethods):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Abort requests by id; unknown ids are ignored. Raises RequestError for none, and for more than MAX_IDS."""
+        """Abort requests by id, without waiting for their ends; unknown ids are ignored. Raises RequestError for none,
+        and for more than MAX_IDS; EngineDeadError.
+        """
         count = len(request.request_ids)
         if not 1 <= count <= MAX_IDS:
             raise RequestError(f"request_ids holds {count} ids; allowed are 1 to {MAX_IDS}", param="request_ids")
@@ -82,18 +86,18 @@ class AdminService(WeightMethods):
         return pb.AbortResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
-        """Drop cached prefixes and images."""
+        """Drop cached prefixes and images; success: whether both were dropped. Raises EngineDeadError."""
         done = [await self._engine.utility(name) for name in ("reset_prefix_cache", "reset_mm_cache")]
         return pb.FlushCacheResponse(success=all(done))
 
     async def LoadLoraAdapter(self, request: pb.LoadLoraAdapterRequest, context: Context) -> pb.LoadLoraAdapterResponse:
-        """Load an adapter from a folder in lora_root. Raises RequestError."""
+        """Load an adapter from a folder in lora_root. Raises RequestError and EngineDeadError, as `load_from_root`."""
         await load_from_root(self._engine, self._config, self._model_names, request.lora_name, request.lora_path)
         return pb.LoadLoraAdapterResponse()
 
     async def UnloadLoraAdapter(
         self, request: pb.UnloadLoraAdapterRequest, context: Context
     ) -> pb.UnloadLoraAdapterResponse:
-        """Unload an adapter. Raises RequestError for an unknown name."""
+        """Unload an adapter. Raises RequestError for an unknown name, and EngineDeadError."""
         await unload(self._engine, request.lora_name)
         return pb.UnloadLoraAdapterResponse()

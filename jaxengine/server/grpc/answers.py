@@ -77,7 +77,9 @@ class AnswerWriter:
         )
 
     def _sequence(self, completion: CompletionOutput) -> pb.SequenceOutput:
-        """Return the message of one of a request's n outputs, or of its new part; count its tokens."""
+        """Return the message of one of a request's n outputs, or of its new part: text, token ids and scores as far as
+        they are wanted, captured rows, and its end. Counts its tokens, so call it once for each part.
+        """
         index, new = completion.index, completion.token_ids
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(new)
         if new:
@@ -93,7 +95,9 @@ class AnswerWriter:
         return message
 
     def _finish_info(self, completion: CompletionOutput) -> pb.FinishInfo:
-        """Return why an output has ended; after "stop" with the string or token that ended it."""
+        """Return why an output has ended, and its tokens so far; after "stop" with the string or token that ended it,
+        its last token where stop_reason is None (eos). Raises KeyError for a reason that is not of FINISH_REASONS.
+        """
         info = pb.FinishInfo(
             num_output_tokens=self._num_tokens[completion.index],
             finish_reason=FINISH_REASONS[completion.finish_reason or ""],
@@ -115,7 +119,9 @@ def _write_scores(
     logprobs: bool,
     candidates: bool,
 ) -> None:
-    """Append log-probabilities and ranks of tokens to a message, and their candidates; 0 for a position of None."""
+    """Append log-probabilities and ranks of tokens to a message if `logprobs`, and the other tokens of each position if
+    `candidates`; 0 for a position of None, and for a missing rank.
+    """
     for position in positions:
         # The chosen token comes first.
         (_, chosen), *others = (position or {None: Logprob(0.0)}).items()

@@ -31,7 +31,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Return the handler of a call, or one that refuses it; set OWNER."""
+        """Return the call's own handler, of `continuation`, or one that refuses it; set OWNER for this task. Called by
+        grpc for each call, before its message is read.
+        """
         method = str(handler_call_details.method)
         # The call runs in this task: its images are read at this key's turn.
         OWNER.set(self._keys.turn_of(holder_of(handler_call_details.invocation_metadata)))
@@ -39,7 +41,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details) if refused is None else _refusing(*refused)
 
     def _refusal(self, method: str, metadata: Any) -> tuple[grpc.StatusCode, str] | None:
-        """Return the status and the message with which a call is refused; None for one that is allowed."""
+        """Return the status and the message with which a call is refused; None for one that is allowed. method: full
+        name, "/package.Service/Method".
+        """
         if method.startswith(HEALTH):
             return None
         holder = holder_of(metadata)
@@ -59,10 +63,10 @@ def holder_of(metadata: Any) -> bytes:
 
 
 def _refusing(code: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler:
-    """Return a handler that ends a call with this status."""
+    """Return a handler that ends a call with this status and message, without reading from it."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-        """End the call."""
+        """End the call; grpc's AbortError leaves it."""
         await context.abort(code, details)
 
     # A stream handler does not wait for a message.

@@ -69,6 +69,7 @@ class Client:
         """Generate the complete answer, and return when it is there. Raises grpc.RpcError.
 
         Args:
+          prompt: a text, token ids, or messages with the fields of ChatMessage.
           timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None: only the server's limit applies.
           options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
             max_new_tokens, stop_strings, output_token_ids, cache_salt, ...; with messages also those of ChatMessages.
@@ -92,7 +93,8 @@ class Client:
         """Tokenize a text or conversation (messages with the fields of ChatMessage) to its token ids.
 
         options: other fields of TokenizeRequest.
-        Raises ValueError for other options, TypeError for another kind of prompt, grpc.RpcError.
+        Raises ValueError for other options, TypeError for token ids or a value that its field cannot hold,
+        grpc.RpcError.
         """
         request = pb.TokenizeRequest(**options)
         _set_prompt(request, prompt)
@@ -145,7 +147,9 @@ def bad_fields(error: grpc.RpcError) -> list[str]:
 
 
 def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
-    """Set a request's prompt: a text, messages or token ids. Raises TypeError for token ids in a TokenizeRequest."""
+    """Set a request's prompt: a text, messages or token ids; an empty list is token ids. Raises TypeError for token ids
+    in a TokenizeRequest, TypeError or ValueError for what is no prompt or no field of ChatMessage.
+    """
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):

@@ -118,7 +118,9 @@ class RequestReader:
         self._encoder = PromptEncoder(inputs)
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
-        """Read a request to generate, with its media. stream: answer in chunks, not once. Raises RequestError."""
+        """Read a request to generate: tokenize its prompt and read its media. stream: answer in chunks, not once.
+        Raises RequestError, OverloadedError.
+        """
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
         params = self._sampling_params(request, wanted, stream)
@@ -126,7 +128,8 @@ class RequestReader:
 
     async def score(self, request: pb.ScoreRequest) -> Generation:
         """Read a request to score as a generation of one token, of which only the prompt's
-        log-probabilities are used. Raises RequestError.
+        log-probabilities are used. Candidates are reported if the request asks for them. Raises RequestError,
+        OverloadedError.
         """
         request_id = read_request_id(request)
         asked = request.HasField("candidates")
@@ -141,19 +144,28 @@ class RequestReader:
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text. Raises RequestError for one that is empty or too long, OverloadedError."""
+        """Tokenize a text. Raises RequestError for one that is empty or too long, or without a tokenizer;
+        OverloadedError if too many requests wait for a thread.
+        """
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)
         return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
-        """Tokenize a conversation, including placeholders of its images and videos. Raises RequestError."""
+        """Tokenize a conversation, including placeholders of its images and videos, which are read for that. Raises
+        RequestError, OverloadedError.
+        """
         token_ids, parts = await self._read_chat(chat)
         prompt = await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts, _processor_kwargs(chat))
         return prompt["prompt_token_ids"]
 
     async def _read_chat(self, chat: pb.ChatMessages) -> tuple[list[int], list[MediaPart]]:
-        """Tokenize a conversation; return ids and media parts. Its template runs in a thread. Raises RequestError."""
+        """Tokenize a conversation; return ids and media parts, which are not read yet. Its template runs in a thread.
+
+        A generation prompt is added as add_generation_prompt says; without it, unless the last message is continued.
+        Raises RequestError for more than MAX_CHAT_MESSAGES, a content that cannot fit, template variables that are not
+        allowed, and what the template refuses.
+        """
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)
@@ -199,8 +211,8 @@ class RequestReader:
         return prompt
 
     async def _embedded(self, request: pb.GenerateRequest) -> dict[str, Any]:
-        """Read a prompt of embeddings. Raises RequestError, also for fields that need a prompt's tokens, of which
-        embeddings have none.
+        """Read a prompt of embeddings. Raises RequestError for embeddings that cannot be read, and for
+        truncate_prompt_tokens and response.prompt_token_ids, as the prompt has no tokens.
         """
         for name, value in (
             ("truncate_prompt_tokens", request.truncate_prompt_tokens),
@@ -243,8 +255,9 @@ class RequestReader:
         return prompt
 
     def _sampling_params(self, request: pb.GenerateRequest, wanted: Wanted, stream: bool) -> SamplingParams:
-        """Return the sampling parameters of a request over the model's defaults. stream: outputs have only new tokens.
-        Raises RequestError.
+        """Return the sampling parameters of a request over the model's defaults; with messages, max_tokens is None
+        unless either sets it. wanted: decides on logprobs and on texts. stream: outputs have only new tokens. Raises
+        RequestError for an invalid value, n above max_n, candidates that select nothing, and alignment.
         """
         values: dict[str, Any] = {}
         if request.WhichOneof("prompt") == "messages":
@@ -283,7 +296,8 @@ class RequestReader:
 
 
 def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
-    """Convert a message to the form that chat templates and media.parts read. Raises RequestError.
+    """Convert a message to the form that chat templates and media.parts read. Raises RequestError for one with
+    both content and parts, and for an empty part.
 
     where: path of the message, for errors.
     """
@@ -311,7 +325,9 @@ def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
 
 
 def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
-    """Read mm_processor_kwargs, None if not given. Raises RequestError."""
+    """Read mm_processor_kwargs with whole numbers as integers, None if not given. Raises RequestError for more than
+    MAX_TEMPLATE_VARIABLES_BYTES and numbers that are not finite.
+    """
     if not chat.HasField("mm_processor_kwargs"):
         return None
     found = _read_struct(chat.mm_processor_kwargs, "mm_processor_kwargs", "arguments of the processor")
@@ -319,7 +335,7 @@ def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
 
 
 def _with_integers(value: Any) -> Any:
-    """Convert whole floats to integers, as a Struct has only floats."""
+    """Return a JSON value with integers for whole floats, also in its lists and dicts: a Struct has only floats."""
     if isinstance(value, dict):
         return {name: _with_integers(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -351,8 +367,8 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
 
 
 def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
-    """Return the caller's request id, or a new one if it is empty. Raises RequestError for one that is not of the
-    allowed form, see names.REQUEST_ID.
+    """Return the caller's request id, or a new one, "grpc-" and 32 hex digits, if it is empty. Raises RequestError for
+    one that is not of the allowed form, see names.REQUEST_ID.
     """
     if not request.request_id:
         return f"grpc-{uuid.uuid4().hex}"
@@ -421,7 +437,7 @@ def _name_unknown_field(message: Message, path: str) -> None:
 
 
 def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the fields that are set; names in groups are "group.field"."""
+    """Yield (name, value) of the fields that are set, the prompt's included; names in groups are "group.field"."""
     for field, value in request.ListFields():
         if field.name in GROUPS:
             yield from ((f"{field.name}.{inner.name}", part) for inner, part in value.ListFields())

@@ -27,6 +27,7 @@ class Health(HealthServicer):
     """Implementation of grpc.health.v1 for the entire server (""), for each of its services, and for LIVE."""
 
     def __init__(self, services: tuple[str, ...]):
+        """Begin without a status and without watchers. services: full names of those whose health is reported."""
         super().__init__()
         self._names = ("", *services)
         self._watches: collections.Counter[str] = collections.Counter()
@@ -49,8 +50,8 @@ class Health(HealthServicer):
             await asyncio.sleep(HEALTH_INTERVAL)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """Stream the health of a service. Ends the call (RESOURCE_EXHAUSTED) beyond MAX_WATCHES streams, or
-        MAX_WATCHES_OF_ADDRESS of one address.
+        """Stream the health of a service, now and at each change, until the client leaves. Ends the call
+        (RESOURCE_EXHAUSTED, AbortError) beyond MAX_WATCHES streams, or MAX_WATCHES_OF_ADDRESS of one address.
         """
         address = context.peer().rpartition(":")[0]
         if self._watches[address] >= MAX_WATCHES_OF_ADDRESS or self._watches.total() >= MAX_WATCHES:
@@ -71,7 +72,7 @@ def health_handlers(servicer: Health, read_timeout: float) -> grpc.GenericRpcHan
     """
 
     def waiting(method: Any) -> Any:
-        """Return `method` for calls whose message is still to be received."""
+        """Return `method` for calls whose message is still to be received, by `first_message`, within read_timeout."""
 
         async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
             return await method(await first_message(requests, context, read_timeout), context)

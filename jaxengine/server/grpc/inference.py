@@ -42,14 +42,19 @@ class InferenceService:
         self._model_names = model_names
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """Return the complete answer to a prompt."""
+        """Return the complete answer to a prompt, once it is there. Raises RequestError for an invalid request,
+        CallError for an unknown model, an id in use and a passed deadline, OverloadedError and EngineDeadError.
+        """
         model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=False)
         output = await self._finish(generation, lora, context)
         return AnswerWriter(generation.request_id, model, generation.wanted).response(output)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
-        """Write the answer to a prompt in chunks. The first one comes after metadata with the request's id."""
+        """Write the answer to a prompt in chunks. The first one comes after metadata with the request's id. Raises
+        as `Generate`, after the last chunks if the deadline passes, and CallError (ABORTED) if a chunk is not read for
+        stream_write_timeout seconds; the request is aborted then.
+        """
         model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=True)
         writer = AnswerWriter(generation.request_id, model, generation.wanted)
@@ -64,7 +69,9 @@ class InferenceService:
                 _refuse_expired(output)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Return the log-probabilities of a prompt's tokens."""
+        """Return the log-probabilities of a prompt's tokens, and of likely ones if the request asks for candidates.
+        Raises as `Generate`.
+        """
         model, lora = await self._model(request.model)
         generation = await self._reader.score(request)
         output = await self._finish(generation, lora, context)
@@ -77,7 +84,10 @@ class InferenceService:
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Return the token ids of a text or a conversation. Raises RequestError."""
+        """Return the token ids of a text or a conversation, and their texts if asked for. Special tokens are added to a
+        text unless add_special_tokens is false. Raises RequestError without a prompt or tokenizer, for
+        add_special_tokens with messages, and for an invalid prompt; CallError for an unknown model.
+        """
         await self._model(request.model)
         inputs = self._engine.inputs
         tokenizer, kind = inputs.require_tokenizer(), request.WhichOneof("prompt")
@@ -102,8 +112,8 @@ class InferenceService:
         )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Return the text of token ids. Raises RequestError for more than MAX_DETOKENIZE, and for ids outside the
-        vocabulary.
+        """Return the text of token ids, decoded on a thread. Raises RequestError for more than MAX_DETOKENIZE, for ids
+        outside the vocabulary, and without a tokenizer; CallError for an unknown model.
         """
         await self._model(request.model)
         inputs = self._engine.inputs
@@ -119,8 +129,9 @@ class InferenceService:
     async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:
         """Run a request of kind FINAL_ONLY; return its only output. lora: name of its adapter, or None.
 
-        Raises CallError if its deadline passes or its id is in use, the errors of EngineClient.stream, and RuntimeError
-        if the engine gives no last output. If it is cancelled, the request is aborted.
+        Raises CallError if its deadline passes or its id is in use, RequestError for too many captured bytes, the
+        errors of EngineClient.stream, and RuntimeError if the engine gives no last output. If it is cancelled, the
+        request is aborted.
         """
         async with aclosing(self._run(generation, lora, context)) as outputs:
             async for output in outputs:
@@ -132,8 +143,9 @@ class InferenceService:
     async def _run(
         self, generation: Generation, lora: str | None, context: Context
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request to the engine. lora: name of its adapter, or None. Raises CallError if its
-        deadline has passed or its id is in use, and the errors of EngineClient.stream.
+        """Yield the outputs of a request to the engine; closing it early aborts the request. lora: name of its adapter,
+        or None. Raises CallError if its deadline has passed or its id is in use, RequestError for too many captured
+        bytes (`check_captured`), and the errors of EngineClient.stream.
         """
         prompt_length = len(generation.prompt["prompt_token_ids"])
         check_captured(self._engine.inputs, self._config, generation.params, [prompt_length])
@@ -155,7 +167,9 @@ class InferenceService:
                 await outputs.aclose()
 
     def _client(self, context: Context) -> str | None:
-        """Return the name of the client, by its key, if the engine's policy distinguishes clients; else None."""
+        """Return the name of the client, by its key, if the engine's scheduling_policy is "fair"; else, and for an
+        unknown key, None.
+        """
         if self._engine.inputs.config.scheduling_policy != "fair":
             return None
         return self._keys.name_of(holder_of(context.invocation_metadata()))
@@ -189,7 +203,8 @@ class InferenceService:
         """Return (model name for the answer, adapter name or None) for a request's `model`, "" for the default, or
         for the adapter that lora_routes put in its place.
 
-        Raises CallError (NOT_FOUND) for a model or adapter that is not served.
+        Loads an adapter that is found by its name. Raises CallError (NOT_FOUND) for a model or adapter that is not
+        served, and the errors of `has_adapter`.
         """
         name = await self._engine.utility("route_model", name)
         if not name or name in self._model_names:
@@ -206,4 +221,5 @@ def _refuse_expired(output: RequestOutput) -> None:
 
 
 def _expired() -> CallError:
+    """Return, not raise, the error of a request whose deadline has passed: DEADLINE_EXCEEDED."""
     return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of this request has passed")

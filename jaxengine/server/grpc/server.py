@@ -67,7 +67,8 @@ class GrpcServer:
 
 
 async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
-    """Begin to serve `engine` on config.grpc_port, on the running event loop; return once it is listening.
+    """Begin to serve `engine` on config.grpc_port, on the running event loop; return once it is listening. The Admin
+    service is served if enable_admin, reflection if enable_reflection (None: on loopback).
 
     Raises ConfigError, naming the option, for a port in use and for unusable keys or certificates.
     """
@@ -96,7 +97,9 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
 
 
 def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
-    """Return how many calls may be open: all that the engine runs and queues, and SPARE_CALLS."""
+    """Return how many calls may be open: max_num_seqs of all replicas, max_num_queued_reqs (None: four times as many)
+    and SPARE_CALLS.
+    """
     engine_config = engine.inputs.config
     max_num_seqs = engine_config.max_num_seqs * engine_config.data_parallel_size
     queued = 4 * max_num_seqs if config.max_num_queued_reqs is None else config.max_num_queued_reqs
@@ -104,7 +107,9 @@ def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    """Return gRPC's channel options, by the limits of `config`."""
+    """Return gRPC's channel options: sizes of messages and headers and the number of connections by `config`, no
+    compression, SO_REUSEPORT, pings, and the ages of connections.
+    """
     return [
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.max_send_message_length", MAX_SEND_BYTES + config.max_captured_bytes),
@@ -130,7 +135,9 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
-    """Open grpc_port, with TLS if there is a certificate; return the port. Raises ConfigError."""
+    """Open grpc_port, with TLS if there is a certificate; return the port, the one taken if it is 0. Raises ConfigError
+    for None, a port that cannot be opened and certificate files that cannot be used.
+    """
     if config.grpc_port is None:
         raise ConfigError("grpc_port", None, "0 to 65535")
     address = f"[{config.host}]:{config.grpc_port}" if ":" in config.host else f"{config.host}:{config.grpc_port}"
@@ -159,7 +166,9 @@ class Certificates:
         self._changed = self._times()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a port. With ssl_ca_certs, clients must present a certificate, too."""
+        """Return credentials for a port, which look at the files at each handshake. With ssl_ca_certs, clients must
+        present a certificate, too. Raises ConfigError for a file that cannot be read.
+        """
         return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed, "ssl_ca_certs" in self._files)
 
     def _renewed(self) -> Any:
@@ -177,16 +186,17 @@ class Certificates:
         return configuration
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
-        """Return the current content of the files. Raises ConfigError."""
+        """Return the current content of the files. Raises ConfigError for one that cannot be read."""
         contents = {name: self._open(name, Path.read_bytes) for name in self._files}
         pair = contents["ssl_keyfile"], contents["ssl_certfile"]
         return grpc.ssl_server_certificate_configuration([pair], contents.get("ssl_ca_certs"))
 
     def _times(self) -> list[int]:
-        """Return when each file was last changed, in nanoseconds. Raises ConfigError."""
+        """Return when each file was last changed, in nanoseconds. Raises ConfigError for one that is missing."""
         return [self._open(name, Path.stat).st_mtime_ns for name in self._files]
 
     def _open(self, name, read):
+        """Return `read(path)` of the file of an option. Raises ConfigError, naming the option, for an OSError."""
         try:
             return read(self._files[name])
         except OSError as error:

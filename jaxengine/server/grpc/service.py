@@ -53,6 +53,7 @@ class OpenCalls:
         self._idle.set()
 
     def __len__(self) -> int:
+        """Return the number of open calls."""
         return self._count
 
     def enter(self, name: str, context: Any) -> None:
@@ -63,6 +64,7 @@ class OpenCalls:
         started = time.monotonic()
 
         def leave(_: Any) -> None:
+            """Count the call out and log it; called by grpc when its status was sent."""
             self._count -= 1
             if not self._count:
                 self._idle.set()
@@ -108,7 +110,11 @@ def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grp
 
 
 def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls, streams: bool) -> Any:
-    """Return the handler of one method, as described at `handlers`. streams: whether requests are a stream."""
+    """Return the handler of one method, as described at `handlers`: it takes messages as bytes, and sets ARRIVAL,
+    ROUTE_KEY and the caller's trace for the call.
+
+    name: for the log. request_type: of the messages. streams: whether requests are a stream.
+    """
 
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
         ARRIVAL.set(time.monotonic())
@@ -151,7 +157,9 @@ async def first_message(requests: Requests, context: grpc.aio.ServicerContext, t
 
 
 async def _rest(requests: Requests, request_type: type[Message], timeout: float) -> AsyncIterator[Any]:
-    """Yield the messages of a call that follow its first one. Raises CallError if one takes longer than `timeout`."""
+    """Yield the messages of a call that follow its first one, parsed. Raises CallError (DEADLINE_EXCEEDED) if one takes
+    longer than `timeout` seconds, RequestError for one that cannot be read.
+    """
     while True:
         try:
             async with asyncio.timeout(timeout):
@@ -167,12 +175,14 @@ async def _rest(requests: Requests, request_type: type[Message], timeout: float)
 
 
 def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    """Return the metadata of a call whose values are texts, by name."""
+    """Return the metadata of a call whose values are texts, by name; of several of a name the last."""
     return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _parse(request: Message, data: bytes) -> None:
-    """Parse a message into `request`. Raises RequestError for other bytes and for unknown fields."""
+    """Parse a message into `request`, in place. Raises RequestError for bytes that are no such message, and for unknown
+    fields.
+    """
     try:
         request.ParseFromString(data)
     except DecodeError:

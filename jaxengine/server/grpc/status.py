@@ -36,8 +36,9 @@ class CallError(Exception):
 def status_of(error: Exception, field: str | None) -> Status:
     """Return (code, message, trailing metadata) for an exception.
 
-    An unexpected one is logged, and is INTERNAL to the caller. field: proto field that a RequestError concerns, or
-    None.
+    A CallError has its own code; OverloadedError is RESOURCE_EXHAUSTED with retry-after-ms, UnknownAdapterError
+    NOT_FOUND, another RequestError INVALID_ARGUMENT with a BadRequest, EngineDeadError (draining, too) UNAVAILABLE. Any
+    other is logged, and is INTERNAL to the caller. field: proto field that a RequestError concerns, or None.
     """
     if isinstance(error, CallError):
         return error.code, public(str(error)), ()
@@ -57,8 +58,8 @@ def status_of(error: Exception, field: str | None) -> Status:
 
 
 def public(text: str, kept: str = "") -> str:
-    """Return the message in the form that may leave the server: scrubbed (kept: see `scrub`), ASCII, of
-    limited length.
+    """Return the message in the form that may leave the server: scrubbed (kept: see `scrub`), ASCII with
+    backslash escapes, cut to MAX_MESSAGE characters and "...".
     """
     text = scrub(text, kept).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."

@@ -43,36 +43,45 @@ class WeightMethods:
     _config: ServerConfig
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
-        """Pause the engine, and drop cached prefixes unless the request says otherwise."""
+        """Pause the engine, with mode "abort" if the request has none, and drop cached prefixes unless clear_cache is
+        false; return when that is done. Raises RequestError for an unknown mode, and EngineDeadError.
+        """
         clear_cache = request.clear_cache or not request.HasField("clear_cache")
         await weights.pause(self._engine, _mode(request.mode, "abort"), clear_cache=clear_cache)
         return pb.PauseResponse()
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
-        """End a pause."""
+        """End a pause. Raises RequestError while the engine sleeps, and EngineDeadError."""
         await weights.resume(self._engine)
         return pb.ResumeResponse()
 
     async def IsPaused(self, request: pb.IsPausedRequest, context: Context) -> pb.IsPausedResponse:
-        """Return whether the engine is paused."""
+        """Return whether the engine is paused. Raises EngineDeadError."""
         return pb.IsPausedResponse(is_paused=(await weights.state(self._engine))["is_paused"])
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
-        """Free device memory; level 1 by default."""
+        """Pause the engine and free device memory; return when that is done. Without a level 1, without a mode "abort",
+        without tags all parts. Raises RequestError for an unknown mode and as `LLM.sleep`, and EngineDeadError.
+        """
         level, tags = request.level if request.HasField("level") else 1, list(request.tags) or None
         await weights.sleep(self._engine, level, _mode(request.mode, "abort"), tags, keep_kv=request.keep_kv)
         return pb.SleepResponse()
 
     async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:
-        """Restore what Sleep freed; return the parts that still sleep."""
+        """Restore what Sleep freed, all of it without tags; return the parts that still sleep. Raises RequestError as
+        `LLM.wake_up`, and EngineDeadError.
+        """
         return pb.WakeUpResponse(asleep=await weights.wake_up(self._engine, list(request.tags) or None))
 
     async def IsSleeping(self, request: pb.IsSleepingRequest, context: Context) -> pb.IsSleepingResponse:
-        """Return whether any part sleeps."""
+        """Return whether any part sleeps. Raises EngineDeadError."""
         return pb.IsSleepingResponse(is_sleeping=bool((await weights.state(self._engine))["asleep"]))
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
-        """Replace the weights by those of a folder on the engine's machine."""
+        """Replace the weights by those of a folder on the engine's machine; return when they are in use. Raises
+        RequestError for an empty path, invalid options and unusable weights, after which the old ones stay, and
+        EngineDeadError.
+        """
         if not request.path:
             raise RequestError("path is empty; it must be a folder with weights", param="path")
         found = await weights.update_from_path(self._engine, request.path, _options(request.options))
@@ -81,8 +90,9 @@ class WeightMethods:
     async def UpdateWeightsStream(
         self, request: pb.UpdateWeightsPart, rest: AsyncIterator[pb.UpdateWeightsPart], context: Context
     ) -> pb.UpdateWeightsResponse:
-        """Replace the weights by those that the messages carry: the first describes the tensors, the others have their
-        bytes.
+        """Replace the weights by those that the messages carry: the first, `request`, describes the tensors, the
+        others, of `rest`, have their bytes. Raises RequestError if `request` has no start, for invalid options,
+        messages and weights, after which the old ones stay; OverloadedError for too many uploads; EngineDeadError.
         """
         if request.WhichOneof("part") != "start":
             raise RequestError("start is missing; the first message must have it", param="start")
@@ -91,19 +101,20 @@ class WeightMethods:
         return _updated(await weights.update_from_pieces(self._engine, self._config, pieces, options))
 
     async def GetWeightInfo(self, request: pb.GetWeightInfoRequest, context: Context) -> pb.WeightInfo:
-        """Return the version of the weights, and checksums if requested."""
+        """Return the version of the weights, and checksums if requested. Raises EngineDeadError."""
         found = await weights.info(self._engine, checksum=request.checksum)
         return pb.WeightInfo(**_version(found["weight_version"]), checksums=found.get("checksums", {}))
 
 
 def _mode(mode: int, default: str) -> str:
+    """Return the name of a PauseMode's number; `default` for UNSPECIFIED. Raises RequestError for an unknown number."""
     if mode == pb.PAUSE_MODE_UNSPECIFIED:
         return default
     return _known("mode", mode, _MODES)
 
 
 def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
-    """Return what a number of an enum means. Raises RequestError for an unknown one."""
+    """Return what a number of an enum means, by `allowed`. Raises RequestError, naming `field`, for an unknown one."""
     if value not in allowed:  # a number that this version's enum does not have
         names = ", ".join(dict.fromkeys(allowed.values()))
         raise RequestError(f"{field} is {value}; allowed: {names}", param=field, value=value)
@@ -136,12 +147,14 @@ def _version(version: str | int) -> dict[str, Any]:
 
 
 def _updated(found: dict[str, Any]) -> pb.UpdateWeightsResponse:
+    """Return the answer to an update. found: a WeightUpdate's fields, of which `version` is removed."""
     return pb.UpdateWeightsResponse(**_version(found.pop("version")), **found)
 
 
 async def _file(tensors: Sequence[pb.TensorInfo], parts: AsyncIterator[pb.UpdateWeightsPart]) -> AsyncIterator[bytes]:
-    """Yield the safetensors file made of these tensors, in pieces. Raises RequestError for a name that comes twice, and
-    for an unknown dtype.
+    """Yield the safetensors file made of these tensors, in pieces: the header, then the data of each of `parts`, whose
+    number of bytes is not checked. Raises RequestError for a name that comes twice or is __metadata__, for an unknown
+    dtype, and for a part without data.
     """
     header, start = dict[str, Any](), 0
     for each in tensors:

@@ -49,7 +49,7 @@ class EngineLink:
         self.send_encoded(messages.encode(message))
 
     def send_encoded(self, message: bytes) -> None:
-        """Send a message encoded by `messages.encode`."""
+        """Send a message encoded by `messages.encode`, or queue it until there is a connection. Never blocks."""
         self._socket.send(message, zmq.NOBLOCK)
         # ZeroMQ's file descriptor is edge-triggered, and sending may have consumed the edge ...
         self._loop.call_soon(self._read, self._socket)
@@ -63,7 +63,7 @@ class EngineLink:
         self._lost()
 
     def close(self) -> None:
-        """Close the connection permanently."""
+        """Close the connection permanently, with its queued messages; `lost` is not called."""
         self._close()
         self._context.destroy(linger=0)
 
@@ -96,8 +96,9 @@ class EngineLink:
         self._socket.close(linger=0)
 
     def _read(self, socket: zmq.Socket) -> None:
-        """Pass up to _BURST received messages on; go on in a later turn of the event loop if there may be more.
-        Connects again after a message that cannot be read.
+        """Pass up to _BURST received messages on to `received`; go on in a later turn of the event loop if there may be
+        more. Reopens the connection after a message that cannot be read, which is logged. socket: does nothing for
+        another one than the current.
         """
         for _ in range(_BURST):
             if socket is not self._socket or socket.closed:
@@ -116,6 +117,8 @@ class EngineLink:
         self._loop.call_soon(self._read, socket)
 
     def _disconnected(self, monitor: zmq.Socket) -> None:
-        """Replace a connection that has ended."""
+        """Reopen the connection if its monitor says that it has ended; called by the event loop. monitor: does nothing
+        for another one than the current.
+        """
         if monitor is self._monitor and monitor.poll(0):
             self.reopen()

@@ -59,7 +59,7 @@ class MissingMediaError(Exception):
 
 
 def pixels_of(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """Return f32 patches, i32 columns and i32 rows as raw bytes."""
+    """Return f32 patches, i32 columns and i32 rows of an item as raw bytes, in the machine's byte order."""
     return _bytes(item.patches, np.float32), _bytes(item.columns, np.int32), _bytes(item.rows, np.int32)
 
 
@@ -76,7 +76,9 @@ def message_item(
 
 
 def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str = "") -> MediaMessage:
-    """Convert a prompt's Media to its form in a message, with these items in place of its own."""
+    """Convert a prompt's Media to its form in a message, with these items in place of its own. epoch, memory: as of
+    MediaMessage.
+    """
     places = None if media.rope_positions is None else _bytes(media.rope_positions, np.int32)
     return MediaMessage(items, places, media.rope_delta, epoch, memory)
 
@@ -100,11 +102,12 @@ def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
 
 
 def read_media(message: MediaMessage, items: list[MediaItem]) -> Media:
-    """Return the Media of a message, with these items."""
+    """Return the Media of a message, with these items in place of its own; rope_positions is a view i32[3, tokens]."""
     places = message.rope_positions
     places = None if places is None else np.frombuffer(places, np.int32).reshape(3, -1)
     return Media(tuple(items), places, message.rope_delta)
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    """Return an array's values, converted to `dtype`, as bytes in C order and the machine's byte order."""
     return np.ascontiguousarray(array, dtype).tobytes()

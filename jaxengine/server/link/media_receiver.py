@@ -90,7 +90,9 @@ class MediaReceiver:
             self._memory = None
 
     def _copy(self, place: Place) -> Pixels | None:
-        """Return the pixels at a place in shared memory; None if that is closed or smaller."""
+        """Return a copy of the pixels at a place in shared memory, and count its bytes; None if no memory is open, or
+        if it is smaller.
+        """
         memory, first = self._memory, place.offset
         if memory is None or first < 0 or min(place.sizes) < 0 or first + sum(place.sizes) > len(memory):
             return None

@@ -32,32 +32,35 @@ class MediaSender:
     cache: MediaCache | None = None
 
     def knows(self, digest: bytes) -> bool:
-        """Whether a message may omit these pixels."""
+        """Whether a message may omit these pixels; never here."""
         return False
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
         """Make the media part of Submit `number`. Messages must be sent in the order in which they are made.
 
-        whole: include all pixels. An item whose pixels were dropped must be known to the engine: see `complete`.
+        whole: include all pixels, as this class does anyway. Raises RuntimeError for pixels that must be sent and were
+        dropped: see `complete`.
         """
         return media_message(media, [message_item(item, sent_pixels(item)) for item in media.items])
 
     def has_read(self, number: int) -> None:
-        """Record that the engine has read all Submits up to this number."""
+        """Record that the engine has read all Submits up to this number. Does nothing here."""
 
     def refused(self) -> None:
-        """Count nothing sent so far as cached: the engine lacked pixels that a message had omitted."""
+        """Count nothing sent so far as cached, as `reset`: the engine lacked pixels that a message had omitted."""
         self.reset()
 
     def reset(self) -> None:
-        """Count nothing sent so far as cached, since the engine is another one or has cleared its cache."""
+        """Count nothing sent so far as cached, since the engine is another one or has cleared its cache. Does nothing
+        here.
+        """
 
     def lost(self) -> None:
-        """Count nothing sent so far as cached: a connection has ended, and another one will follow."""
+        """Count nothing sent so far as cached, as `reset`: a connection has ended, and another one will follow."""
         self.reset()
 
     def close(self) -> None:
-        """Release what is held for messages: no further connection follows."""
+        """Release what is held for messages: no further connection follows. Does nothing here."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
         """Recompute, on a thread, the pixels that `message` needs and the request no longer has; its requests then have
@@ -98,6 +101,7 @@ class KeySender(KeepingSender):
     """Sender that mirrors the keys of the engine's cache. `cache` is this object."""
 
     def __init__(self, max_bytes: int):
+        """Begin with nothing cached. max_bytes: size of the engine's cache for this connection."""
         self.cache = self
         self._epoch = 0
         self._keys: LeastRecent[Processed] = LeastRecent(max_bytes)
@@ -119,8 +123,8 @@ class KeySender(KeepingSender):
         return digest in self._keys
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """Make a message that omits cached pixels, and record the others as cached. Arguments as of
-        MediaSender.message.
+        """Make a message that omits cached pixels, and record the others as cached. Arguments and
+        errors as of MediaSender.message.
         """
         with self._lock:
             # As in the receiver: cached items first, so that new ones do not evict them before they are read.
@@ -139,7 +143,7 @@ class KeySender(KeepingSender):
             return media_message(media, items, self._epoch)
 
     def reset(self) -> None:
-        """Begin a new epoch, with nothing cached."""
+        """Begin a new epoch, with nothing cached; its first message makes the engine clear its cache, too."""
         with self._lock:
             self._epoch += 1
             self._keys.clear()
@@ -153,4 +157,5 @@ def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
 
 
 def _made_whole(items: list[PreparedItem]) -> list[PreparedItem]:
+    """Return the items with their pixels, computed again one after the other; raises the preprocessing's errors."""
     return [item.whole() for item in items]

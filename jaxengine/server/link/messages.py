@@ -269,7 +269,9 @@ def owner_of(request: Request) -> tuple[int, int]:
 
 
 def error_of(failure: Failure) -> Exception:
-    """Return the exception for the caller of a Submit or a Call: a RequestError, RuntimeError for "internal"."""
+    """Return the exception for the caller of a Submit or a Call: for "overloaded" an OverloadedError, for "unknown
+    adapter" an UnknownAdapterError, for "request" a RequestError, else a RuntimeError.
+    """
     if failure.kind == "overloaded":
         return OverloadedError(failure.message, retry_after=failure.retry_after)
     if kind := {"request": RequestError, "unknown adapter": UnknownAdapterError}.get(failure.kind):
@@ -286,7 +288,7 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
     updates = _token_updates(output.emitted, clients) if output.emitted else {}
 
     def update_of(request: Request) -> tuple[Update, int]:
-        """Return the Update of a request's API process, made if there is none, and its handle."""
+        """Return the Update of a request's API process, added to `updates` if none is there, and the handle."""
         client, handle = owner_of(request)
         if client not in updates:
             updates[client] = Update(0, 0, _NO_LOAD)
@@ -343,7 +345,8 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
 
 
 def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict[int, Update]:
-    """Split tokens by API process. emitted: of each replica, at least one. Returns the Updates by connection's number.
+    """Split tokens by API process. emitted: of each replica, at least one. clients: as of `updates_of`. Returns the
+    Updates by connection's number, without those that have no tokens if there are several.
 
     Vectorised, since it runs in every step over all streaming requests.
     """
@@ -371,8 +374,10 @@ def _token_update(
     scores: TokenScores | None,
     vectors: np.ndarray | None,
 ) -> Update:
-    """Return an Update with the tokens of one API process. tags: of its requests; scored: indices of the rows with
-    scores.
+    """Return an Update with the tokens of one API process; number, received and load are left to the sender.
+
+    tags: i64[n], of which a message has the lower 32 bits, the handles. token_ids: i32[n]. scored: indices of the rows
+    with scores. vectors: [n, size], sent as f32.
     """
     update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
     if scores is not None:
@@ -383,7 +388,9 @@ def _token_update(
 
 
 def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
-    """Concatenate the tokens of all replicas, and their scores and vectors, None if no replica has any."""
+    """Concatenate the tokens of all replicas, and their scores and vectors, None if no replica has any. Indices of
+    scored rows become those in the whole.
+    """
     tags = np.concatenate([each.tags for each in emitted])
     token_ids = np.concatenate([each.token_ids for each in emitted])
     starts = np.cumsum([0, *(len(each.tags) for each in emitted)])[:-1]
@@ -395,7 +402,7 @@ def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
 
 
 def _ended(request: Request, handle: int) -> Ended:
-    """Return the end of a request for its API process."""
+    """Return the end of a request, which must have a finish_reason, for its API process."""
     assert request.finish_reason is not None
     return Ended(
         handle,
@@ -412,7 +419,9 @@ def _ended(request: Request, handle: int) -> Ended:
 
 
 def _end(request: Request, ended: Ended) -> Request:
-    """Enter an end into the API process's own request; return that."""
+    """Enter an end into the API process's own request: status FINISHED, reasons, counts, times, and token ids if the
+    end has them. Returns the request.
+    """
     request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason(ended.reason)
     for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "kv_transfer_params"):
         setattr(request, name, getattr(ended, name))
@@ -467,4 +476,5 @@ def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    """Return an array's values, converted to `dtype` if they have another, as bytes in C order."""
     return array.astype(dtype, copy=False).tobytes()

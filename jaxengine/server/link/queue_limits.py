@@ -36,9 +36,9 @@ class QueueLimits:
         return cls(num_slots, 4 * num_slots if max_requests is None else max_requests, max_tokens)
 
     def check(self, load: Load, num_requests: int, num_tokens: int) -> None:
-        """Raise OverloadedError if `num_requests` more with `num_tokens` prompt tokens in all exceed the limits at
-        this load, RequestError for more requests than may ever run and wait. The token limit does not apply while no
-        request is waiting.
+        """Raise OverloadedError, with the load's retry_after, if `num_requests` more with `num_tokens` prompt tokens in
+        all exceed the limits at this load, RequestError for more requests than may ever run and wait. The token limit
+        does not apply while no request is waiting.
         """
         most = self.num_slots + self.max_requests
         if num_requests > most:
@@ -78,11 +78,13 @@ class RetryEstimate:
         self._ends: collections.deque[float] = collections.deque(maxlen=64)
 
     def ended(self, count: int) -> None:
-        """Record that `count` requests have ended."""
+        """Record that `count` requests have ended now; only the last 64 ends are kept."""
         self._ends.extend([time.monotonic()] * min(count, 64))
 
     def seconds(self, num_waiting: int) -> float:
-        """Return seconds until a quarter of the waiting requests will have run, at least 1 and at most 60."""
+        """Return seconds until a quarter of the waiting requests will have run, at least 1 and at most 60; 1 while
+        fewer than two ends are recorded.
+        """
         if len(self._ends) < 2:
             return _LEAST_RETRY_SECONDS
         each = (time.monotonic() - self._ends[0]) / len(self._ends)

@@ -122,7 +122,8 @@ class RemoteEngine:
         """Yield the outputs of a request, which is sent when the iteration begins; implements EngineClient.stream.
 
         Without parameters the model's defaults, without an id a new one, without a timeout the server's request_timeout
-        apply. Only the iteration raises; one that is closed early aborts the request.
+        apply. Only the iteration raises: RequestError, OverloadedError, EngineDeadError, EngineDrainingError. One that
+        is closed early aborts the request.
         """
         return self._outputs(prompt, sampling_params, request_id, options)
 
@@ -143,8 +144,8 @@ class RemoteEngine:
         request_id: str | None,
         options: RequestOptions | None,
     ) -> AsyncIterator[Any]:
-        """Prepare a request, submit it, and yield its outputs; abort it if the caller stops reading. Arguments and
-        errors as of `stream`.
+        """Prepare a request, submit it, and yield its outputs; abort it if the caller stops reading. `drain` waits for
+        the readers. Arguments and errors as of `stream`; params None: the model's defaults.
         """
         self._check()
         params = self.inputs.default_sampling_params() if params is None else params
@@ -230,7 +231,7 @@ class RemoteEngine:
             await asyncio.wait_for(self._nobody_reads.wait(), 1.0)
 
     def close(self) -> None:
-        """Close the connection; open streams end with EngineDeadError. Does nothing in a fork."""
+        """Close the connection; open streams and calls end with EngineDeadError. Does nothing in a fork."""
         if not self._owner.is_here:
             return
         self._end(EngineDeadError("the connection to the engine was closed"))
@@ -250,8 +251,9 @@ class RemoteEngine:
         self._check_alive()
 
     def _submit(self, prepared: PreparedRequest) -> OutputStream:
-        """Send a prepared request; return the stream of its outputs. Raises RequestError for an id in use,
-        OverloadedError.
+        """Send a prepared request and follow it from now on; return the stream of its outputs. Raises RequestError for
+        an id in use; OverloadedError, which the engine's metrics count, beyond the queue's limits; RuntimeError for
+        pixels that were dropped.
         """
         request_id, requests = prepared.request_id, prepared.requests
         if request_id in self._processor:
@@ -293,33 +295,37 @@ class RemoteEngine:
             self._refuse(request_id, error)
 
     def _count_rejection(self) -> None:
-        """Count a rejection for the engine's metrics, which get several at once: a message for each would cost what a
-        rejection saves.
+        """Count a rejection for the engine's metrics, which get those of 0.2 s at once: a message for each would cost
+        what a rejection saves.
         """
         if not self._num_rejected:
             asyncio.get_running_loop().call_later(_REJECTIONS_SECONDS, self._tell_rejections)
         self._num_rejected += 1
 
     def _tell_rejections(self) -> None:
-        """Report the counted rejections to the engine."""
+        """Report the counted rejections to the engine, unless it cannot answer, and count from 0 again."""
         if self._dead is None:
             self._link.send(Call(0, "count_rejections", (self._num_rejected,)))
         self._num_rejected = 0
 
     def _finish(self, requests: list[Request]) -> None:
-        """Send the engine the order to abort requests, unless it cannot answer."""
+        """Send the engine the order to abort requests, unless there are none or it cannot answer. Waits for nothing."""
         if requests and not self.errored:
             self._link.send(Finish([request.tag for request in requests], "abort"))
 
     def _silent_too_long(self) -> bool:
-        """Whether the engine has sent nothing for so long that it hangs."""
+        """Whether the engine has sent nothing for more than 10 s and five times its longest recent silence; never with
+        enforce_eager.
+        """
         # There is no bound on a step that compiles.
         compiles = self._welcomed.done() and self.inputs.config.enforce_eager
         allowed = math.inf if compiles else max(_SILENT_SECONDS, _SILENT_STEPS * self._longest_silence)
         return time.monotonic() - self._heard > allowed
 
     def _receive(self, message: FromEngine) -> None:
-        """Read a message of the engine. Welcome, the first one of each connection, makes this client alive."""
+        """Read a message of the engine: an Update as `_update`; Welcome, the first one of each connection, makes this
+        client alive, with the engine's limits and load. Called by the link for each message.
+        """
         now = time.monotonic()
         # Decays within a few hundred messages: a step that was slow once need not be again.
         self._longest_silence = max(now - self._heard, 0.99 * self._longest_silence)
@@ -335,7 +341,10 @@ class RemoteEngine:
             self._welcomed.set_result(message)
 
     def _update(self, update: Update) -> None:
-        """Read the results of a step: pass outputs to their streams, and replies to their callers."""
+        """Read the results of a step: pass outputs to their streams, and replies to their callers; forget what has
+        ended, confirm ends to the engine, and send requests again whose pixels it lacks. Reopens the connection, which
+        ends all streams, if an update before this one was lost.
+        """
         self._num_updates += 1
         if update.number != self._num_updates:
             self._link.reopen()
@@ -390,11 +399,11 @@ class RemoteEngine:
             self._drop(request)
 
     def _drop(self, request: Request) -> None:
-        """Forget the copy of a request."""
+        """Forget the copy of a request, if it is still there: the engine's results for it are ignored from now on."""
         self._replicas.pop(request.tag, None)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        """End the stream of a request with an error."""
+        """End the stream of a request, if it has one, with an error that its reader gets."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._forget(request_id)
@@ -434,11 +443,13 @@ class RemoteEngine:
             future.set_exception(messages.error_of(reply.failure))
 
     def _lose(self) -> None:
-        """End everything that waited for an engine that is gone."""
+        """End everything that waited for an engine that is gone, with EngineDeadError. Called by the link."""
         self._end(EngineDeadError("the engine has failed; it is being started again"))
 
     def _end(self, error: EngineDeadError) -> None:
-        """Fail everything that waits for the engine, and all later calls until it welcomes this process again."""
+        """Fail all streams and calls that wait for the engine with copies of `error`, drop unread Submits, and let
+        later calls fail until the engine welcomes this process again.
+        """
         self._dead = error
         streams = list(self._streams.items())
         for request_id, stream in streams:

@@ -14,7 +14,8 @@ _MAX_PARAMS = 1000
 
 
 def log_request(prepared: PreparedRequest, options: RequestOptions, max_log_len: int | None) -> None:
-    """Log a request that is about to be submitted.
+    """Log a request that is about to be submitted: its id, prompt length, parameters and adapter, each of the last two
+    cut to 1000 characters.
 
     max_log_len: characters of the prompt, and as many of its token ids, to log; None or 0 for neither.
     """
@@ -29,4 +30,5 @@ def log_request(prepared: PreparedRequest, options: RequestOptions, max_log_len:
 
 
 def _cut(text: str | None, length: int) -> str | None:
+    """Return a text; of one with more than `length` characters the first so many and "..."; None for None."""
     return text if text is None or len(text) <= length else text[:length] + "..."

@@ -50,7 +50,8 @@ class SendQueue:
     def message(self, prepared: PreparedRequest, *, whole: bool = False) -> bytes:
         """Append a request; return its encoded Submit, to be sent at once. whole: include the pixels of all images.
 
-        Errors of `media.message` are raised, RuntimeError for pixels that were dropped; nothing is appended then.
+        Errors of `media.message` are raised, RuntimeError for pixels that were dropped; nothing is appended then, and
+        `media` counts nothing as cached any more.
         """
         number, media = self._num_submitted + 1, prepared.requests[0].media
         try:
@@ -64,7 +65,9 @@ class SendQueue:
         return message
 
     def read(self, received: int) -> Iterator[Pending]:
-        """Remove and yield the Submits up to number `received`, which the engine has read."""
+        """Remove and yield, as the iteration proceeds, the Submits up to and including number `received`, which the
+        engine has read; tell `media` so when it begins.
+        """
         self.media.has_read(received)
         while self._pending and self._pending[0].number <= received:
             yield self._pending.popleft()

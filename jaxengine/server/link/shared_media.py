@@ -62,7 +62,7 @@ class Arena:
         return None
 
     def give(self, offset: int, size: int) -> None:
-        """Free a part that `take` returned for this size."""
+        """Free the part at `offset` that `take` returned for this size, unchecked; join it with free neighbours."""
         size = _rounded(size)
         self.num_bytes -= size
         index = bisect.bisect_left(self._free, (offset, 0))
@@ -74,7 +74,7 @@ class Arena:
         self._free[first:last] = [(offset, end - offset)]
 
     def write(self, offset: int, parts: tuple[bytes, ...]) -> None:
-        """Write `parts` contiguously from `offset`."""
+        """Write `parts` contiguously from `offset`, which `take` returned for their size; it is not checked."""
         for part in parts:
             self._memory[offset : offset + len(part)] = part
             offset += len(part)
@@ -131,11 +131,11 @@ class SharedSender(KeepingSender):
 
     @property
     def num_bytes(self) -> int:
-        """Return the allocated bytes of the shared memory."""
+        """Return the allocated bytes of this epoch's shared memory; 0 without any."""
         return 0 if self._arena is None else self._arena.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
-        """Return the cached item without pixels, else None."""
+        """Return the item without pixels if it is cached, else None. Thread-safe; does not count as a use."""
         with self._lock:
             found = self._entries.get(digest)
             return None if found is None else found.made
@@ -145,8 +145,9 @@ class SharedSender(KeepingSender):
         return digest in self._entries
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """Make a message that refers to cached items by their place, and cache the others. Arguments as of
-        MediaSender.message.
+        """Make a message that refers to cached items by their place, and cache the others where there is room.
+        Arguments and errors as of MediaSender.message; with `whole` nothing is referred to or cached. Items that it
+        refers to stay until `has_read(number)`.
         """
         with self._lock:
             self._last_number = number
@@ -163,7 +164,9 @@ class SharedSender(KeepingSender):
             return media_message(media, items, self._epoch, memory)
 
     def has_read(self, number: int) -> None:
-        """Record that the engine has read all Submits up to this number: their items may be evicted."""
+        """Record that the engine has read all Submits up to this number: their items may be evicted, and the memory of
+        earlier epochs that only they refer to is closed.
+        """
         with self._lock:
             while self._unread and self._unread[0][0] <= number:
                 for entry in self._unread.popleft()[1]:
@@ -172,14 +175,16 @@ class SharedSender(KeepingSender):
                 self._old.pop(0)[1].close()
 
     def refused(self) -> None:
-        """Handle an engine that cannot open the memory: pixels are sent in messages from now on."""
+        """Handle an engine that cannot open the memory: log that, forget all items, and send pixels in messages from
+        now on, for good.
+        """
         if self._arena is not None:
             logger.error("the engine cannot read shared memory; mm_processor_cache_type shm keeps nothing from now on")
         with self._lock:
             self._begin_epoch(None)
 
     def reset(self) -> None:
-        """Begin a new epoch, with new memory."""
+        """Begin a new epoch, with nothing cached and new memory, if there was any."""
         with self._lock:
             self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
 
@@ -192,7 +197,7 @@ class SharedSender(KeepingSender):
             self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
 
     def close(self) -> None:
-        """Close all memory."""
+        """Close all memory, and forget all items."""
         with self._lock:
             self._unread.clear()
             self._forget_old()
@@ -218,7 +223,11 @@ class SharedSender(KeepingSender):
         self._unread.clear()
 
     def _item(self, item: MediaItem, referred: list[_Entry], whole: bool) -> Item:
-        """Return an item for a message, by its place or with its pixels; cache it if there is room."""
+        """Return an item for a message, by its place or with its pixels. One that is not cached is written to the
+        memory and cached, unless `whole`, it is too large, or there is no room; it is then added to `referred`.
+
+        Raises RuntimeError for pixels that are needed and were dropped.
+        """
         entry = None if whole else self._entries.get(item.digest)
         if entry is not None:
             return message_item(item, None, entry.place)
@@ -236,7 +245,7 @@ class SharedSender(KeepingSender):
         return message_item(item, None, entry.place)
 
     def _refer(self, entry: _Entry, referred: list[_Entry]) -> None:
-        """Record that a message refers to an entry."""
+        """Record that a message refers to an entry, which then stays: count it, and append it to the message's list."""
         entry.num_unread += 1
         referred.append(entry)
 
@@ -259,7 +268,9 @@ class SharedSender(KeepingSender):
 
 
 def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
-    """Create the sender for a kind of cache of jaxengine.config.encoder, as Welcome names it."""
+    """Create the sender for a kind of cache, as Welcome names it: SharedSender for SHARED_MEMORY, KeySender for
+    KEY_REPLICATED, else a MediaSender, which caches nothing. config: has the sizes.
+    """
     size = config.mm_processor_cache_bytes
     if kind == SHARED_MEMORY:
         return SharedSender(size, config.mm_shm_cache_max_object_size_mb << 20)
@@ -267,4 +278,5 @@ def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
 
 
 def _rounded(size: int) -> int:
+    """Return the least multiple of _ALIGNMENT, 64, that is not below `size`."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

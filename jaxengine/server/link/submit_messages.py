@@ -85,7 +85,8 @@ def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -
 def requests_of(message: Submit, client: int, media: Media | None) -> list[Request]:
     """Convert a Submit to the scheduler's requests, one for each member.
 
-    client: number of the API process's connection, which is in their tags. media: the decoded images, or None.
+    client: number of the API process's connection, which is in their tags. media: the decoded images, or None; all
+    share it, and the prompt, a read-only i32 view of the message.
     """
     params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
@@ -97,4 +98,5 @@ def requests_of(message: Submit, client: int, media: Media | None) -> list[Reque
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    """Return an array's values, converted to `dtype`, as bytes in C order and the machine's byte order."""
     return np.ascontiguousarray(array, dtype).tobytes()

@@ -17,7 +17,7 @@ from jaxengine.server.options import ServerConfig
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /docs."""
+    """Create the route /docs. The page is read now; neither argument has an effect on it."""
     routes = APIRouter()
     page = resources.files("jaxengine.server.observe").joinpath("docs.html").read_text("utf-8")
     headers = page_headers(page)

@@ -62,8 +62,9 @@ def _processes(model: str) -> Iterable[tuple[int, str]]:
 
 
 def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return (start, end) of the device's work on each step, in seconds. No end is later than the time at which the
-    host knew the device to be idle.
+    """Return (start, end) of the device's work on each step, in seconds: from its dispatch, or the end of the step
+    before if that is later, to the arrival of its tokens. No end is later than the time at which the host knew the
+    device to be idle.
     """
     spans, before = [], 0.0
     for index, step in enumerate(steps):
@@ -76,7 +77,9 @@ def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float
 
 
 def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable[Event]:
-    """Yield the events of a step: what the host did, and the device between the times of `span`, in seconds."""
+    """Yield the events of a step: what the host did, the device between the times of `span`, in seconds, and counters
+    of tokens, pages and requests at its start. step: of the "steps" of `Timeline.last`.
+    """
     names = ["number", "bucket", "num_tokens", "num_padded", "num_rows", "num_new_tokens"]
     if step["num_drafts"]:
         names += ["num_drafts", "num_accepted"]
@@ -104,7 +107,11 @@ def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable
 def _by_request(
     steps: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]
 ) -> dict[str, list[tuple[str, float, float, int]]]:
-    """Return (name, start, end, step) of each event of a request in the steps, in order, by request id."""
+    """Return (name, start, end, number of the step) of each event of a request in the steps, in order, by request id.
+
+    spans: as `_device_spans` returns them, the times of chunks and last tokens; "preempted" and "admitted" have the
+    start of the step as start and end.
+    """
     taken: dict[str, list[tuple[str, float, float, int]]] = {}
     for step, (start, end) in zip(steps, spans, strict=True):
         number = step["number"]
@@ -169,14 +176,16 @@ def _inside(
 
 
 def _slice(process: int, track: int, name: str, start: float, end: float, arguments: Mapping[str, Any]) -> Event:
-    """Return an event from `start` to `end`, in seconds, on a track of a process."""
+    """Return a complete event ("X") from `start` to `end`, in seconds, on a track of a process. arguments: what a
+    viewer shows of it.
+    """
     begin = _us(start)
     duration = round(_us(end) - begin, 3)
     return {"ph": "X", "name": name, "pid": process, "tid": track, "ts": begin, "dur": duration, "args": arguments}
 
 
 def _named(what: str, process: int, track: int, name: str) -> Event:
-    """Return the event that names a process or a track."""
+    """Return the metadata event that names a process or a track. what: "process_name" or "thread_name"."""
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
 
 

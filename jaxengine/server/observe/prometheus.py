@@ -30,7 +30,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /metrics."""
+    """Create the route /metrics, which first reports this process's requests (`report`). Samples are labelled with the
+    first served name and engine "0".
+    """
     routes = APIRouter(tags=["operations"])
     labels = {"model_name": served_names(engine, config)[0], "engine": ENGINE}
 
@@ -56,7 +58,9 @@ class Traffic(Protocol):
 
 
 async def report(engine: EngineClient, traffic: Traffic) -> None:
-    """Add the requests that this process has counted to the engine's metrics. Raises EngineDeadError."""
+    """Add the requests that this process has counted since the last report to the engine's metrics, with facts of the
+    process. Raises the engine's errors, such as EngineDeadError; the requests are then counted with the next report.
+    """
     rows = traffic.http.take()
     try:
         await engine.utility("report", traffic.process, rows, process_facts())
@@ -83,7 +87,7 @@ class _Snapshot:
             yield self._family(alias, f"{HELP[name]} As {name}.", by_name[name])
 
     def _family(self, name: str, about: str, samples: Sequence[Mapping[str, Any]]) -> Metric:
-        """Return the metric of these samples under a name. about: its help text."""
+        """Return the metric of these samples, at least one and all of one kind, under a name. about: its help text."""
         names = (*self._labels, *samples[0].get("labels", ()))
         if samples[0]["kind"] == "histogram":
             histogram = HistogramMetricFamily(name, about, labels=names)
@@ -98,6 +102,6 @@ class _Snapshot:
         return family
 
     def _values(self, sample: Mapping[str, Any]) -> list[str]:
-        """Return the label values of a sample."""
+        """Return the label values of a sample: those that all metrics have, then its own."""
         own: Iterable[str] = sample.get("labels", {}).values()
         return [*self._labels.values(), *own]

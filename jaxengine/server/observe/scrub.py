@@ -31,7 +31,9 @@ def scrub(message: str, kept: str = "") -> str:
     """
 
     def replace(found: re.Match[str]) -> str:
-        """Return the text in place of a path."""
+        """Return the text in place of a match: "<path>", or itself if it begins with no folder at the root or `kept`
+        has it.
+        """
         path = found.group()
         own = not path.startswith("/") or path.split("/")[1] in _roots()
         return "<path>" if own and path not in kept else path

@@ -40,7 +40,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
-    """Wrap `engine` to send a span for each request, if an endpoint is configured.
+    """Return `engine`, wrapped to send a span for each request if an endpoint is configured.
 
     Raises ConfigError for an unusable endpoint, with the package to install if one is missing.
     """
@@ -95,8 +95,9 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request, as EngineClient.stream. The span is sent when the iteration ends, none if it
-        never begins.
+        """Yield the outputs of a request, as EngineClient.stream. The span, with n, temperature, top_p and max_tokens
+        of the parameters, is sent when the iteration ends, none if it never begins. sampling_params None: the model's
+        defaults.
         """
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
@@ -121,7 +122,7 @@ class TracedEngine(EngineWrapper):
 
     async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
         """Yield the outputs of `stream`; the span ends with them, with the error that ends them, or when this is
-        closed.
+        closed. Closes `stream` in every case; raises its errors.
         """
         try:
             async for output in stream:
@@ -158,7 +159,7 @@ class _RequestSpan:
         self._attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items()}
 
     def add(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
-        """Record an output of the request: its token counts and finish reasons."""
+        """Record an output of the request: its token counts and finish reasons. The last one's ids and times count."""
         self._last = output
         if isinstance(output, PoolingRequestOutput):
             self._num_tokens[0], self._reasons[0] = 0, output.finish_reason
@@ -170,7 +171,7 @@ class _RequestSpan:
                 self._reasons[completion.index] = completion.finish_reason
 
     def failed(self, error: Exception) -> None:
-        """Record the error that ends the request."""
+        """Record the error that ends the request; `end` names its type in the span."""
         self._error = error
 
     def end(self) -> None:

@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the timeline to a file; return 1 if the server refuses. Raises ConfigError for a server that does not
-    answer.
+    """Write the timeline of a server to a file, in place of an earlier one; return 0, or 1 if the server refuses, which
+    is printed. args: options of `add_arguments`. Raises ConfigError for an address that is not of HTTP, for an unusable
+    file of the key and for a server that does not answer, OSError for a file that cannot be written.
     """
     url = f"{args.url.rstrip('/')}/trace?{urllib.parse.urlencode({'seconds': args.seconds})}"
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """Return the message in the body of an HTTP error, or else its status text."""
+    """Return the message in the JSON body of an HTTP error, which is read, or else its status text."""
     try:
         return json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -44,7 +44,9 @@ _POLLED = frozenset({"/status.json", "/health", "/live", "/ping", "/metrics"})
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log is to be shown: every one but a successful poll of health or status."""
+    """Whether a line of uvicorn's access log is to be shown: every one but a poll of _POLLED, such as
+    /health, that was answered with 200.
+    """
     if not isinstance(record.args, tuple) or len(record.args) != 5:
         return True
     _, _, path, _, status = record.args
@@ -61,10 +63,11 @@ class _HttpServer(uvicorn.Server):
 
 
 async def serve(child: Child) -> None:
-    """Serve until the supervisor's order to drain, or until HTTP ends, and then lets requests finish for at most
-    shutdown_timeout seconds.
+    """Serve HTTP on the job's socket, gRPC, metrics and batches as its options say, until the supervisor's order to
+    drain, or until HTTP ends; then let requests finish for at most shutdown_timeout seconds, and close everything.
 
-    Raises ConfigError for an unusable option, RuntimeError if HTTP does not start.
+    Waits for the engine first. Tells the supervisor "ready", then regularly "alive". Limits the process's memory.
+    Raises ConfigError for an unusable option, ModelFileError, RuntimeError if HTTP does not start.
     """
     config = ServerConfig(**child.job["server"])
     drain = child.stopping()
@@ -114,7 +117,9 @@ async def serve(child: Child) -> None:
 def _serve_metrics(
     client: EngineClient, config: ServerConfig, traffic: TrafficState
 ) -> tuple[_HttpServer, asyncio.Task[None]]:
-    """Begin to serve metrics_port, which the supervisor holds for all API processes; return the server and its task."""
+    """Begin to serve metrics_port, without TLS, which the supervisor holds for all API processes; return the server and
+    its task. Raises ConfigError for a port that cannot be bound.
+    """
     assert config.metrics_port is not None
     own = dataclasses.replace(config, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None, disable_access_log=True)
     server = _HttpServer(http_options(create_metrics_app(client, own, traffic), own))
@@ -123,8 +128,8 @@ def _serve_metrics(
 
 
 async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -> None:
-    """Report to the supervisor, until cancelled, that the event loop is running ("alive"), and once it has served a
-    request, "served", every `alive_seconds(hang_timeout)`.
+    """Report to the supervisor, until cancelled, that the event loop is running, every `alive_seconds(hang_timeout)`:
+    "alive", or "served" once it has served a request.
     """
     seconds = alive_seconds(hang_timeout)
     while True:
@@ -133,8 +138,8 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
 
 
 async def _report(engine: EngineClient, traffic: TrafficState) -> None:
-    """Add this process's requests to the engine's metrics, every few seconds in which there were some, until
-    cancelled.
+    """Add this process's requests to the engine's metrics, every 2 s in which there were some, until cancelled. While
+    the engine is dead they are kept for later. Raises the other errors of `report`.
     """
     while True:
         await asyncio.sleep(_REPORT_SECONDS)

@@ -29,13 +29,18 @@ _ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 
 
 def alive_seconds(hang_timeout: float) -> float:
-    """Return the interval of a loop's "alive" events in seconds; hang_timeout: in seconds, 0 if nobody checks."""
+    """Return the interval of a loop's "alive" events in seconds: a quarter of `hang_timeout`, at most 1. hang_timeout:
+    in seconds, 0 if nobody checks.
+    """
     return min(_ALIVE_SECONDS, (hang_timeout or math.inf) / _ALIVE_TIMES)
 
 
 class Child:
     """This process, as a child of the supervisor; created first, so that it ends with the supervisor even during
     imports.
+
+    Creating it reads the job from standard input, which is /dev/null from then on; exits with status 1 if there is
+    none. It ignores SIGINT and SIGTERM, logs to stderr, and reads orders on a thread.
 
     Attributes:
       job: arguments of the process.
@@ -69,7 +74,9 @@ class Child:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def follow(self, handle: Callable[[dict[str, Any]], None]) -> None:
-        """Call `handle` with each order, a JSON object, on a thread; with earlier ones before it returns."""
+        """Call `handle` with each order from now on, a JSON object, on a thread, in place of an earlier handle; before
+        it returns, with those that came before the first handle. Calls do not overlap.
+        """
         with self._lock:
             self._handle = handle
             for order in self._early:
@@ -84,6 +91,7 @@ class Child:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def ordered(order: dict[str, Any]) -> None:
+            """Dump stacks for "explain", else set the event; called on the thread that reads orders."""
             if order["order"] == "explain":
                 faulthandler.dump_traceback(all_threads=True)
             else:
@@ -105,21 +113,21 @@ class Child:
                 self._orphaned()
 
     def leave(self, status: int) -> NoReturn:
-        """Flush output and end the process at once."""
+        """Flush logs and output and end the process at once, with this exit status and without Python's cleanup."""
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
     def _read(self) -> None:
-        """Pass the supervisor's orders on, until it has ended."""
+        """Pass the supervisor's orders on, until it has ended; then remove the run folder and end this process."""
         for line in self._orders:
             with self._lock:
                 self._handle(json.loads(line))
         self._orphaned()
 
     def _orphaned(self) -> NoReturn:
-        """Remove the run folder and end this process."""
+        """Remove the run folder and end this process at once, with status 1."""
         shutil.rmtree(self.job["run_dir"], ignore_errors=True)
         os._exit(1)
 

@@ -42,11 +42,13 @@ class Connections:
         self._logged_at = -_LOG_SECONDS
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Protocol:
-        """Return the protocol of a new connection."""
+        """Return the protocol of a new connection, which counts once it is made. Arguments: of uvicorn's protocol."""
         return _Protocol(self, *args, **kwargs)
 
     def made(self, protocol: _Protocol) -> None:
-        """Add a connection; close another one if there are too many."""
+        """Add a connection, which waits for its request. If there are too many, close the one that has waited longest,
+        or this one if no other waits.
+        """
         self._count += 1
         if self._count > self._most:
             victim = next(iter(self._waiting), protocol)
@@ -59,11 +61,11 @@ class Connections:
         self._waiting[protocol] = None
 
     def works(self, protocol: _Protocol) -> None:
-        """Record that a connection has a request."""
+        """Record that a connection has a request, so that it is not closed for others."""
         self._waiting.pop(protocol, None)
 
     def lost(self, protocol: _Protocol) -> None:
-        """Remove a connection that has ended."""
+        """Count a connection that has ended out. To be called once for each."""
         self._count -= 1
         self._waiting.pop(protocol, None)
 
@@ -91,13 +93,15 @@ class _Protocol(H11Protocol):
         self._end: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Add the connection and start its idle timer."""
+        """Add the connection, which may close another one or this one, and start its idle timer. Called by asyncio."""
         super().connection_made(transport)
         self._all.made(self)
         self._look()
 
     def data_received(self, data: bytes) -> None:
-        """Pass data on, and record the arrival of a request."""
+        """Pass data on, and record when a request arrived, time.monotonic, in its scope's state as "arrival". Stops the
+        idle timer once a request has begun.
+        """
         now = time.monotonic()
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
@@ -106,13 +110,13 @@ class _Protocol(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
-        """Record that the connection waits for the next request."""
+        """Record that the connection waits for the next request, and start its idle timer. Called by uvicorn."""
         super().on_response_complete()
         self._all.waits(self)
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the connection."""
+        """Remove the connection, which has ended, and stop its idle timer. Called by asyncio."""
         self._all.lost(self)
         self._cancel()
         super().connection_lost(exc)
@@ -127,7 +131,7 @@ class _Protocol(H11Protocol):
             self._end = self.loop.call_later(self._all.read_timeout, self._expired)
 
     def _expired(self) -> None:
-        """Close the connection, which has waited too long."""
+        """Close the connection, which has waited for read_timeout seconds, and count that for the log."""
         self._all.close(self, f"none came within {self._all.read_timeout:g} s")
 
     def _cancel(self) -> None:
@@ -138,5 +142,5 @@ class _Protocol(H11Protocol):
 
 
 def http_protocol(config: ServerConfig) -> Callable[..., asyncio.Protocol]:
-    """Create uvicorn's `http` option."""
+    """Create uvicorn's `http` option: Connections with `max_connections(config)` and read_timeout."""
     return Connections(max_connections(config), config.read_timeout)

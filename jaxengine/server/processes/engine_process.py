@@ -169,7 +169,9 @@ class EngineServer:
         return True
 
     def _handle(self, identity: bytes, message: messages.ToEngine) -> None:
-        """Carry out a message of an API process; one of an unknown process is dropped."""
+        """Carry out a message of an API process; one of an unknown connection is dropped, unless it is Hello. A Call's
+        reply goes into the next update.
+        """
         client = self._clients.get(identity)
         if isinstance(message, Hello):
             self._welcome(identity, message)
@@ -187,8 +189,8 @@ class EngineServer:
             client.replies.append(self._call(message))
 
     def _welcome(self, identity: bytes, message: Hello) -> None:
-        """Record a new connection, in place of an earlier one of the same process, and answer it; one that is gone is
-        dropped.
+        """Record a new connection, and send Welcome; one that is gone is dropped again. Earlier ones of the same
+        process are dropped, with their requests.
         """
         self._drop_index(message.index)
         self._num_clients += 1
@@ -202,7 +204,9 @@ class EngineServer:
         self._deliver(client, welcome)
 
     def _submit(self, client: _Client, message: Submit) -> None:
-        """Queue a request; a refusal is sent with the next update."""
+        """Queue a request in the engine. A refusal, for limits, invalid values, missing pixels or a bug, is sent with
+        the next update; raises nothing. The message's pixels are read, and cached, in every case.
+        """
         client.received = message.number
         try:
             # Before the request may be refused: the sender relies on what was sent.
@@ -229,8 +233,9 @@ class EngineServer:
             client.requests[member.handle] = request
 
     def _finish(self, client: _Client, message: Finish) -> None:
-        """End requests as an API process asks; those that it does not have are skipped. Ends other than aborts are
-        settled with the numbers of tokens that were sent.
+        """End requests as an API process asks; those that it does not have are skipped. Ends other than aborts, and
+        requests that the engine has ended already, are settled at once, with the numbers of tokens in the message;
+        aborts are confirmed by the next update.
         """
         reason = FinishReason(message.reason)
         for index, handle in enumerate(message.handles):
@@ -245,7 +250,9 @@ class EngineServer:
                 self._settle(request, reason, message.num_tokens[index] if message.num_tokens else None)
 
     def _call(self, message: Call) -> Reply:
-        """Call a utility; return its reply, also for an error."""
+        """Call a utility of the engine, or of this class for the image cache; return its reply, with a failure for any
+        error, also for a result that cannot be encoded.
+        """
         try:
             # Not an attribute, which would make a reference cycle with the sockets, and zmq waits for its end.
             own = {"reset_mm_cache": self._reset_mm_cache, "mm_cache": self._mm_cache}
@@ -259,19 +266,24 @@ class EngineServer:
             return Reply(message.number, Failure("internal", f"{message.name} failed: {error}"))
 
     def _reset_mm_cache(self) -> bool:
-        """Forget cached images: EngineCore's utility, which here also resets the caches for and in API processes."""
+        """Forget cached images: EngineCore's utility, which here also resets the caches for and in API processes, the
+        latter by the next update. Returns what that utility returns.
+        """
         self._num_media_resets += 1
         for client in self._clients.values():
             client.media.clear()
         return self.core.utility("reset_mm_cache")
 
     def _mm_cache(self) -> dict[str, Any]:
-        """Describe the image cache: EngineCore's utility, for this server's number of processes."""
+        """Return where images are cached, with this server's number of processes, and `engine_bytes`, what the caches
+        here have: EngineCore's utility "mm_cache".
+        """
         placement = self.core.config.mm_cache_placement(self._num_api_processes)
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}
 
     def _send(self, output: EngineOutput) -> None:
-        """Send each API process its results of a step, and drop one that cannot be sent to.
+        """Send each API process its results of a step, refusals, replies and the load, unless all of that is as before;
+        drop one that cannot be sent to. Settles the requests that have ended, and tells "served" after the first.
 
         It runs in every step, most of which have little but tokens.
         """
@@ -347,12 +359,12 @@ class EngineServer:
         faulthandler.dump_traceback(all_threads=True)
 
     def _drop_index(self, index: int) -> None:
-        """Drop the connections of an API process."""
+        """Drop the connections of the API process with this number, as `_drop`, if there are any."""
         for client in [client for client in self._clients.values() if client.index == index]:
             self._drop(client)
 
     def _drop(self, client: _Client) -> None:
-        """Forget an API process that is gone, and abort its requests."""
+        """Forget a connection whose API process is gone, and its images; abort its requests, which count as aborted."""
         for request in list(client.requests.values()):
             self.core.engine.finish(request, FinishReason.ABORT)
             self._settle(request)
@@ -361,7 +373,7 @@ class EngineServer:
 
 
 def _failure(error: RequestError) -> Failure:
-    """Return an error in the form of a message."""
+    """Return an error in the form of a message: "overloaded", "unknown adapter" or else "request"."""
     if isinstance(error, OverloadedError):
         return Failure("overloaded", str(error), retry_after=error.retry_after)
     kind = "unknown adapter" if isinstance(error, UnknownAdapterError) else "request"
@@ -369,8 +381,9 @@ def _failure(error: RequestError) -> Failure:
 
 
 def main(child: Child) -> None:
-    """Run the process to its end. Its exit status is 2 for an unusable option or model, as the command's; 1 if the
-    engine fails later; 0 after the order to stop.
+    """Load the engine and its adapters, serve, and end the process, never returning. Its exit status is 2 for an
+    unusable option or model, which is printed, as the command's; 1 if the engine fails later; 0 after the order to
+    stop.
     """
     child.end_with_parent()
     try:

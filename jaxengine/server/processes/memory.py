@@ -22,7 +22,8 @@ def return_large_blocks() -> None:
 
 
 def limit_memory(limit: int) -> None:
-    """Limit this process to `limit` bytes more than it has now; 0: no limit.
+    """Limit this process's data (RLIMIT_DATA) to `limit` bytes more than it has now; 0: no limit. A limit of the system
+    that is lower stays.
 
     An excessive request is then answered with an error of its own, or ends this process, which is restarted, rather
     than the machine. Does nothing on systems other than Linux, which do not report a process's size.

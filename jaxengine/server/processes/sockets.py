@@ -13,7 +13,9 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0 takes a free one. Raises ConfigError for an unusable host or port."""
+    """Return a TCP socket that listens on a port of `host`, a name or an address; port 0 takes a free one. Raises
+    ConfigError for an unusable host or port.
+    """
     made = _bind("port", host, port)
     made.listen(_BACKLOG)
     return made
@@ -51,7 +53,9 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
 
 
 def _way_to_a_port(option: str, host: str, error: OSError) -> str:
-    """Return advice for a port that cannot be bound."""
+    """Return advice for a port that cannot be bound, as a text: by the error's number, for a port in use, one below
+    1024, else for an address that is not this machine's. option: of the port.
+    """
     flag = "--" + option.replace("_", "-")
     if error.errno == errno.EADDRINUSE:
         return f"stop the program that listens there, or give another {flag}, 0 for any that is free"
@@ -61,7 +65,10 @@ def _way_to_a_port(option: str, host: str, error: OSError) -> str:
 
 
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
-    """Return a socket that is bound to a port. reuse: with SO_REUSEPORT. Raises ConfigError."""
+    """Return a TCP socket that is bound to a port, 0 for a free one, and does not listen. reuse: with SO_REUSEPORT.
+
+    option: of the port. Raises ConfigError that names host if that is no address, `option` if the port cannot be bound.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

@@ -17,14 +17,17 @@ _MORE_BYTES = 256 * MIB
 
 def memory_limit(bounds: StoreBounds, num_clients: int, max_request_bytes: int) -> int:
     """Return the memory in bytes that the store may need: its responses, and for each of its clients, the API
-    processes, the largest message in each direction, encoded and not.
+    processes, the largest message in each direction, encoded and not: 2 * num_bytes + 4 * num_clients *
+    (conversation_bytes + 2 * max_request_bytes) + 256 MiB.
     """
     message = bounds.conversation_bytes + 2 * max_request_bytes
     return 2 * bounds.num_bytes + 4 * num_clients * message + _MORE_BYTES
 
 
 async def serve(child: Child) -> None:
-    """Serve at the job's store_path, a Unix socket, until the supervisor's order to stop. Its memory is limited."""
+    """Serve at the job's store_path, a Unix socket, until the supervisor's order to stop. Limits the process's memory
+    to `memory_limit`; reports "ready", then "alive" as `alive_seconds` says. Raises OSError if it cannot listen.
+    """
     config = ServerConfig(**child.job["server"])
     bounds = StoreBounds(**config.store_bounds())
     await asyncio.start_unix_server(StoreServer(ResponseStore(bounds)).serve, child.job["store_path"])

@@ -178,7 +178,10 @@ class Supervisor:
         return self._status
 
     def _wait(self, awake: socket.socket) -> None:
-        """Wait a second, at most, for events, and act on them, on signals, on silence and on the times of restarts."""
+        """Wait a second, at most, for events, and act on them, on signals, on silence and on the times of restarts.
+        Sets the status to 1 if processes did not end in time after a signal. awake: socket that a signal makes
+        readable.
+        """
         left = self._give_up_at - time.monotonic()
         if left <= 0:
             logger.error("processes did not end in time; they are killed")
@@ -218,7 +221,10 @@ class Supervisor:
             child.process.kill()
 
     def _start(self, module: str, index: int) -> None:
-        """Start a process, send it its job as JSON on its standard input, and watch the pipe on which it reports."""
+        """Start a process, send it its job as JSON on its standard input, and watch the pipe on which it reports.
+
+        module: its role, as of _Child. index: of an API process; 0 for others.
+        """
         read, write = os.pipe()
         job = {
             "server": dataclasses.asdict(self._server),
@@ -250,8 +256,8 @@ class Supervisor:
             process.stdin.flush()
 
     def _listen_to(self, child: _Child) -> None:
-        """Read the events of a process, or its end. When all processes are ready for the first time, print the
-        addresses.
+        """Read the events of a process, or its end (`_ended`). Any event makes it ready, and shows that it does not
+        hang; "served" is kept. When all processes are ready for the first time, print the addresses.
         """
         said = child.events.read(4096)
         if not said:
@@ -267,8 +273,11 @@ class Supervisor:
             print(f"jaxengine is ready: {self.urls()}", flush=True)
 
     def _ended(self, child: _Child) -> None:
-        """Restart a process that has ended, at once or later, or end the server: with the process's own status before
-        all were ready, with 1 after too many deaths.
+        """Restart a process that has ended, or end the server: with the process's own status before all were ready,
+        with 1 after too many deaths. An engine is restarted at once, and the third death in a minute without having
+        served is too many; others after a delay that doubles from 0.5 to 30 s beyond two deaths, and eight before they
+        were ready are too many. Tells the engine of an API process's end. While draining, restarts nothing and calls
+        `_end_rest`.
         """
         self._selector.unregister(child.events)
         child.events.close()
@@ -324,7 +333,9 @@ class Supervisor:
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Once no API process is left, end the processes that they use, and then the server."""
+        """Once no API process is left, order the processes that they use to stop; without any process, set the status
+        to 0, which ends the server.
+        """
         if not self._children:
             self._status = 0
         elif not any(child.is_api for child in self._children):

@@ -67,7 +67,9 @@ class Ingress:
     async def __init__(
         self, replicas: Any, options: dict[str, Any], server: ServerConfig, ray_config: RayConfig, store: Any = None
     ):
-        """Make the application. replicas, store: handles of deployments. options: of EngineConfig."""
+        """Make the application, once a replica has told its config. replicas, store: handles of deployments. options:
+        of EngineConfig. With several replicas, digests and a prefix cache it opens the model's tokenizer, for prompts.
+        """
         config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
         reader = None
         if ray_config.max_replicas > 1 and ray_config.routing_digest_bytes and config.enable_prefix_caching:
@@ -154,7 +156,8 @@ class Front:
     async def _read(self, scope: Scope, receive: Receive, call: HttpCall, is_admin: bool) -> Sequence[Any]:
         """Read a request's body into `call`; return references to the parts of a large one, of STREAMED.
 
-        Raises ApiError (413) for one of these that is larger than its reader allows.
+        Parts of 8 MiB go into Ray's store. A body that no replica takes is not read. Raises ApiError (413) for one of
+        STREAMED that is larger than its reader allows, ClientLeft if the client leaves.
         """
         streamed, most = is_streamed(scope), float("inf") if is_admin else 0
         if _path(scope) == "/v1/files":
@@ -184,7 +187,7 @@ class Front:
 
     async def _hint(self, scope: Scope, call: HttpCall, request_id: str) -> Hint:
         """Return what a request tells for the choice of its replica: its key's session, adapter, tokens and cache salt,
-        as far as its headers and JSON body have them.
+        as far as its headers and JSON body have them. A body that cannot be read tells nothing.
         """
         # Of several headers of a name the first counts, as for the replica.
         headers, path = dict(reversed(call.headers)), _path(scope)
@@ -211,8 +214,11 @@ class Front:
     async def _answer(self, call: HttpCall, parts: Sequence[Any], hint: Hint, send: Send, num_attempts: int) -> None:
         """Send the response of a replica. A request is tried again on another one while there is none of it.
 
-        Raises EngineDeadError if all attempts have failed or the response ends early, OverloadedError if too many
-        requests wait.
+        A stream of events that ends early gets an event with the error as its last. Raises EngineDeadError if all
+        attempts have failed or another response ends early, OverloadedError if too many requests wait, RayTaskError for
+        other errors of the replica. If it is cancelled, the replica's work is.
+
+        parts: references to the parts of a large body. hint: for Router.
         """
         encoded, started, is_stream, ended = encode(call), False, False, False
         for attempt in range(1, num_attempts + 1):
@@ -257,12 +263,12 @@ def _path(scope: Scope) -> str:
 
 
 def _creates(scope: Scope) -> bool:
-    """Whether a request creates something each time."""
+    """Whether a request creates something each time: a POST to a path that begins with one of _CREATES."""
     return scope["method"] == "POST" and _path(scope).startswith(_CREATES)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Answer ASGI's lifespan events: there is nothing to start or to end."""
+    """Answer ASGI's lifespan events as complete, until that of the shutdown: there is nothing to start or to end."""
     while True:
         message: Message = await receive()
         await send({"type": f"{message['type']}.complete"})

@@ -74,10 +74,13 @@ class Hint:
         self._digests: dict[tuple[int, bytes, bytes], list[int]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as an empty Hint."""
         return Hint, ()
 
     def digests(self, page_size: int, adapter: bytes, weights: bytes) -> list[int]:
-        """Return the short digests of the prompt's pages. Arguments: as of `prompt_digests`."""
+        """Return the short digests of the prompt's full pages, [] without token ids. Computed once for each combination
+        of the arguments, which are those of `prompt_digests`.
+        """
         found = self._digests.get((page_size, adapter, weights))
         if found is None:
             salt = self.cache_salt

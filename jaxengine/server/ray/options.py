@@ -94,7 +94,9 @@ class RayConfig:
 
 
 def refuse_without_meaning(given: Mapping[str, Any], max_replicas: int) -> None:
-    """Raise ConfigError for server options that have no meaning under Ray Serve. given: those that are not left out."""
+    """Raise ConfigError for server options that have no meaning under Ray Serve and are not their defaults (_REFUSED),
+    and for enable_admin with more than one of `max_replicas`. given: those that are not left out.
+    """
     server = ServerConfig()
     for name, why in _REFUSED.items():
         if given.get(name, getattr(server, name)) != getattr(server, name):

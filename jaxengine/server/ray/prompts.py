@@ -38,6 +38,7 @@ class _Reading:
     """Request that is being read. adapter: what it names as its model, if that is not the model's own name."""
 
     def __init__(self, adapter: str | None):
+        """Begin without tokens: a future of the running event loop."""
         self.adapter = adapter
         self.tokens: asyncio.Future[_Tokens] = asyncio.get_running_loop().create_future()
 
@@ -55,7 +56,7 @@ class PromptReader:
 
     async def read(self, scope: Scope, body: bytes, adapter: str | None) -> _Tokens:
         """Return (token ids, cache salt) of the first prompt of a request; ((), None) if it has none, has images, or is
-        not valid.
+        not valid. Runs the HTTP application on the request up to the engine's call, and then cancels it.
 
         scope: with the headers that a replica gets: without a session, their request id decides which adapter a name of
         lora_routes stands for.
@@ -91,7 +92,9 @@ class _NoEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Publish the prompt's tokens and wait; yields nothing."""
+        """Publish the prompt's tokens, which are read on a thread, and wait until cancelled; yields nothing. The last
+        two arguments are not used. Raises RequestError for a prompt that is not valid.
+        """
         found: _Tokens = (), None
         if not (has_media(prompt) or (sampling_params is not None and sampling_params.steer)):
             _, token_ids, salt = await asyncio.to_thread(self.inputs.read_prompt, prompt)
@@ -100,7 +103,7 @@ class _NoEngine:
         yield  # never
 
     async def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        """Publish that there are no tokens, and wait; yields nothing."""
+        """Publish that there are no tokens, and wait until cancelled; yields nothing."""
         await _found(((), None))
         yield  # never
 

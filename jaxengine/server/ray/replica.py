@@ -112,8 +112,12 @@ class Replica(Responder):
     """Ray Serve replica with one engine."""
 
     async def __init__(self, options: dict[str, Any], server: ServerConfig, digest_bytes: int, store: Any = None):
-        """Start the engine. options: of EngineConfig. digest_bytes: as RayConfig.routing_digest_bytes. store: handle of
-        the deployment that stores responses; None: they are stored here.
+        """Start the engine, with its other hosts if nnodes is above 1, its adapters, and the batch API if it is
+        enabled.
+
+        options: of EngineConfig. digest_bytes: as RayConfig.routing_digest_bytes. store: handle of the deployment that
+        stores responses; None: they are stored here. Raises ConfigError, RequestError for an adapter that cannot be
+        loaded, and what loading a model raises.
         """
         options = dict(options)
         self._digest_bytes = digest_bytes
@@ -140,7 +144,10 @@ class Replica(Responder):
         return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what Ray publishes to all who route: prefixes, adapters, and whether requests are to go elsewhere."""
+        """Return what Ray publishes to all who route: "digests" of cached pages, at most `digest_bytes` of 8-byte
+        big-endian numbers, "page_size", "weights", "adapters", and "draining", whether requests are to go elsewhere.
+        Without digest_bytes, digests are empty and page_size is 0; of a dead engine only draining is told.
+        """
         digests = b""
         known: dict[str, Any] = {"weights": "", "adapters": {}}
         with contextlib.suppress(EngineDeadError):  # that is what `draining` says
@@ -150,7 +157,7 @@ class Replica(Responder):
         return {**known, "digests": digests, "page_size": page_size, "draining": self._engine.errored}
 
     async def check_health(self) -> None:
-        """Raise if the engine is unhealthy; Ray then replaces the replica."""
+        """Raise EngineDeadError if the engine is unhealthy; Ray, which calls it, then replaces the replica."""
         await self._engine.check_health()
 
     def __del__(self):
@@ -159,14 +166,18 @@ class Replica(Responder):
 
 
 async def _bodies(first: bytes, parts: Sequence[Any]) -> AsyncIterator[Message]:
-    """Yield the messages of a request's body. parts: as of `Replica.respond`."""
+    """Yield ASGI's messages of a request's body: `first`, then the parts, each awaited when its turn comes. parts: as
+    of `Replica.respond`. Raises Ray's error for a part that is lost.
+    """
     yield {"type": "http.request", "body": first, "more_body": bool(parts)}
     for index, part in enumerate(parts, 1):
         yield {"type": "http.request", "body": await part, "more_body": index < len(parts)}
 
 
 async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
-    """Yield what the application has said, in as few pieces as there is no wait for. None in the queue ends it."""
+    """Take what the application has said from the queue and yield it, in as few pieces as there is no wait for. None in
+    the queue ends it. The first piece has the status and the headers.
+    """
     status, headers = None, Headers()
     while (message := await said.get()) is not None:
         body, last = [message.get("body", b"")], not message.get("more_body", False)
@@ -228,7 +239,9 @@ def _free_port() -> int:
 
 
 def _write_key(folder: str, key: str) -> str:
-    """Write the cluster's secret to a file that only this user can read; return its path."""
+    """Write the cluster's secret to a file that only this user can read; return its path. Raises
+    FileExistsError if the folder has one.
+    """
     path = os.path.join(folder, "key")
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(key)

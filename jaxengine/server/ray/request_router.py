@@ -43,7 +43,9 @@ class _Known:
         index.add(name)
 
     def read(self, stats: dict[str, Any]) -> None:
-        """Read what a replica has published, unless it was read before, and forget prompts of long ago."""
+        """Read what a replica has published, the result of Replica.record_routing_stats, into the index and the
+        attributes, unless it is empty or as before; forget prompts of long ago in every case.
+        """
         self._forget()
         if not stats or stats == self._stats:  # Ray sends those of all replicas when any publishes
             return
@@ -57,7 +59,9 @@ class _Known:
         self.index.set_draining(self.name, stats["draining"])
 
     def sent(self, digests: list[int], seconds: float) -> None:
-        """Record a prompt that was sent to it, for so many seconds."""
+        """Record a prompt that was sent to it: for so many seconds it counts as having these pages. digests: short
+        ones, of the prompt's pages.
+        """
         self._recent.append((time.monotonic() + seconds, digests))
         self._counts.update(digests)
         self._num_recent += len(digests)
@@ -65,7 +69,9 @@ class _Known:
         self._forget()  # a replica that is the only one is sent prompts, and never read
 
     def _forget(self) -> None:
-        """Forget prompts of long ago, and the oldest ones while there are too many."""
+        """Forget prompts whose time is over, and the oldest ones while they have more than _MOST_RECENT digests. Their
+        pages leave the index unless another prompt has them or they are published.
+        """
         while self._recent and (self._recent[0][0] < time.monotonic() or self._num_recent > _MOST_RECENT):
             digests = self._recent.popleft()[1]
             self._num_recent -= len(digests)
@@ -81,7 +87,9 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
     """Chooser of a replica for each call. Calls without a Hint go to the one with the shortest queue."""
 
     def initialize_state(self, *, imbalance: float = 8.0, period: float = 1.0) -> None:
-        """Store the settings. imbalance: as of `Replicas.choose`. period: seconds between a replica's publications."""
+        """Store the settings, and begin without replicas; called by Ray in place of a constructor. imbalance: as of
+        `Replicas.choose`. period: seconds between a replica's publications.
+        """
         self._imbalance = imbalance
         # A prompt that was sent has been computed and published by then, or its pages are gone.
         self._recent_seconds = 10.0 + 3.0 * period
@@ -93,7 +101,9 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica alone, and then, for when it is full, all the others."""
+        """Return the chosen replica alone, and then, for when it is full, all the others; all in one list for a call
+        without a Hint or with fewer than two candidates. Called by Ray for each call; sets the call's should_backoff.
+        """
         hint = _hint(pending_request)
         if pending_request is not None:  # if all are full, wait before the next attempt
             pending_request.routing_context.should_backoff = True
@@ -123,7 +133,9 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
         self._index.set_queues(list(self._by_number), [length(each.replica_id) or 0 for each in candidates])
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record that a replica will soon have the pages of a prompt."""
+        """Record that a replica will soon have the pages of a call's prompt, if these are known. Called by Ray after a
+        replica has taken the call; result is not used.
+        """
         hint, known = _hint(pending_request), self._known.get(replica_id)
         if hint is not None and known is not None and (digests := self._digests(hint, [known])):
             known.sent(digests, self._recent_seconds)

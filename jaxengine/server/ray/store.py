@@ -47,11 +47,15 @@ class Store:
         self._task = asyncio.create_task(self._lose())
 
     async def call(self, name: str, call: bytes) -> bytes:
-        """Return the StoreReply to a StoreCall of the replica of a name, both encoded as msgpack."""
+        """Return the StoreReply to a StoreCall, both encoded as msgpack, as `answer`; the client of this name is the
+        worker of responses that are put, and has asked now. Waits for a stop or deletion.
+        """
         return _encode(await answer(self._store, _decode_call(call), self._replica(name)))
 
     async def orders(self, name: str) -> list[tuple[str, str]]:
-        """Return (id, owner) of responses that a replica is to cancel, [] if there are none for a few seconds."""
+        """Take (id, owner) of all responses that the client of this name is to cancel from its queue and return them,
+        as soon as there is one; [] after 5 s without any. The client counts as having asked when the call begins.
+        """
         replica, found = self._replica(name), list[tuple[str, str]]()
         with contextlib.suppress(TimeoutError):
             found.append(await asyncio.wait_for(replica.orders.get(), _POLL_SECONDS))
@@ -66,7 +70,9 @@ class Store:
         return replica
 
     async def _lose(self) -> None:
-        """Mark the running responses of replicas that have ended as failed, until cancelled."""
+        """Every 5 s, until cancelled, mark the running responses of clients that have not asked for 20 s as failed, and
+        forget these clients.
+        """
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             for name, replica in list(self._replicas.items()):
@@ -94,7 +100,9 @@ class RayStore(StoreClient):
             raise EngineDeadError("the store of responses cannot be reached") from error
 
     async def _obey(self) -> None:
-        """Cancel what the store wants to be cancelled, for as long as the process runs."""
+        """Cancel what the store wants to be cancelled, for as long as the process runs; asks again 0.2 s after an error
+        of Ray.
+        """
         while True:
             try:
                 for response_id, owner in await self._store.orders.remote(self._name):

@@ -91,7 +91,7 @@ class Joiner:
         self._read: dict[bytes, str] = {}
 
     def join(self, document: Document) -> Any:
-        """Return the JSON value of a document."""
+        """Return the JSON value of a document. Raises KeyError for a long text that is not among `texts`."""
         return msgspec.msgpack.decode(document.data, ext_hook=self._restore)
 
     def _restore(self, kind: int, data: memoryview) -> Any:

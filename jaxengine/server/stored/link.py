@@ -99,7 +99,9 @@ class StoreServer:
             writer.close()
 
     async def _answer(self, call: StoreCall, worker: _RemoteWorker) -> None:
-        """Send the reply to a call; one reply to a read at a time for each connection."""
+        """Send the reply to a call. A read waits until the other end has received most of the reply to the
+        connection's read before.
+        """
         if call.name != "read":
             worker.say(await answer(self._store, call, worker))
             return
@@ -110,7 +112,9 @@ class StoreServer:
 
 
 async def answer(store: ResponseStore, call: StoreCall, worker: Worker) -> StoreReply:
-    """Return the store's reply to a call. worker: generates the responses that are put."""
+    """Return the store's reply to a call; an OverloadedError becomes its fields `full` and `retry_after`. Waits, for
+    `stop` and `delete`, until the response no longer runs. worker: generates the responses that are put.
+    """
     reply, key = StoreReply(call.number), (call.response_id, call.owner)
     try:
         match call.name:
@@ -138,6 +142,7 @@ class _RemoteWorker:
     """
 
     def __init__(self, writer: asyncio.StreamWriter):
+        """Use the connection of `writer`, which stays its owner's to close."""
         self._writer = writer
         self.turn = asyncio.Lock()
 
@@ -146,12 +151,12 @@ class _RemoteWorker:
         self.say(Cancel(response_id, owner))
 
     def say(self, message: StoreReply | Cancel) -> None:
-        """Send a message, unless the connection is closing."""
+        """Queue a message for the connection, without waiting; drop it if that is closing."""
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
     async def sent(self) -> None:
-        """Wait until the other end has read most of what was sent."""
+        """Wait until the other end has read most of what was sent, or the connection is lost; raises nothing then."""
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
@@ -171,7 +176,9 @@ class StoreClient:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, as Responses.put, and remember its worker while it is running."""
+        """Store a response, as Responses.put, and remember its worker while it is running, for `cancel`. Raises
+        EngineDeadError, OverloadedError.
+        """
         key = stored.owner, stored.id
         is_new = stored.is_running and key not in self._workers
         if stored.is_running:
@@ -188,23 +195,27 @@ class StoreClient:
                 self._workers.pop(key, None)
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response, as Responses.find."""
+        """Return a stored response, as Responses.find: None for an unknown one. Raises EngineDeadError."""
         return (await self._call("find", response_id, owner)).found
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return a part of a response, as Responses.read."""
+        """Return a part of a response, as Responses.read: None for an unknown one. Raises EngineDeadError."""
         return (await self._call("read", response_id, owner, part=part)).reading
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, as Responses.stop."""
+        """Stop a response, wait until it no longer runs and return it, as Responses.stop: None for an unknown one.
+        Raises EngineDeadError.
+        """
         return (await self._call("stop", response_id, owner)).found
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Remove a response, as Responses.delete."""
+        """Stop and remove a response and return it, as Responses.delete: None for an unknown one. Raises
+        EngineDeadError.
+        """
         return (await self._call("delete", response_id, owner)).found
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Order the worker on a response, if it is one of this client's, to end its work."""
+        """Order the worker on a response to end its work; do nothing if the response is none of this client's."""
         if (worker := self._workers.get((owner, response_id))) is not None:
             worker.cancel(response_id, owner)
 
@@ -220,7 +231,10 @@ class StoreClient:
 
 
 class RemoteStore(StoreClient):
-    """Client of the store that listens at a path; reconnects whenever the store restarts."""
+    """Client of the store that listens at a Unix socket's path; reconnects whenever the store restarts.
+
+    Begins to connect when it is made, which needs a running event loop.
+    """
 
     def __init__(self, path: str):
         super().__init__()
@@ -238,7 +252,7 @@ class RemoteStore(StoreClient):
         return store
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection for good, soon after the call; calls in progress raise EngineDeadError."""
         self._task.cancel()
 
     async def reply(self, call: StoreCall) -> StoreReply:
@@ -253,7 +267,9 @@ class RemoteStore(StoreClient):
             self._calls.pop(call.number, None)
 
     async def _stay_connected(self) -> None:
-        """Connect, and connect again whenever the connection ends, until cancelled."""
+        """Connect, and connect again 0.05 s after the connection ends or cannot be made, until cancelled. At its end,
+        calls in progress fail with EngineDeadError.
+        """
         while True:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 reader, self._writer = await asyncio.open_unix_connection(self._path)
@@ -269,7 +285,9 @@ class RemoteStore(StoreClient):
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Read replies, and orders to stop responses, until the connection ends."""
+        """Pass replies to the calls that wait for them, and orders to stop responses to `cancel`, until the connection
+        ends. Raises OSError, and MsgspecError for a message that cannot be read.
+        """
         frames = Frames(StoreReply | Cancel)
         while data := await reader.read(_READ_BYTES):
             for message in frames.feed(data):
@@ -282,4 +300,5 @@ class RemoteStore(StoreClient):
 
 
 def _gone() -> EngineDeadError:
+    """Return, not raise, the error of a call while there is no connection."""
     return EngineDeadError("the store of responses is being started again")

@@ -97,7 +97,7 @@ class Responses(Protocol):
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, replacing its earlier state; return what is missing, and then nothing has changed.
+        """Store a response, replacing its earlier state; return None, or what is missing, and then nothing has changed.
 
         worker: generates the response while is_running; `stop` asks it to cancel. Otherwise not used.
         texts: long texts, UTF-8, by digest, at least those that the store lacks; None for none.
@@ -106,19 +106,23 @@ class Responses(Protocol):
         ...
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response."""
+        """Return a stored response's state and sizes; None for an unknown one."""
         ...
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return what the client sees, the input items, or the messages of the conversation up to this response."""
+        """Return what the client sees, the input items, or the messages of the conversation up to this response, as
+        `part` says; None for an unknown one.
+        """
         ...
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop the generation of a response, if it is running, and return its final state once that is stored."""
+        """Stop the generation of a response, if it is running, and return its final state once that is stored;
+        None for an unknown one.
+        """
         ...
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Stop and remove a response; return it."""
+        """Stop a response, wait until it no longer runs, and remove it; return it, None for an unknown one."""
         ...
 
 

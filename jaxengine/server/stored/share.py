@@ -113,17 +113,21 @@ class Share:
             self._forget(before)
 
     def replace_response(self, response_id: str, response: Document) -> None:
-        """Replace the document that the client sees by one with the same long texts."""
+        """Replace the document that the client sees by one with the same long texts, in place. Raises KeyError for an
+        unknown id.
+        """
         stored = self.responses[response_id].stored
         self.num_bytes += len(response.data) - len(stored.response.data)
         stored.response = response
 
     def drop(self, response_id: str) -> None:
-        """Remove a response, and its turn unless a later response continues it."""
+        """Remove a response, and its turn and earlier ones as far as no other response continues them. Raises KeyError
+        for an unknown id.
+        """
         self._forget(self.responses.pop(response_id))
 
     def texts_of(self, documents: Iterable[Document]) -> dict[bytes, bytes]:
-        """Return the long texts of documents."""
+        """Return the long texts of documents, UTF-8, by digest. Raises KeyError for one that is not stored."""
         return {digest: self._texts[digest] for document in documents for digest in document.digests}
 
     def finished(self, *, but: str | None) -> Iterator[str]:
@@ -140,7 +144,9 @@ class Share:
         return self.responses[stored.previous].turn
 
     def _take(self, documents: Iterable[Document], texts: Mapping[bytes, bytes]) -> None:
-        """Count documents and their long texts, which are kept and counted once however many documents have them."""
+        """Count documents in num_bytes, and their long texts, which are kept and counted once however many documents
+        have them. texts: as for `missing`.
+        """
         for document in documents:
             self.num_bytes += len(document.data)
             for digest in document.digests:

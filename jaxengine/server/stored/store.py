@@ -38,7 +38,9 @@ class ResponseStore:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, as Responses.put, and evict what is too much."""
+        """Store a response, as Responses.put, and evict what is too much. Raises OverloadedError for a new one that
+        cannot be stored whatever is evicted (`_check_room`).
+        """
         texts = texts or {}
         share = self._shares.get(stored.owner) or Share()
         if (needs := share.missing(stored, texts)) is not None:
@@ -56,7 +58,7 @@ class ResponseStore:
         return None
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response, as Responses.find."""
+        """Return a stored response's state and sizes, as Responses.find; None for an unknown one."""
         kept = self._kept(response_id, owner)
         return None if kept is None else _found(kept)
 
@@ -87,7 +89,7 @@ class ResponseStore:
         return await self.find(response_id, owner)
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Remove a response, as Responses.delete."""
+        """Stop a response, wait until it no longer runs, remove and return it, as Responses.delete; None for none."""
         found = await self.stop(response_id, owner)
         if found is not None:
             self._drop(owner, response_id)
@@ -113,7 +115,9 @@ class ResponseStore:
         return None if share is None else share.responses.get(response_id)
 
     def _rest(self, key: tuple[str, str]) -> None:
-        """Mark a response as no longer running."""
+        """Forget the worker of a response, which no longer runs, and wake the calls of `stop` that wait for it. key:
+        (owner, id).
+        """
         self._workers.pop(key, None)
         if (at_rest := self._at_rest.pop(key, None)) is not None:
             at_rest.set()
@@ -168,7 +172,7 @@ class ResponseStore:
             continue
 
     def _drop(self, owner: str, response_id: str) -> None:
-        """Remove a response, and the share of an owner who has no other."""
+        """Remove a response, if it is there, and the share of an owner who has no other."""
         share = self._shares.get(owner)
         if share is not None and response_id in share.responses:
             share.drop(response_id)
@@ -177,15 +181,17 @@ class ResponseStore:
 
 
 def _num_responses(share: Share) -> int:
+    """Return how many responses an owner has; a measure for eviction."""
     return len(share.responses)
 
 
 def _num_bytes(share: Share) -> int:
+    """Return how many bytes an owner's responses take; a measure for eviction."""
     return share.num_bytes
 
 
 def _most_bytes(kept: Kept) -> int:
-    """Return the size of a response with its whole conversation."""
+    """Return the size in bytes of a response with its input and its whole conversation, each with all long texts."""
     return sum(_found(kept).num_bytes.values())
 
 
