@@ -228,7 +228,7 @@ class WeightMethods(ABC):
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
         """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight as the devices
-        hold it, which raises RequestError while the engine sleeps.
+        hold it, which raises RequestError while the engine sleeps, or if other processes hold weights.
         """
         with self._lock:
             return _weight_info(self.core, checksum)
@@ -366,6 +366,7 @@ class AsyncWeightMethods(ABC):
         return await self.between_steps(lambda: _weight_info(self.core, checksum))
 
     async def _weights(self) -> Any:
+        """Return the engine's Weights, between two steps. Raises EngineDeadError."""
         return await self.between_steps(lambda: _weights_of(self.core))
 
 
@@ -430,7 +431,8 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """Return the version and, with `checksum`, the SHA-256 of each weight as it lies on the devices.
+    """Return the version and, with `checksum`, the SHA-256 of each weight as it lies on the devices; wakes an engine that
+    sleeps automatically for it.
 
     Raises EngineDeadError, and RequestError if there are no checksums: weights sleep, or other processes have some.
     """
