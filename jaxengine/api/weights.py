@@ -431,8 +431,8 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """Return the version and, with `checksum`, the SHA-256 of each weight as it lies on the devices; wakes an engine that
-    sleeps automatically for it.
+    """Return the version and, with `checksum`, the SHA-256 of each weight as it lies on the devices; an engine that
+    sleeps automatically is woken for it.
 
     Raises EngineDeadError, and RequestError if there are no checksums: weights sleep, or other processes have some.
     """

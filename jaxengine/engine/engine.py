@@ -99,8 +99,8 @@ class Engine:
 
     def step(self) -> EngineOutput:
         """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return new results.
-        With nothing in flight, to dispatch or to report it first waits up to _IDLE_SECONDS for each extension, until one
-        may have events.
+        With nothing in flight, to dispatch or to report, it waits up to _IDLE_SECONDS for each extension, until one may
+        have events.
         """
         with self.runner.compiles.watch():
             output = EngineOutput()

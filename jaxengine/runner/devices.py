@@ -172,8 +172,8 @@ def open_stages(
 def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]) -> MemoryPlan:
     """Return the memory plan with which an engine starts on these devices; weights are neither read nor allocated.
 
-    Compiles or loads what start-up compiles before the pages are known. Raises as `open_stages`, and ConfigError where
-    not even one request of max_model_len fits.
+    Compiles or loads what start-up compiles before the pages are known. Closes a draft's own source; `source` stays
+    open. Raises as `open_stages`, and ConfigError where not even one request of max_model_len fits.
     """
     layout = config.mesh_layout(source.config)
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
@@ -265,7 +265,8 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
 
     Raises:
       ConfigError: the mesh does not divide the model, with sizes that would; or the stage lacks something it must have:
-        the layers whose keys its other layers read, or, in the first stage, all layers that add image features.
+        the layers whose keys its other layers read, in the first stage all layers that add image features, or, with
+        kv_offloading_size, a layer with pages.
       ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
     parts = max([1, *(tower.num_parts for tower in model_config.towers)])

@@ -152,7 +152,9 @@ class ModelRunner:
         return self.stages[0].memory_in_use
 
     def execute(self, step: StepInput) -> PendingStep:
-        """Dispatch a step's forward pass and return the pending step, without waiting."""
+        """Dispatch a step's forward pass, after the page-table entries that its message has no room for; return the
+        pending step, without waiting.
+        """
         for deltas in delta_chunks(step.overflow, NUM_DELTAS, self.num_ranks * self.packer.num_table_rows):
             self.change_state(PAGE_DELTAS, deltas)
         return self.forward(step.bucket, step.buffer)

@@ -321,7 +321,7 @@ def _of_folder(
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
     """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
-    head, or None.
+    head, or None. Raises ModelFileError, and WeightUpdateError if stopped or for numbers that are not finite.
     """
     states, config, in_gguf = [], stages[0].model.config, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, config) if in_gguf else SafetensorsCheckpoint(folder)
@@ -398,7 +398,7 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, from (Hugging Face name, array), one tensor at a time."""
+    """Return each stage's new arrays by leaf index, from (name, array), one tensor at a time. Raises ModelFileError."""
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])

@@ -52,8 +52,8 @@ class Elsewhere(Place):
         self._transport, self._source, self._stats = transport, source, stats
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Read the blocks of these keys from the other engine, at most MAX_KEYS at once, and yield (key, block) of those
-        that it has. An OSError ends the iteration; it is counted and logged.
+        """Read the blocks of these keys from the other engine, at most MAX_KEYS at once, and yield (key, block) of
+        those that it has. An OSError ends the iteration; it is counted and logged.
         """
         reader = self._transport.open(self._source)
         try:

@@ -104,24 +104,32 @@ class PageCopies(StageExtension):
         return jax.device_put(pages, self._pages(len(pages) // self._shape.num_ranks).sharding)
 
     def scatter(self, ids: np.ndarray, pages: jax.Array) -> None:
-        """Dispatch the writing of pages, as `place` returns them, to pages i32[replicas * n], -1 for none."""
+        """Dispatch the writing of pages, as `place` returns them, to pages i32[replicas * n], -1 for none. The stage's
+        pool is donated, and replaced.
+        """
         size = len(ids) // self._shape.num_ranks
         kv = self._stage.pages
         self._stage.pages = replace(kv, data=self._launched(self._compiled[f"scatter {size}"][1](kv.data, ids, pages)))
 
     def gather_states(self, ids: np.ndarray) -> list[jax.Array]:
-        """Dispatch the copying of a snapshot of each replica, i32[replicas], -1 for none, to arrays [replicas, ...]."""
+        """Dispatch the copying of a snapshot of each replica, i32[replicas], -1 for none, to arrays [replicas, ...],
+        one for each array of states; [] without states.
+        """
         if not self._states:
             return []
         leaves = jax.tree.leaves(self._stage.slots.sections[STATES])
         return list(self._launched(self._compiled["gather states"][1](leaves, ids)))
 
     def place_states(self, rows: Sequence[np.ndarray]) -> list[jax.Array]:
-        """Send one state of each replica to the devices; return them as `scatter_states` takes them. Thread-safe."""
+        """Send one state of each replica to the devices; return them as `scatter_states` takes them. rows: for each
+        array of states, [replicas, ...]. Thread-safe.
+        """
         return [jax.device_put(row, like.sharding) for row, like in zip(rows, self._rows, strict=True)]
 
     def scatter_states(self, ids: np.ndarray, rows: Sequence[jax.Array]) -> None:
-        """Dispatch the writing of states to snapshots i32[replicas], -1 for none."""
+        """Dispatch the writing of states to snapshots i32[replicas], -1 for none; nothing without states. The stage's
+        arrays of states are donated, and replaced.
+        """
         if self._states:
             sections = self._stage.slots.sections
             leaves, tree = jax.tree.flatten(sections[STATES])

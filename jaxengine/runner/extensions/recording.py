@@ -107,6 +107,7 @@ class StepTaker(StageExtension):
         self._num_pages = num_pages
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        """Compile or load the programs that copy, at the first call."""
         if self._copies:
             return
         state = self._programs.state_shapes
@@ -119,6 +120,9 @@ class StepTaker(StageExtension):
         self._copies = {name: self._stage.compiled(program) for name, program in programs.items()}
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
+        """Copy to the host what the step reads, and set `newest`: None if recording is off or the step is too large.
+        Waits for the copies. Returns None.
+        """
         self.newest = None
         if not self.is_on:
             return None
@@ -139,6 +143,9 @@ class StepTaker(StageExtension):
         return None
 
     def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
+        """Add to `newest` what the forward pass has written and left, and what the sampler reads; waits for it. Drops
+        the step if it is too large with that. Does nothing before other epilogues.
+        """
         if self.newest is None or name != SAMPLE:
             return
         bucket, arrays = self.newest

@@ -75,7 +75,7 @@ class Scorer(HostExtension):
         """Return the prompt tokens' logprobs of a step that has been scored, as numpy arrays; waits for them.
 
         given: whether to fetch logprobs of the token ids that requests name, too; otherwise `given_logprobs` has no
-        columns. Raises KeyError for a step that was not scored.
+        columns, in the step's output either. Raises KeyError for a step that was not scored.
         """
         if not given:
             own = pending.outputs[SCORE]

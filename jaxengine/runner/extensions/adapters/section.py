@@ -101,7 +101,9 @@ class StagePools(StageExtension):
         return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], shardings)
 
     def write(self, slot: int, values: list[jax.Array]) -> None:
-        """Dispatch the program that writes the arrays of `put` into a pool slot."""
+        """Dispatch the program that writes the arrays of `put` into a pool slot. The stage's pools are donated, and
+        replaced in its params.
+        """
         params, indices = self._stage.params, [pool.index for pool in self._extension.pools]
         write = self._stage.program(NAME, self._extension.write_name)
         written = write([params[index] for index in indices], np.int32(slot), values)
@@ -143,8 +145,8 @@ class AdapterPools(HostExtension):
         return all(isinstance(each, jax.Array) for each in arrays)
 
     def set_rows(self, slots: list[int], adapters: list[int]) -> None:
-        """Set the pool slot of the adapter that each of these slots uses, -1 for none. Slots are numbered over all
-        replicas.
+        """Set the pool slot of the adapter that each of these slots uses, -1 for none; only changes are sent to the
+        devices. Slots are numbered over all replicas.
         """
         self.runner.set_column(CHANGE, self._known, slots, adapters)
 

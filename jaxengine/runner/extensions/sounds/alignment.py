@@ -101,7 +101,9 @@ class Aligner(HostExtension):
         self._length, self._program = extension.length, extension.program_name
 
     def align(self, pending: PendingStep, texts: Sequence[Sequence[Read]]) -> None:
-        """Dispatch the alignment of each replica's texts, whose sounds are encoded in this step at the latest."""
+        """Dispatch the alignment of each replica's texts, whose sounds are encoded in this step at the latest: one
+        launch for the first text of each replica, one for the second, and so on. Keeps the results for `fetch`.
+        """
         stage = self.runner.stages[0]
         align, left = stage.program(NAME, self._program), []
         for together in zip_longest(*texts):
@@ -115,5 +117,7 @@ class Aligner(HostExtension):
         pending.outputs[NAME] = left
 
     def fetch(self, pending: PendingStep) -> list[np.ndarray]:
-        """Return f32[replicas, T, S] for the first text of each replica in a step, the second ...; waits for them."""
+        """Return f32[replicas, T, S] for the first text of each replica in a step, the second ...; waits for them.
+        Raises KeyError for a step without `align`.
+        """
         return pending.output(NAME)
