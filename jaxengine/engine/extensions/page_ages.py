@@ -33,6 +33,7 @@ class PageAges(LoopExtension):
         yield self._gaps.metric("vllm:kv_block_reuse_gap_seconds")
 
     def _evicted(self, now: float, page: PageAge) -> None:
+        """Count the lifetime, idle time and reuse gaps of a page that is evicted at `now`, in seconds."""
         self._lifetime.observe(now - page.filled)
         self._idle.observe(now - (page.found[-1] if page.found else page.filled))
         for before, after in pairwise(page.found):

@@ -100,7 +100,7 @@ class PageLoads:
         return done
 
     def shutdown(self) -> None:
-        """End the threads; loads that are not done by then never will be."""
+        """End the threads, and wait for them; loads that are not done by then never will be."""
         self._is_closing = True
         for each in self._threads:
             each.shutdown(cancel_futures=True)

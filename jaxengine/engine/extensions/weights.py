@@ -63,12 +63,16 @@ class Weights(Pauses):
         self._updates = Durations(_SLEEP_BOUNDS)
 
     def attach(self, loop: Loop) -> None:
+        """Store the engine's parts, let the scheduler ask which requests a pause holds back, and note the version for
+        requests that are there already.
+        """
         super().attach(loop)
         loop.scheduler.extensions.append(self._intake)
         for request in loop.scheduler.requests:
             self.prepare(request)
 
     def prepare(self, request: Request) -> None:
+        """Set the version with which the request's first token will be sampled."""
         request.weight_versions = [(self.version, 0)]
 
     def pause(self, mode: PauseMode) -> None:
@@ -81,7 +85,8 @@ class Weights(Pauses):
         self.hold(None, mode)
 
     def hold(self, key: Any, mode: PauseMode) -> None:
-        """Begin a pause in addition to others, which `release` with the same key ends. mode and errors: as of `pause`.
+        """Begin a pause in addition to others, which `release` with the same key ends, after waking an engine that
+        sleeps automatically. mode: as of `pause`, whose RequestError it raises.
 
         key: any hashable value of the caller's own; None is the operator's pause, which `resume` ends.
         """
@@ -109,9 +114,11 @@ class Weights(Pauses):
         return not self.dozes and None in self._pauses
 
     def rest(self) -> float:
+        """Forget reads that nobody asks for any more; return in how many seconds to call again, inf without reads."""
         return self._orders.expire()
 
     def poll(self) -> Events:
+        """Forget reads that nobody asks for any more; return the requests that a pause of mode "abort" ends."""
         self._orders.expire()
         return super().poll()
 
