@@ -224,6 +224,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[RequestOutput]:
+        """Load the adapter unless it is loaded, then yield the outputs. Raises RequestError if it cannot be loaded, and
+        the errors of `outputs`, which is closed at the end.
+        """
         await self.add_lora(request)
         async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], outputs)):
             async for output in outputs:
@@ -420,6 +423,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self.core.abort(request_id)
 
     def _abort(self, request_id: str) -> None:
+        """End a request on the engine's thread, and pass its last outputs to its reader."""
         for output in self.core.abort(request_id):
             self._deliver(output)
 

@@ -210,6 +210,7 @@ class EngineCore:
         return list(self._processor.spans)
 
     def _reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes of the pools. Returns True."""
         self.engine.scheduler.reset_prefix_cache()
         return True
 

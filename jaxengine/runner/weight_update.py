@@ -307,6 +307,7 @@ class _StoppableSource(WrappedSource):
         self._stop = stop
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Read as the wrapped source does. Raises WeightUpdateError once `stop` returns True."""
         if self._stop():
             raise WeightUpdateError("the update was given up before all weights were read")
         return self._source.read(name, rows, columns)

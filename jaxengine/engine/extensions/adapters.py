@@ -62,6 +62,7 @@ class Adapters(LoopExtension):
         return Events(rejected=failed) if failed else NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
+        """Send the devices the pool slots of the adapters of requests that took a slot in this step."""
         self.store.set_rows(step, self.loop.scheduler.config.max_num_seqs)
 
     def after_forward(self, step: InFlight | None) -> Events:

@@ -38,6 +38,7 @@ class Alignment(LoopExtension):
             raise RequestError(f"{NAME} is {list(asked)}; allowed is {allowed}", param=NAME, value=list(asked))
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Note the requests that ask for an alignment."""
         self._waiting.update(request for request in requests if request.params.alignment is not None)
 
     def after_forward(self, step: InFlight | None) -> Events:

@@ -64,6 +64,7 @@ class IdleSleep(LoopExtension):
         logger.info("the engine woke up in %.2f s", self._used - start)
 
     def ended(self, request: Request) -> None:
+        """Count the idle time from now."""
         self._used = time.monotonic()
 
     def metrics(self) -> Iterator[Counter]:

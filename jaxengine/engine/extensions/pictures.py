@@ -69,6 +69,7 @@ class Pictures(LoopExtension):
                 request.media = request.media.in_windows(tower.window, tower.merge)
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Count the items of the caller's request, once for all its sequences."""
         self.stats.count(requests[0].media)
 
     def before_forward(self, step: ScheduledStep) -> None:

@@ -99,6 +99,7 @@ class RoutedExperts(LoopExtension):
             request.params = replace(request.params, reads_prompt=True)
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Begin to return experts to these requests, from their routed_experts_prompt_start on."""
         for request in requests:
             self._progress[request] = _Progress(request.params.routed_experts_prompt_start)
 

@@ -44,6 +44,7 @@ class TokenPooling(LoopExtension):
         return not (self._num_found or self._steps)
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Begin to return rows to those of the requests that ask for them."""
         self._num_found |= {request: 0 for request in requests if request.params.token_results}
 
     def after_forward(self, step: InFlight | None) -> Events:

@@ -282,6 +282,9 @@ class Weights(Pauses):
         yield self._updates.metric("vllm:rl_weight_update_operation_duration_seconds", {"operation": "update"})
 
     def status(self) -> dict[str, Any]:
+        """Return the version, the number of switches, whether the operator's pause is in force, and the parts that
+        sleep.
+        """
         return {
             "weights": {
                 "version": self.version,

@@ -37,6 +37,7 @@ class OffloadExtension(DeviceExtension):
     name = NAME
 
     def memory(self) -> Mapping[str, int]:
+        """Return the bytes of the arrays in which pages are copied, as many as may be on their way at once."""
         page = page_bytes_of_group(self.shape.groups, platform=self.shape.platform.name)
         return {"pages on their way": (MAX_LEAVING + MAX_COMING) * SIZES[-1] * page}
 
@@ -58,6 +59,7 @@ class PageCopies(StageExtension):
     name = NAME
 
     def __init__(self, stage: Any):
+        """Note the shapes of pages and states; nothing is compiled. stage: the StageRunner."""
         self._stage = stage
         self._shape: StageShape = stage.programs.shape
         self._places = num_places(self._shape.groups)
@@ -80,6 +82,7 @@ class PageCopies(StageExtension):
         return max((workspace_bytes(own.memory_analysis()) for _, own in self._compiled.values()), default=0)
 
     def plan_pool(self, num_pages: int) -> None:
+        """Set the number of pages, and with it `page_shape` and `page_dtype`."""
         self._num_pages = num_pages
         kv = self._stage.programs.kv_shapes(num_pages)
         self._data, spec = kv.data, kv_partition(kv).data
@@ -91,6 +94,7 @@ class PageCopies(StageExtension):
             self._compile()
 
     def allocate(self) -> None:
+        """Compile or load the programs if start-up has not, as with enforce_eager; there are no arrays of its own."""
         if not self._compiled:  # enforce_eager
             self._compile()
 
@@ -264,6 +268,7 @@ class PageMover(HostExtension):
         return max(self.page_bytes, self.state_bytes)
 
     def warm_up(self) -> None:
+        """Run each program once, with no page or snapshot to copy; waits."""
         for size in SIZES:
             nothing = np.full(self._num_ranks * size, -1, np.int32)
             pages = [np.zeros((len(nothing), *each.page_shape), each.page_dtype) for each in self._stages]

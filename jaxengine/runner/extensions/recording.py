@@ -69,6 +69,7 @@ class RecordingExtension(DeviceExtension):
         return step.with_section(NAME, Capture(range(self.num_kept - 1))) if self.keeps_layers else step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the hidden states of all layers left under NAME, if they are recorded."""
         if not self.keeps_layers:
             return step
         assert step.hidden is not None
@@ -95,6 +96,7 @@ class StepTaker(StageExtension):
     name = NAME
 
     def __init__(self, stage: Any, extension: RecordingExtension):
+        """Begin with recording on and no step. stage: the StageRunner that samples."""
         self._stage, self._programs, self._extension = stage, stage.programs, extension
         self._shape: StageShape = stage.programs.shape
         self.is_on, self.num_too_large, self._max_bytes = True, 0, self._shape.config.record_steps_bytes

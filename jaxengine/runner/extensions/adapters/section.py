@@ -69,6 +69,9 @@ class AdaptersExtension(DeviceExtension):
         return f"adapter of {self.shape.model.stage}"
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with each token's pool slot i32[T], -1 for no adapter, and the form in which products apply
+        adapters: 0 in a step without any.
+        """
         slot = jnp.where(step.is_token, step.rows.index[step.token_row], self.shape.num_slots)
         own = step.slots.sections[NAME].at[slot].get(mode="fill", fill_value=-1)
         form = jnp.where(step.features & FEW_ADAPTERS > 0, GROUPED, FLAT)
@@ -115,6 +118,7 @@ class AdapterPools(HostExtension):
     """Host extension that writes adapters into the pools of all stages, and sets which of them each slot uses."""
 
     def __init__(self, runner: Any):
+        """Begin with slots that use no adapter."""
         super().__init__(runner)
         self._known = np.full(runner.num_ranks * runner.config.max_num_seqs, -1, np.int32)
 
