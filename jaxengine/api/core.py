@@ -246,7 +246,7 @@ class EngineCore:
         return [*outputs]
 
     def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
-        """End a request because of the content of its output.
+        """End a request because of the content of its output, and count its end.
 
         reason, text, num_tokens: as OutputProcessor.process passes them.
         """

@@ -60,8 +60,8 @@ class WeightMethods(ABC):
           params: tensors by Hugging Face name, as a mapping or as pairs; a folder with safetensors or in device layout;
             a GGUF file; or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied if they are on
             the engine's devices in its layout.
-          version: of the new weights, as reported by `weight_version` and in outputs; None for the last number plus
-            one.
+          version: of the new weights, as reported by `weight_version` and in outputs; None for the last one plus one,
+            or, if that is a text, for the number of updates of the model so far, this one included.
           mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort"). Requests
             that arrive meanwhile wait in each case.
           kv: what happens to keys and values that the old weights computed: running requests are computed again

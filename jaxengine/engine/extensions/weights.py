@@ -134,9 +134,12 @@ class Weights(Pauses):
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replace the weights while the engine is paused, and return what was replaced.
 
-        version: of the new weights; None for the last number plus one. kv: for keys and values of the old weights, see
-        KVMode. Raises RequestError, with nothing changed, for an invalid argument, or a version for a
-        draft model's weights. Asserts that the pause is complete.
+        Unfinished requests note the version with the number of their output tokens. Without kv="keep" they are computed
+        again.
+
+        version: of the new weights; None for the last one plus one or, if that is a text, for the number of switches,
+        this one included. kv: for keys and values of the old weights, see KVMode. Raises RequestError, with nothing
+        changed, for an invalid argument, or a version for a draft model's weights. Asserts that the pause is complete.
         """
         self.check(version, "keep", kv)
         if new.are_of_draft:

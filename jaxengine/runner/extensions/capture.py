@@ -96,7 +96,7 @@ class CaptureExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Find the stage's taps. Raises TapError for one that the model lacks, ValueError for a part that a layer lacks."""
+        """Find the stage's taps. Raises TapError for one that the model lacks, ValueError for a part that it lacks."""
         super().__init__(shape)
         config, stage = shape.model.config, shape.model.stage
         self.taps = engine_taps(shape.config, config)

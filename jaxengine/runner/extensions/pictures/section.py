@@ -68,7 +68,7 @@ class PicturesExtension(DeviceExtension):
         return {DELTAS: StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())}
 
     def message(self, bucket: Bucket) -> tuple[int, ...] | None:
-        """Return (4 with M-RoPE, else 1; tokens of the bucket) for a bucket whose messages have the field; else None."""
+        """Return (4 with M-RoPE, else 1; number of tokens) for a bucket whose messages have the field; else None."""
         return (4 if self.uses_mrope else 1, bucket.num_tokens) if bucket.sections else None
 
     def given(self, bucket: Bucket) -> Any:
