@@ -391,7 +391,7 @@ def _read_new(
     """Read new weights onto the devices without using them yet; steps may go on meanwhile. Arguments as of
     `LLM.update_weights`.
 
-    Raises WeightUpdateError, and RequestError for another target or chunk_bytes.
+    Raises WeightUpdateError, RequestError for an argument that is not allowed, ClusterError if a process is lost.
     """
     from jaxengine.runner.weight_update import read_weights
 

@@ -189,9 +189,10 @@ def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform,
 
 
 def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
-    """Return a StageRunner with shapes in the place of weights, which compiles and cannot run.
+    """Return a StageRunner with shapes in the place of weights, which compiles and cannot run. Its state changes are
+    compiled or loaded here.
 
-    place: of its programs, see ExecutableCache.
+    place: of its programs, see ExecutableCache, whose ConfigError is raised.
     """
     mesh, own = stage.programs.mesh, []
     if stage.draft is not None:

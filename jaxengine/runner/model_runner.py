@@ -71,10 +71,11 @@ class ModelRunner:
         progress: Progress | None = None,
         peers: Peers = ALONE,
     ):
-        """Compile all programs and allocate memory; returns when every process has done so.
+        """Compile all programs and allocate memory; returns when every process has done so. With enforce_eager most
+        programs are compiled at their first use instead.
 
         stages: in order. config: resolved. progress(done, total, what): called per program. peers: the engine's other
-        processes. Raises ConfigError if the memory does not suffice.
+        processes. Raises ConfigError if the memory does not suffice, ClusterError if a process is lost.
         """
         self.config = config
         self.packer = stages[0].programs.packer

@@ -129,7 +129,9 @@ def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: A
 
 
 def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
-    """Return a weight as a host array, whichever processes have its parts. index: in the stage's list of arrays."""
+    """Return a weight as a host array; parts that other processes have are fetched. index: in the stage's list of
+    arrays. Raises ClusterError if a process is lost.
+    """
     array: Any = runner.stages[stage].params[index]
     if array.is_fully_addressable:
         return on_host(array)

@@ -186,7 +186,7 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Read this process's parts of new weights; arguments, result and errors as of `read_weights`.
+    """Read this process's parts of new weights. Arguments, result, WeightUpdateError, RequestError: as `read_weights`.
 
     spread: sends tensors by name to the other processes as they are read; None for one process.
     """

@@ -252,7 +252,9 @@ class KVTransfer(LoopExtension):
             self._end_lease(lease)
 
     def _offer(self, key: bytes) -> None:
-        """Have the transport offer the block of a key in host memory, now or once its copy is done."""
+        """Have the transport offer the block of a key in host memory, now or once its copy is done; nothing if there is
+        neither.
+        """
         tiers = self._offload.tiers
         if (block := tiers.host.get(key)) is not None:
             self.transport.offer(key, block)

@@ -184,7 +184,7 @@ class Offload(LoopExtension):
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and the layout of pages, on which their content depends in addition to their keys: 32
-        hexadecimal digits. The first use reads all weights.
+        hexadecimal digits. The first use reads all weights. Raises as `checksums` does.
         """
         start = time.monotonic()
         weights = sorted(checksums(self._runner).items())

@@ -169,7 +169,7 @@ class PageCopies(StageExtension):
         return jnp.where(ids[:, None] < 0, self._places * self._num_pages, rows)
 
     def _gather(self, size: int) -> Program:
-        """Return the program that copies `size` pages of each replica out of the pool."""
+        """Return the program (pool, pages i32[replicas * size]) -> copies of these pages; undefined for -1."""
 
         def gather(data: jax.Array, ids: jax.Array) -> jax.Array:
             return jnp.take(data, self._pool_rows(ids), axis=0, mode="clip")
@@ -178,7 +178,9 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, f"gather {size}", gather, arguments, self._pages(size), ())
 
     def _scatter(self, size: int) -> Program:
-        """Return the program that writes `size` pages of each replica into the pool, which is donated."""
+        """Return the program (pool, pages i32[replicas * size], their content) -> the pool with these pages written,
+        none for -1. The pool is donated.
+        """
 
         def scatter(data: jax.Array, ids: jax.Array, pages: jax.Array) -> jax.Array:
             return data.at[self._pool_rows(ids)].set(pages, mode="drop")
@@ -187,7 +189,7 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, f"scatter {size}", scatter, arguments, self._data, (0,))
 
     def _gather_states(self) -> Program:
-        """Return the program that copies one snapshot of each replica."""
+        """Return the program (arrays of states, i32[replicas]) -> the row of each of these snapshots; of -1 any row."""
 
         def gather(leaves: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
             rows = jnp.clip(ids + self._first_row, 0)
@@ -197,7 +199,9 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, "gather states", gather, arguments, self._rows, ())
 
     def _scatter_states(self) -> Program:
-        """Return the program that writes one snapshot of each replica into the states, which are donated."""
+        """Return the program (arrays of states, snapshots i32[replicas], rows) -> the arrays with one row written for
+        each replica, none for -1. The arrays are donated.
+        """
 
         def scatter(leaves: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> list[jax.Array]:
             targets = jnp.where(ids < 0, leaves[0].shape[0], ids + self._first_row)

@@ -66,7 +66,9 @@ class SparsePoolingExtension(PoolingExtension):
         return step.leaving(NAME, StepTokens(step.hidden, row))
 
     def make_pool(self, spec: EpilogueSpec) -> Callable:
-        """Make the epilogue (params: list of arrays, StepTokens) -> (PoolOutput,), of all replicas."""
+        """Make the epilogue (params: list of arrays, StepTokens) -> (PoolOutput,), of all replicas. A row with a number
+        that is not finite gets token -1.
+        """
         num_rows = self.num_rows
 
         def pool_prompts(params: list[jax.Array], tokens: StepTokens):

@@ -90,7 +90,9 @@ class SoundsExtension(DeviceExtension):
     def process(
         self, tokens: TokenState, logits: jax.Array, slots: jax.Array, counts: jax.Array, features: jax.Array
     ) -> jax.Array:
-        """Return the logits f32[S, V / n] of slots i32[S] without the tokens that their rules forbid."""
+        """Return the logits f32[S, V / n] of slots i32[S] with -inf for tokens that their rules forbid. counts,
+        features: not used.
+        """
         return ruled(logits, tokens.sections[NAME].at[slots].get(mode="fill", fill_value=0))
 
     def remember(
