@@ -363,7 +363,7 @@ def _of_head(
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
     """Return new arrays of a draft head, one dict by leaf index. Its few tensors are held until all have come; others
-    are ignored. Raises WeightUpdateError.
+    are ignored. donate: jax arrays are deleted once all have been read. Raises WeightUpdateError, ModelFileError.
     """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:

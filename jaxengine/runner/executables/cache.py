@@ -142,8 +142,8 @@ class ExecutableCache:
         description: str = "",
     ) -> Executable:
         """Return the executable of a function: loaded if it is stored, else compiled, after `on_compile`, and stored.
-        On one CPU device it may be a chain of parts (jaxengine.runner.executables.layer_chain). For a new bundle, the
-        executable of a function with arguments is stored only; what is returned cannot run.
+        On one CPU device it may be a chain of parts (jaxengine.runner.executables.layer_chain). For a new bundle, what
+        is returned for a function without arguments, which allocates, returns `results` and allocates nothing.
         Raises as `compile_program` does, and ConfigError for a bundle that lacks the program or cannot store it.
 
 
