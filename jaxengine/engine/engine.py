@@ -204,8 +204,8 @@ class Engine:
         self.timeline.collected(done.record, result, (start, arrived, updated))
 
     def _ended(self, request: Request) -> None:
-        """Tell the extensions that a request has ended, and add it to `uncounted`; count it at once if no output
-        processor still has to see its text.
+        """Tell the extensions that a request has ended, set its finished_time and add it to the timeline. Count its end
+        at once if it was aborted, failed, or its text cannot end it earlier; else leave it in `uncounted`.
         """
         for ended in self._hooks.ended:
             ended(request)

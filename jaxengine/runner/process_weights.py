@@ -158,6 +158,7 @@ def bytes_of_part(runner: ModelRunner, *, stage: int, index: int, part: int) -> 
 
 def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.ndarray) -> np.ndarray:
     """Fetch a part of a weight from the process that has it, in messages of at most MAX_PIECE_BYTES; waits for it.
+
     index: in the stage's list of arrays; part: its number, see `_owners`. like: an array of the part's shape and dtype.
     Raises ClusterError if a process is lost.
     """

@@ -146,7 +146,6 @@ class ExecutableCache:
         is returned for a function without arguments, which allocates, returns `results` and allocates nothing.
         Raises as `compile_program` does, and ConfigError for a bundle that lacks the program or cannot store it.
 
-
         Args:
           name: of the program, for messages; part of the key.
           function: the function to compile.
