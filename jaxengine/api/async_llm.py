@@ -59,7 +59,8 @@ class _Reader:
 
 
 class AsyncLLM(AsyncWeightMethods, VllmMethods):
-    """Engine that streams the outputs of many requests at once, for use from async code.
+    """Engine that streams the outputs of many requests at once, for use from async code. Making one loads the model and
+    starts the thread that steps; raises the same errors as `LLM`.
 
     Args:
       model, devices, mesh, mesh_axes, options: as for `LLM`.
@@ -167,7 +168,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         lora_request: LoRARequest | None = None,
     ) -> CompletionLogprobs:
         """Return the raw log-probability of each token of a completion of each prompt, as `LLM.get_logprobs` does, with
-        one adapter for all. After an error of one request the others still run to their ends.
+        one adapter for all. Raises the first error of a request; the other requests still run to their ends.
         """
         known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
         asked = zip(known.prompts, known.params, strict=True)
@@ -183,13 +184,17 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return output
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter unless it is loaded. Returns True. Raises RequestError, with nothing changed."""
+        """Load an adapter unless it is loaded. Returns True. Raises RequestError, with nothing changed, or
+        EngineDeadError.
+        """
         number = lora_request.lora_int_id
         await load_adapter(self.utility, lora_request.lora_name, lora_request.path, number)
         return True
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Close the adapter with this lora_int_id to new requests. Returns whether there was one."""
+        """Close the adapter with this lora_int_id to new requests. Returns whether there was one. Raises
+        EngineDeadError.
+        """
         for each in await self.utility("adapters"):
             if each["number"] == lora_int_id:
                 await self.utility("unload_adapter", each["name"])
@@ -219,6 +224,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[RequestOutput]:
+        """Load the adapter unless it is loaded, then yield the outputs. Raises RequestError if it cannot be loaded, and
+        the errors of `outputs`, which is closed at the end.
+        """
         await self.add_lora(request)
         async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], outputs)):
             async for output in outputs:
@@ -415,6 +423,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self.core.abort(request_id)
 
     def _abort(self, request_id: str) -> None:
+        """End a request on the engine's thread, and pass its last outputs to its reader."""
         for output in self.core.abort(request_id):
             self._deliver(output)
 

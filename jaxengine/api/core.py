@@ -57,8 +57,10 @@ class EngineCore:
     ):
         """Load the model and compile its steps.
 
+        With config.fit, options that fit the devices are chosen first. Logs tables of weights and memory unless
+        disable_log_stats.
         devices: candidates, default all; or mesh and mesh_axes, as of `LLM`. Raises ConfigError, ModelConfigError or
-        ModelFileError, each saying what to change; ClusterError with several nodes.
+        ModelFileError, each saying what to change; ClusterError with several nodes. A cluster is shut down on an error.
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
@@ -208,6 +210,7 @@ class EngineCore:
         return list(self._processor.spans)
 
     def _reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes of the pools. Returns True."""
         self.engine.scheduler.reset_prefix_cache()
         return True
 
@@ -227,7 +230,7 @@ class EngineCore:
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:
         """Return the callers' outputs of an engine step, record ended requests, and queue refused ones for
-        `pop_rejected`.
+        `pop_rejected`; abort the other sequences of a refused request.
         """
         if not any(vars(result).values()):  # most steps bring nothing that a caller waits for
             return []
@@ -243,7 +246,7 @@ class EngineCore:
         return [*outputs]
 
     def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
-        """End a request because of the content of its output.
+        """End a request because of the content of its output, and count its end.
 
         reason, text, num_tokens: as OutputProcessor.process passes them.
         """

@@ -70,7 +70,9 @@ class CurrentPlatform:
         return jax.local_device_count()
 
     def get_device_name(self, device_id: int = 0) -> str:
-        """Return the device's name, such as "NVIDIA H100 80GB HBM3"."""
+        """Return the name, such as "NVIDIA H100 80GB HBM3", of this process's device at index `device_id`. Raises
+        IndexError if there is none.
+        """
         return jax.local_devices()[device_id].device_kind
 
     def empty_cache(self) -> None:

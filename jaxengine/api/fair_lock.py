@@ -45,6 +45,7 @@ class FairLock:
         self._ctrl_c = ctrl_c
 
     def __exit__(self, *_: object) -> None:
+        """Pass the lock on to the first waiting thread, then raise a deferred Ctrl-C."""
         ctrl_c, self._ctrl_c = self._ctrl_c, None
         with self._guard:
             self._pass_on()
@@ -112,6 +113,7 @@ class _CtrlC:
             signal.raise_signal(signal.SIGINT)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first signal; call the earlier handler for further ones."""
         if self._waits:
             self._handler(number, frame)
         self._waits = True

@@ -127,7 +127,7 @@ class LLM(WeightMethods, VllmMethods):
     def get_expert_load(self) -> np.ndarray | None:
         """Return how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32.
 
-        None for a model without experts.
+        None for a model without experts. Raises EngineDeadError.
 
         Shows how evenly `enable_expert_parallel` loads the devices.
         """

@@ -135,5 +135,7 @@ class LLMEngine(VllmMethods):
         return self.core.utility("reset_prefix_cache")
 
     def shutdown(self) -> None:
-        """Stop the engine and free its devices' memory."""
+        """Stop the engine; later calls of `add_request` and `step` raise EngineDeadError. Does nothing in a fork of its
+        process. Device memory is freed once nothing refers to the engine.
+        """
         self.core.shutdown()

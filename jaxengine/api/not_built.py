@@ -53,6 +53,7 @@ class VllmMethods:
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
+            """Raise NotBuiltError for a name in NOT_BUILT, saying what there is instead; else AttributeError."""
             kind = type(self).__name__
             if name in NOT_BUILT:
                 raise NotBuiltError(f"{kind}.{name} is not built; see {NOT_BUILT[name]}")

@@ -25,7 +25,9 @@ class OutputStream:
         self._ready = asyncio.Event()
 
     def put(self, item: RequestOutput | PoolingRequestOutput[Any] | BaseException) -> None:
-        """Add an output, or the error that ends the stream."""
+        """Add an output, or the error that ends the stream. A RequestOutput is merged into the one that waits; a
+        PoolingRequestOutput replaces it.
+        """
         if isinstance(item, BaseException):
             self._error = item
         elif isinstance(self._waiting, RequestOutput) and isinstance(item, RequestOutput):

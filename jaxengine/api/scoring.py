@@ -60,8 +60,9 @@ def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[t
 
 
 def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str | list[int]:
-    """Return a cross-encoder's prompt for a pair of texts: formatted by a template; without one, token ids joined by
-    the tokenizer of an encoder, or the texts of a decoder one after the other.
+    """Return a cross-encoder's prompt for a pair of texts: formatted by a template, as token ids if that is the
+    checkpoint's own; without one, token ids joined by the tokenizer of an encoder, or the texts of a decoder one after
+    the other.
 
     chat_template: None for the engine's option, or the checkpoint's own if its files say that it reads messages. Raises
     RequestError for a model that does not score pairs, and if the template fails.

@@ -60,8 +60,8 @@ class WeightMethods(ABC):
           params: tensors by Hugging Face name, as a mapping or as pairs; a folder with safetensors or in device layout;
             a GGUF file; or the engine's own tree (nnx.State, nnx.Module), whose arrays are not copied if they are on
             the engine's devices in its layout.
-          version: of the new weights, as reported by `weight_version` and in outputs; None for the last number plus
-            one.
+          version: of the new weights, as reported by `weight_version` and in outputs; None for the last one plus one,
+            or, if that is a text, for the number of updates of the model so far, this one included.
           mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort"). Requests
             that arrive meanwhile wait in each case.
           kv: what happens to keys and values that the old weights computed: running requests are computed again
@@ -228,7 +228,7 @@ class WeightMethods(ABC):
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
         """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight as the devices
-        hold it, which raises RequestError while the engine sleeps.
+        hold it, which raises RequestError while the engine sleeps, or if other processes hold weights.
         """
         with self._lock:
             return _weight_info(self.core, checksum)
@@ -366,6 +366,7 @@ class AsyncWeightMethods(ABC):
         return await self.between_steps(lambda: _weight_info(self.core, checksum))
 
     async def _weights(self) -> Any:
+        """Return the engine's Weights, between two steps. Raises EngineDeadError."""
         return await self.between_steps(lambda: _weights_of(self.core))
 
 
@@ -390,7 +391,7 @@ def _read_new(
     """Read new weights onto the devices without using them yet; steps may go on meanwhile. Arguments as of
     `LLM.update_weights`.
 
-    Raises WeightUpdateError, and RequestError for another target or chunk_bytes.
+    Raises WeightUpdateError, RequestError for an argument that is not allowed, ClusterError if a process is lost.
     """
     from jaxengine.runner.weight_update import read_weights
 
@@ -430,7 +431,8 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """Return the version and, with `checksum`, the SHA-256 of each weight as it lies on the devices.
+    """Return the version and, with `checksum`, the SHA-256 of each weight as it lies on the devices; an engine that
+    sleeps automatically is woken for it.
 
     Raises EngineDeadError, and RequestError if there are no checksums: weights sleep, or other processes have some.
     """

@@ -75,7 +75,8 @@ def page_map(scheduler: Scheduler) -> dict[str, Any]:
     """Return a map of the KV pages of all replicas, in order, with at most MAX_CELLS cells.
 
     `cells`: one digit per cell, the index into `states` of the commonest state among its `pages_per_cell` pages (of
-    equally common ones, the more used). `counts`: number of pages in each of `states`.
+    equally common ones, the more used). `counts`: number of pages in each of `states`. Also `num_pages` and
+    `page_size`, the tokens of a page.
     """
     states = np.concatenate([rank.pool.page_states() for rank in scheduler.ranks])
     per_cell = -(-len(states) // MAX_CELLS)

@@ -112,7 +112,9 @@ def _instructions() -> list[str]:
 
 
 def _cuda_of_compiler() -> int:
-    """Return the major version of CUDA that the installed compiler makes code for, which a driver must support."""
+    """Return the major version of CUDA that the installed compiler makes code for, which a driver must support; 0
+    without a compiler.
+    """
     found = next((each for name in _CUDA_COMPILERS if (each := _version(name)) is not None), "0")
     return int(found.partition(".")[0])
 

@@ -63,7 +63,9 @@ def client_environment(utilization: float) -> dict[str, str]:
 
 
 def card_bytes(limit: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the bytes of a card of which a client that was started in this environment has `limit` bytes."""
+    """Return the bytes of a card of which a client that was started in this environment has `limit` bytes: limit over
+    the fraction that the environment gives, else over JAX_SHARE.
+    """
     given = next((environment[name] for name in _FRACTIONS if environment.get(name)), None)
     return int(limit / (JAX_SHARE if given is None else float(given)))
 

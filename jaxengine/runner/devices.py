@@ -172,8 +172,8 @@ def open_stages(
 def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]) -> MemoryPlan:
     """Return the memory plan with which an engine starts on these devices; weights are neither read nor allocated.
 
-    Compiles or loads what start-up compiles before the pages are known. Raises as `open_stages`, and ConfigError where
-    not even one request of max_model_len fits.
+    Compiles or loads what start-up compiles before the pages are known. Closes a draft's own source; `source` stays
+    open. Raises as `open_stages`, and ConfigError where not even one request of max_model_len fits.
     """
     layout = config.mesh_layout(source.config)
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
@@ -189,9 +189,10 @@ def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform,
 
 
 def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
-    """Return a StageRunner with shapes in the place of weights, which compiles and cannot run.
+    """Return a StageRunner with shapes in the place of weights, which compiles and cannot run. Its state changes are
+    compiled or loaded here.
 
-    place: of its programs, see ExecutableCache.
+    place: of its programs, see ExecutableCache, whose ConfigError is raised.
     """
     mesh, own = stage.programs.mesh, []
     if stage.draft is not None:
@@ -265,7 +266,8 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
 
     Raises:
       ConfigError: the mesh does not divide the model, with sizes that would; or the stage lacks something it must have:
-        the layers whose keys its other layers read, or, in the first stage, all layers that add image features.
+        the layers whose keys its other layers read, in the first stage all layers that add image features, or, with
+        kv_offloading_size, a layer with pages.
       ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
     parts = max([1, *(tower.num_parts for tower in model_config.towers)])

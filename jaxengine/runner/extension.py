@@ -258,7 +258,9 @@ class DeviceExtension:
         return None
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """Return the abstract arrays that a forward pass of these sizes leaves to epilogues for it; None for none."""
+        """Return the abstract arrays that a forward pass leaves to epilogues for it; None for none. num_tokens,
+        num_rows: of one replica, the latter rows of logits.
+        """
         return None
 
     def leaves(self, bucket: Bucket) -> bool:

@@ -153,8 +153,8 @@ def measure(
 
 
 def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
-    """Run one prompt i32[n] through the model, so that its pages hold the keys and values; the sampled token is
-    ignored.
+    """Run one prompt i32[n] through the model, and wait for it, so that its pages hold the keys and values; the sampled
+    token is ignored.
     """
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
     scheduler = Scheduler(config)

@@ -259,7 +259,8 @@ def plan_memory(
       shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
 
     Raises:
-      ConfigError: not even one request of max_model_len fits; says what to change.
+      ConfigError: not a single page fits; says what to change. TooLong, a ConfigError: pages fit, but too few for
+        max_model_len.
     """
     limits = config.scheduler_config(1, windows=windows)
     pages_per_seq = most_pages_of(limits, config.max_model_len)

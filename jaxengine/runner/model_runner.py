@@ -71,10 +71,11 @@ class ModelRunner:
         progress: Progress | None = None,
         peers: Peers = ALONE,
     ):
-        """Compile all programs and allocate memory; returns when every process has done so.
+        """Compile all programs and allocate memory; returns when every process has done so. With enforce_eager most
+        programs are compiled at their first use instead.
 
         stages: in order. config: resolved. progress(done, total, what): called per program. peers: the engine's other
-        processes. Raises ConfigError if the memory does not suffice.
+        processes. Raises ConfigError if the memory does not suffice, ClusterError if a process is lost.
         """
         self.config = config
         self.packer = stages[0].programs.packer
@@ -152,7 +153,9 @@ class ModelRunner:
         return self.stages[0].memory_in_use
 
     def execute(self, step: StepInput) -> PendingStep:
-        """Dispatch a step's forward pass and return the pending step, without waiting."""
+        """Dispatch a step's forward pass, after the page-table entries that its message has no room for; return the
+        pending step, without waiting.
+        """
         for deltas in delta_chunks(step.overflow, NUM_DELTAS, self.num_ranks * self.packer.num_table_rows):
             self.change_state(PAGE_DELTAS, deltas)
         return self.forward(step.bucket, step.buffer)

@@ -55,7 +55,7 @@ def open_resolved(
     mesh_axes: Mapping[str, str] | None = None,
 ) -> OpenedModel:
     """Open the model of a config and settle options that the config leaves open; loads no weights. The source stays
-    open.
+    open. Called before jax looks for devices, it claims the share of a CUDA card that the engine needs (`claim_card`).
 
     devices: candidates; None for `jax.devices()`. mesh: a user's own, in place of devices and parallel sizes.
     mesh_axes: maps its axes to "data", "tensor", "attn" or "model"; None if these are their names.

@@ -48,14 +48,15 @@ class Peers:
     orders: Any = None
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """Return the number of pages of the process with the least room.
+        """Return the number of pages of the process with the least room; waits for all. Here `num_pages` itself.
 
-        num_pages: of this process. programs: digest that must be the same in all processes.
+        num_pages: of this process. programs: digest that must be the same in all processes. With other processes raises
+        ClusterError if theirs differs or one is lost.
         """
         return num_pages
 
     def await_ready(self) -> None:
-        """Wait until every process has compiled."""
+        """Wait until every process has compiled; here return at once. Raises ClusterError if a process is lost."""
 
     def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
         """Have the other processes execute the operation `op` with these arrays and fields; call `function`, which does

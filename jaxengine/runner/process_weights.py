@@ -60,7 +60,9 @@ class Spread:
             yield name, held.pop()
 
     def _send(self, name: str, array: Any, most: int) -> None:
-        """Send one tensor to the other processes in pieces of at most `most` bytes, and wait for each."""
+        """Send one tensor to the other processes in pieces of at most `most` bytes, and wait for each. Raises
+        ClusterError if a process is lost.
+        """
         source, shape = ArraySource({name: array}), tuple(array.shape)
         dtype = jnp.dtype(array.dtype)
         dtype = dtype if dtype.isnative else dtype.newbyteorder("=")  # a dtype's name does not tell the order
@@ -127,7 +129,9 @@ def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: A
 
 
 def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
-    """Return a weight as a host array, whichever processes have its parts. index: in the stage's list of arrays."""
+    """Return a weight as a host array; parts that other processes have are fetched. index: in the stage's list of
+    arrays. Raises ClusterError if a process is lost.
+    """
     array: Any = runner.stages[stage].params[index]
     if array.is_fully_addressable:
         return on_host(array)
@@ -153,7 +157,11 @@ def bytes_of_part(runner: ModelRunner, *, stage: int, index: int, part: int) -> 
 
 
 def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.ndarray) -> np.ndarray:
-    """Fetch a part of a weight from the process that has it. like: an array of the part's shape and dtype."""
+    """Fetch a part of a weight from the process that has it, in messages of at most MAX_PIECE_BYTES; waits for it.
+
+    index: in the stage's list of arrays; part: its number, see `_owners`. like: an array of the part's shape and dtype.
+    Raises ClusterError if a process is lost.
+    """
     orders: Orders = runner.peers.orders
     data = np.empty(like.nbytes, np.uint8)
     for first in range(0, len(data), MAX_PIECE_BYTES):

@@ -79,7 +79,7 @@ def release_pools(runner: ModelRunner) -> None:
 
 
 def allocate_pools(runner: ModelRunner) -> None:
-    """Allocate what `release_pools` freed again, empty."""
+    """Allocate what `release_pools` freed again, empty. Raises jax's RuntimeError if memory cannot be allocated."""
     for stage in runner.stages:
         stage.allocate_pools()
 

@@ -183,7 +183,7 @@ class StageRunner:
         return self._programs[extension, name]
 
     def allocate(self) -> None:
-        """Allocate the pools and the slot state."""
+        """Allocate the pools, as `allocate_pools` does, and the slot state."""
         self.allocate_pools()
         self._state = self.compiled(self.programs.state())()
 
@@ -195,7 +195,7 @@ class StageRunner:
 
     def allocate_pools(self) -> None:
         """Allocate the pools, empty, in the size of `plan_pool`; also called after `release_pools`. The scales of an
-        8-bit pool are `kv_scales` if these are set.
+        8-bit pool are `kv_scales` if these are set. Waits; raises jax's RuntimeError if memory cannot be allocated.
         """
         for each in self.extensions.values():
             each.allocate()
@@ -207,14 +207,17 @@ class StageRunner:
         jax.block_until_ready(self._kv)  # so that memory which is not to be had is an error here
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
-        """Return another StageRunner with the same weights and these programs, of which nothing has been compiled."""
+        """Return another StageRunner with the same weights and these programs, of which only the state changes have
+        been compiled or loaded. It has no draft model.
+        """
         other = StageRunner(programs, self.params, self._cache_dir)
         other.executables.unused = self.executables.unused
         return other
 
     def largest(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the largest magnitudes of keys and of values in the pool, f32[layers with pages, K KV heads] each,
-        over all replicas; those of values are None if values lie in keys. Waits for the steps in flight.
+        over all replicas; those of values are None if values lie in keys. Compiles or loads a program, and waits for
+        the steps in flight.
         """
         num_heads = self.programs.model.config.num_kv_heads
         found = self.compiled(self.programs.largest(self._kv_shapes))(self._kv)

@@ -186,7 +186,7 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Read this process's parts of new weights; arguments, result and errors as of `read_weights`.
+    """Read this process's parts of new weights. Arguments, result, WeightUpdateError, RequestError: as `read_weights`.
 
     spread: sends tensors by name to the other processes as they are read; None for one process.
     """
@@ -307,6 +307,7 @@ class _StoppableSource(WrappedSource):
         self._stop = stop
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Read as the wrapped source does. Raises WeightUpdateError once `stop` returns True."""
         if self._stop():
             raise WeightUpdateError("the update was given up before all weights were read")
         return self._source.read(name, rows, columns)
@@ -321,7 +322,7 @@ def _of_folder(
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
     """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
-    head, or None.
+    head, or None. Raises ModelFileError, and WeightUpdateError if stopped or for numbers that are not finite.
     """
     states, config, in_gguf = [], stages[0].model.config, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, config) if in_gguf else SafetensorsCheckpoint(folder)
@@ -362,7 +363,7 @@ def _of_head(
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
     """Return new arrays of a draft head, one dict by leaf index. Its few tensors are held until all have come; others
-    are ignored. Raises WeightUpdateError.
+    are ignored. donate: jax arrays are deleted once all have been read. Raises WeightUpdateError, ModelFileError.
     """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:
@@ -398,7 +399,7 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, from (Hugging Face name, array), one tensor at a time."""
+    """Return each stage's new arrays by leaf index, from (name, array), one tensor at a time. Raises ModelFileError."""
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])

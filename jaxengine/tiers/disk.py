@@ -147,7 +147,7 @@ class DiskTier:
         return True
 
     def remove_older(self, seconds: float) -> None:
-        """Remove the files last used or written more than `seconds` ago."""
+        """Remove the files, of those that have been seen, last used or written more than `seconds` ago."""
         oldest = time.time() - seconds
         with self._lock:
             known = list(self._known)
@@ -274,7 +274,7 @@ class DiskTier:
 
     def _read_folder(self, path: str) -> list[tuple[float, bytes, int]]:
         """Return (time of last use in seconds, key, bytes) of the files in a subfolder that had not been seen, and
-        forget the keys whose files are gone.
+        forget the keys whose files are gone; remove old unfinished files. Raises OSError.
         """
         news, present, own = [], set[bytes](), os.path.basename(path)
         with os.scandir(path) as found:

@@ -78,7 +78,7 @@ class HostTier:
             self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """End one `pin` of each of these keys."""
+        """End one `pin` of each of these keys. Raises KeyError for one that is not pinned."""
         for key in keys:
             if (count := self._pins.pop(key) - 1) > 0:
                 self._pins[key] = count

@@ -95,20 +95,25 @@ class TcpTransport(Transport):
         self._thread.start()
 
     def offer(self, key: bytes, block: np.ndarray | None) -> None:
+        """Let readers have a block u8[n]; None announces one that will come, and keeps one that is there."""
         if block is not None or key not in self._pages:
             self._pages[key] = block
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
+        """Stop offering these keys; others are ignored."""
         for key in keys:
             self._pages.pop(key, None)
 
     def released(self) -> list[str]:
+        """Return the leases that readers have ended since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
     def open(self, source: Source) -> Reader:
+        """Return a reader that connects to the source when it first reads."""
         return _TcpReader(self, source)
 
     def shutdown(self) -> None:
+        """End the threads and close all sockets, after at most _LINGER_MS for messages that are being sent."""
         self._is_closing = True
         if self._thread is not None:
             self._thread.join()
@@ -193,6 +198,9 @@ class _TcpReader(Reader):
         self._socket: zmq.Socket[bytes] | None = None
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
+        """Wait for the blocks of at most MAX_KEYS keys, and return those that came, by key; connects at the first call.
+        Raises ConnectionError if the source does not answer in time, or has failed to not long ago.
+        """
         try:
             if self._socket is None:
                 self._socket = self._transport.connect(self._source)
@@ -203,6 +211,7 @@ class _TcpReader(Reader):
         return {key: block for key, block in zip(keys, blocks, strict=False) if len(block)}
 
     def close(self) -> None:
+        """Release the source's lease and close the connection, if there is one."""
         if self._socket is not None:
             self._socket.send_multipart([_RELEASE, b"", self._source.lease.encode()])
             monitor = self._socket.get_monitor_socket()
@@ -219,7 +228,7 @@ class _Allowed:
         self._key = key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a reader with this public key may connect."""
+        """Return whether a reader with this public key may connect. domain: not used."""
         return key == self._key
 
 

@@ -99,6 +99,7 @@ class FolderTransport(Transport):
             self._thread.start()
 
     def offer(self, key: bytes, block: np.ndarray | None) -> None:
+        """Write a block u8[n] to its file, on a thread, or record a use of the file that is there. Ignores None."""
         if block is not None and not self._disk.touch(key):
             self._disk.write(key, block)
 
@@ -106,12 +107,15 @@ class FolderTransport(Transport):
         pass  # another producer may have a lease of the same file: only its age decides
 
     def released(self) -> list[str]:
+        """Return []: readers of files end no leases."""
         return []
 
     def open(self, source: Source) -> Reader:
+        """Return a reader of the folder, whichever the source."""
         return _FolderReader(self._disk)
 
     def shutdown(self) -> None:
+        """End the threads, after blocks that wait to be written, for ten seconds at most."""
         self._end.set()
         if self._thread is not None:
             self._thread.join()
@@ -131,6 +135,9 @@ class _FolderReader(Reader):
         self._disk, self._deadline = disk, time.monotonic() + PATIENCE_SECONDS
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
+        """Wait for the files of all keys, and return their blocks by key. Raises TimeoutError if some are not there by
+        the deadline.
+        """
         found: dict[bytes, np.ndarray] = {}
         for key in keys:
             while (block := self._disk.read(key)) is None:

@@ -50,6 +50,6 @@ class Connection:
         os._exit(0)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to the parent; returns when the socket has taken it."""
+        """Send a message to the parent; returns when the socket has taken it. Raises OSError if the parent is gone."""
         with self._sending:
             self._socket.sendall(frame(message))

@@ -57,10 +57,12 @@ class Adapters(LoopExtension):
             request.adapter = self._of_sounds
 
     def poll(self) -> Events:
+        """Begin and finish loads of adapters that have slots; reject the requests whose adapter could not be loaded."""
         failed = self.store.advance(self.loop.scheduler.extension("adapters").slots, self._in_use)
         return Events(rejected=failed) if failed else NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
+        """Send the devices the pool slots of the adapters of requests that took a slot in this step."""
         self.store.set_rows(step, self.loop.scheduler.config.max_num_seqs)
 
     def after_forward(self, step: InFlight | None) -> Events:
@@ -70,6 +72,7 @@ class Adapters(LoopExtension):
         return self.poll()
 
     def wait(self, seconds: float) -> bool:
+        """Wait for an adapter that is being sent to the devices, `seconds` at most; return False at once if none is."""
         if not self.store.is_uploading:
             return False
         self.store.wait(seconds)
@@ -90,6 +93,7 @@ class Adapters(LoopExtension):
         }
 
     def metrics(self) -> Iterator[Gauge]:
+        """Yield vLLM's gauge whose labels name the adapters of running and of waiting requests, and max_loras."""
         running, waiting = set[str](), set[str]()
         for request in self.loop.scheduler.requests:
             if request.lora is not None:

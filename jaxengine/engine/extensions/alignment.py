@@ -38,9 +38,11 @@ class Alignment(LoopExtension):
             raise RequestError(f"{NAME} is {list(asked)}; allowed is {allowed}", param=NAME, value=list(asked))
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Note the requests that ask for an alignment."""
         self._waiting.update(request for request in requests if request.params.alignment is not None)
 
     def after_forward(self, step: InFlight | None) -> Events:
+        """Dispatch the alignment of the step's new requests that asked for it."""
         if step is not None and (texts := self._texts_of(step.step)):
             ranks = self.loop.scheduler.extension(SOUNDS).ranks
             reads = [[self._read(request, ranks[rank].row(request)) for request in own] for rank, own in texts.items()]
@@ -49,6 +51,7 @@ class Alignment(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Wait for the alignment dispatched with this step, and add each unfinished request's part to output.found."""
         if (texts := self._texts.pop(step, None)) is None:
             return
         found = self.loop.runner.extension(NAME).fetch(step.pending)
@@ -64,7 +67,9 @@ class Alignment(LoopExtension):
         self._running.discard(request)
 
     def _texts_of(self, step: ScheduledStep) -> dict[int, list[Request]]:
-        """Return the requests of each replica that are to be aligned in a step; nothing if there are none."""
+        """Move the requests that are to be aligned in a step from waiting to running, and return them by replica; {} if
+        there are none.
+        """
         found = [request for request in self.loop.rows.admitted(step) if request in self._waiting]
         self._waiting.difference_update(found)
         self._running.update(found)

@@ -51,6 +51,9 @@ class Arrivals(LoopExtension):
         logger.info("record_trace: when requests come and how long they are is written to %s", self._path)
 
     def ended(self, request: Request) -> None:
+        """Write the request's line, unless it has no output tokens. A write error, or more than MOST_BYTES, stops the
+        trace.
+        """
         num_output = min(len(request.output_token_ids), request.max_tokens)
         if self._file is None or num_output < 1:
             return
@@ -73,6 +76,7 @@ class Arrivals(LoopExtension):
         return {"recorded_trace": {"file": str(self._path), "requests": self._num_requests, **own}}
 
     def shutdown(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

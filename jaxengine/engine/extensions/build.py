@@ -303,6 +303,7 @@ def _trace(extensions: Extensions) -> LoopExtension:
 
 
 def _alignment(extensions: Extensions) -> LoopExtension:
+    """Make the extension for alignment. Raises RequestError if the engine's model has no alignment heads."""
     if "alignment" not in extensions._runner.extensions:
         problem = "alignment: the engine's model does not align tokens with a sound; serve Whisper with a"
         raise RequestError(f"{problem} generation_config.json that has alignment_heads", param="alignment")
@@ -383,20 +384,21 @@ def _kv_transfer(extensions: Extensions) -> LoopExtension:
 
 
 def _page_ages(_: Extensions) -> LoopExtension:
+    """Make the extension that measures the ages of pages."""
     from jaxengine.engine.extensions.page_ages import PageAges
 
     return PageAges()
 
 
 def _sessions(extensions: Extensions) -> LoopExtension:
-    """Make the extension for sessions, whose pages host memory keeps."""
+    """Make the extension for sessions, whose pages host memory keeps, and the one for host memory that it uses."""
     from jaxengine.engine.extensions.sessions import Sessions
 
     return Sessions(cast("Offload", extensions.require("offload")))
 
 
 def _weights(extensions: Extensions) -> LoopExtension:
-    """Make the extension for pauses and new weights."""
+    """Make the extension for pauses and new weights; with a tier in host memory, sleep can keep pages there."""
     from jaxengine.engine.extensions.weights import Weights
 
     if (offload := extensions.by_name.get("offload")) is None:

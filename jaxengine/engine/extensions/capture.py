@@ -88,11 +88,13 @@ class Capture(LoopExtension):
             self._taps_of(request)
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Begin to return activations to those of the requests that ask for them."""
         for request in requests:
             if request.params.features & CAPTURE:
                 self._asked[request] = _Asked(self._taps_of(request))
 
     def after_forward(self, step: InFlight | None) -> Events:
+        """Note which tokens of the step are captured, and keep its activations on the devices. Returns no events."""
         if step is not None and (rows := _rows_of(step.step, self.loop.scheduler.ranks)):
             self._rows[step] = rows
             self.loop.runner.extension("capture").keep(step.pending)
@@ -108,6 +110,9 @@ class Capture(LoopExtension):
                 self._rows[noted] = [each for each in rows if each.request.slot >= 0]
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Fetch the step's activations, if unfinished requests asked for them, and add those of positions that they
+        lack to output.found: "hidden_states" and "captured". Rejected drafts are left out.
+        """
         rows = [each for each in self._rows.pop(step, ()) if each.request in self._asked]
         if not rows:
             return

@@ -56,6 +56,9 @@ class Drafts(LoopExtension):
         self._proposer = proposer_of(config)
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
+        """Return the configuration with drafts: of how many guesses, whether masks guide them and, with pipeline
+        stages, the function with which the scheduler proposes them.
+        """
         # Where stages follow each other the host knows all tokens of a row that it schedules.
         is_staged = self._proposer is not None and config.num_micro_batches > 1
         draft = self._proposer.propose_one if self._proposer is not None and is_staged else None

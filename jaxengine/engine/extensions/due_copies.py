@@ -123,7 +123,8 @@ class DueCopies:
 @contextmanager
 def kept(offload: Offload, ranks: Sequence[Rank]) -> Iterator[None]:
     """Copy what can be found in the replicas' pools to host memory, as far as it holds that, and keep host memory
-    although the pools forget their pages within this context. No step may be in flight.
+    although the pools forget their pages within this context. No step may be in flight. Waits for the copies, up to
+    _KEEP_SECONDS; pages not copied by then are lost.
     """
     due, end = DueCopies(offload), time.monotonic() + _KEEP_SECONDS
     due.advance()

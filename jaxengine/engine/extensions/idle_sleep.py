@@ -29,6 +29,9 @@ class IdleSleep(LoopExtension):
         self._num_sleeps, self._wake_seconds = 0, 0.0
 
     def rest(self) -> float:
+        """Put the engine to sleep once it has been unused for the configured time. Return the seconds left until then,
+        that time again if it failed, or inf while requests, a pause or a sleep exclude it.
+        """
         weights, now = self._weights, time.monotonic()
         if weights.asleep or weights.is_held or self.loop.scheduler.num_unfinished or self.loop.in_flight:
             return float("inf")
@@ -61,6 +64,7 @@ class IdleSleep(LoopExtension):
         logger.info("the engine woke up in %.2f s", self._used - start)
 
     def ended(self, request: Request) -> None:
+        """Count the idle time from now."""
         self._used = time.monotonic()
 
     def metrics(self) -> Iterator[Counter]:

@@ -173,19 +173,23 @@ class KVEvents(LoopExtension):
         self.publishers = [Publisher(config, rank) for rank in range(num_ranks)]
 
     def attach(self, loop: Loop) -> None:
+        """Store the engine's parts, and take the replicas that note events."""
         super().attach(loop)
         self._ranks = loop.scheduler.extension(NAME).ranks
         self._page_size = loop.scheduler.config.page_size
         self._windows = loop.scheduler.config.windows
 
     def after_forward(self, step: InFlight | None) -> Events:
+        """Publish the events of scheduling. Returns no events of requests."""
         self._publish()
         return super().after_forward(step)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Publish the events of the scheduler's update."""
         self._publish()
 
     def rest(self) -> float:
+        """Publish the events of calls; return _REST_SECONDS."""
         self._publish()
         return _REST_SECONDS
 

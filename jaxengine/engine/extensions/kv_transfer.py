@@ -52,6 +52,9 @@ class Elsewhere(Place):
         self._transport, self._source, self._stats = transport, source, stats
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Read the blocks of these keys from the other engine, at most MAX_KEYS at once, and yield (key, block) of
+        those that it has. An OSError ends the iteration; it is counted and logged.
+        """
         reader = self._transport.open(self._source)
         try:
             for first in range(0, len(keys), MAX_KEYS):
@@ -132,6 +135,9 @@ class KVTransfer(LoopExtension):
                 self._offload.tiers.elsewhere.setdefault(key, []).append(place)
 
     def poll(self) -> Events:
+        """Advance copies and leases, and forget the sources of requests whose loads are done; end those that lack pages
+        if kv_load_failure_policy is "fail".
+        """
         self._advance()
         failed: list[Request] = []
         for each in self._offload.done:
@@ -145,6 +151,9 @@ class KVTransfer(LoopExtension):
         return Events(ended=[(each, FinishReason.ERROR, NOT_LOADED) for each in failed]) if failed else NO_EVENTS
 
     def ended(self, request: Request) -> None:
+        """Forget the request's source; if it asked for remote decode and ended normally, lease its pages and set its
+        kv_transfer_params.
+        """
         self._forget(request)
         asked = request.params.kv_transfer
         has_pages = request.finish_reason in (FinishReason.LENGTH, FinishReason.STOP) and self._orders.is_own
@@ -152,6 +161,7 @@ class KVTransfer(LoopExtension):
             request.kv_transfer_params = self._lease(request)
 
     def rest(self) -> float:
+        """Advance copies and leases; return in how many seconds to call again, inf without any."""
         self._advance()
         return _SOON_SECONDS if self._due else _LATER_SECONDS if self.leases else float("inf")
 
@@ -242,7 +252,9 @@ class KVTransfer(LoopExtension):
             self._end_lease(lease)
 
     def _offer(self, key: bytes) -> None:
-        """Have the transport offer the block of a key in host memory, now or once its copy is done."""
+        """Have the transport offer the block of a key in host memory, now or once its copy is done; nothing if there is
+        neither.
+        """
         tiers = self._offload.tiers
         if (block := tiers.host.get(key)) is not None:
             self.transport.offer(key, block)

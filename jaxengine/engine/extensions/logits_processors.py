@@ -16,6 +16,7 @@ class LogitsProcessors(LoopExtension):
         self._written: set[int] = set()
 
     def sync(self, step: ScheduledStep) -> None:
+        """Write the columns of requests that are new in their slots; clear those that earlier requests left there."""
         host = self.loop.runner.extension("logits_processors")
         rows: list[tuple[int, np.ndarray | None]] = []
         for request in self.loop.rows.admitted(step):

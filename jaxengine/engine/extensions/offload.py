@@ -51,7 +51,9 @@ class Offload(LoopExtension):
     """
 
     def __init__(self, runner: ModelRunner):
-        """Allocate host memory for pages, and open the folder. Raises ConfigError for an option that cannot be used."""
+        """Allocate host memory for pages, open the folder, and start the threads. Raises ConfigError for an option that
+        cannot be used.
+        """
         config = runner.config
         self.mover: PageMover = runner.extension(NAME)
         self.done: list[Loading] = []
@@ -70,12 +72,16 @@ class Offload(LoopExtension):
         self.generation = 0
 
     def attach(self, loop: Loop) -> None:
+        """Store the engine's parts, and give the scheduler the tiers as its store."""
         super().attach(loop)
         self.orders: Orders = loop.scheduler.extension(NAME)
         self.orders.store = self.tiers
         self._most_decodes = loop.scheduler.config.max_num_seqs
 
     def poll(self) -> Events:
+        """Store copies that have arrived, write pages that have come into the pools, and set `done`; return the
+        requests of those loads as ready.
+        """
         if self.done:
             self.done = []
         orders = self.orders
@@ -92,10 +98,12 @@ class Offload(LoopExtension):
         return Events(ready=[each.load.request for each in self.done]) if self.done else NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
+        """Dispatch copies of the pages that leave the pools, which the step may overwrite."""
         if self.orders.is_due:
             self._save()
 
     def after_forward(self, step: InFlight | None) -> Events:
+        """Dispatch copies of the pages that the step has filled, and begin the loads that the scheduler has ordered."""
         if self.orders.is_due:
             self._save(filled=True)
         if loads := self.orders.loads:
@@ -105,20 +113,24 @@ class Offload(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Measure the rate of computing tokens, in steps with prompts."""
         if step.step.num_tokens > self._most_decodes:  # hardly a step of decodes alone
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
 
     def ended(self, request: Request) -> None:
+        """End the request's orders, and dispatch copies of the pages that it has filled."""
         self.orders.ended(request)
         self._save(filled=True)
 
     def wait(self, seconds: float) -> bool:
+        """Wait until a copy or a part of a load has come, `seconds` at most; return False at once without loads."""
         if not self._loads.is_busy:
             return False
         self._something.wait(seconds)
         return True
 
     def rest(self) -> float:
+        """Store copies that have arrived; return in how many seconds to call again, inf if none is on its way."""
         self._check_generation()
         self.stores.keep()
         return _REST_SECONDS if self.stores.is_busy else float("inf")
@@ -172,7 +184,7 @@ class Offload(LoopExtension):
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and the layout of pages, on which their content depends in addition to their keys: 32
-        hexadecimal digits. The first use reads all weights.
+        hexadecimal digits. The first use reads all weights. Raises as `checksums` does.
         """
         start = time.monotonic()
         weights = sorted(checksums(self._runner).items())
@@ -190,7 +202,9 @@ class Offload(LoopExtension):
         self._save(filled=True)
 
     def _save(self, filled: bool = False) -> None:
-        """Dispatch copies of the pages that leave the pools. filled: also of pages that the newest step has filled."""
+        """Dispatch copies of the pages that leave the pools, and empty those orders. filled: also of pages that the
+        newest step has filled. Gives up the folder if the engine's weights are no longer those of its name.
+        """
         if not self.orders.is_own:
             self.tiers.disk = None
         if filled:
@@ -208,7 +222,9 @@ class Offload(LoopExtension):
                 self.stores.send(ranks, states)
 
     def _install(self) -> None:
-        """Allocate pages and snapshots for the parts of loads that are on the devices, and dispatch their writing."""
+        """Allocate pages and snapshots for the parts of loads that are on the devices, and dispatch their writing; drop
+        parts of loads that began before the pools forgot their pages.
+        """
         for loading, coming, size in self._loads.take_parts():
             if loading.generation != self.generation:
                 continue

@@ -23,6 +23,7 @@ class PageAges(LoopExtension):
         self._lifetime, self._idle, self._gaps = (Durations(_BOUNDS) for _ in range(3))
 
     def attach(self, loop: Loop) -> None:
+        """Store the engine's parts, and have the scheduler report evicted pages."""
         super().attach(loop)
         ages: Ages = loop.scheduler.extension(NAME)
         ages.evicted = self._evicted
@@ -33,6 +34,7 @@ class PageAges(LoopExtension):
         yield self._gaps.metric("vllm:kv_block_reuse_gap_seconds")
 
     def _evicted(self, now: float, page: PageAge) -> None:
+        """Count the lifetime, idle time and reuse gaps of a page that is evicted at `now`, in seconds."""
         self._lifetime.observe(now - page.filled)
         self._idle.observe(now - (page.found[-1] if page.found else page.filled))
         for before, after in pairwise(page.found):

@@ -100,13 +100,15 @@ class PageLoads:
         return done
 
     def shutdown(self) -> None:
-        """End the threads; loads that are not done by then never will be."""
+        """End the threads, and wait for them; loads that are not done by then never will be."""
         self._is_closing = True
         for each in self._threads:
             each.shutdown(cancel_futures=True)
 
     def _run(self, loading: Loading, found: Mapping[bytes, Block]) -> None:
-        """Read and send all parts of a load, on one of the threads; an error ends it and is recorded there."""
+        """Read and send all parts of a load, on one of the threads; an error ends it and is recorded there. found: as
+        of `start`.
+        """
         parts = 0
         try:
             for size, send in self._parts(loading.load.rank, found):
@@ -123,7 +125,8 @@ class PageLoads:
     def _parts(self, rank: int, found: Mapping[bytes, Block]) -> Iterator[tuple[int, Callable[[], Coming]]]:
         """Yield, for each part, its number of bytes and the function that sends it to the devices of replica `rank`.
 
-        A part has up to SIZES[-1] pages, or one state. Blocks whose size is not the model's are left out.
+        A part has up to SIZES[-1] pages, or one state. Blocks whose size is not the model's are left out. found: as of
+        `start`.
         """
         mover = self._mover
         pages: list[tuple[bytes, np.ndarray]] = []

@@ -87,7 +87,7 @@ class Tiers:
 
     def find(self, key: bytes) -> Block:
         """Return a key's content if host memory has it, else the copy that brings it there, else the store to read it
-        from: the folder or another engine; None if there is none.
+        from: another engine that has what the folder lacks, or the folder, which may lack it; None without a store.
         """
         found = self.host.get(key)
         if found is not None or (found := self.arriving.get(key)) is not None:

@@ -77,6 +77,7 @@ class Pauses(LoopExtension):
         return self.loop.scheduler.paused and not self.loop.in_flight
 
     def poll(self) -> Events:
+        """Return, once after the begin of a pause of mode "abort", the requests that it ends."""
         if not self._aborts:
             return NO_EVENTS
         self._aborts = False

@@ -63,11 +63,13 @@ class Pictures(LoopExtension):
         self._cache = cache
 
     def prepare(self, request: Request) -> None:
+        """Cut the request's sounds into windows where a tower of the model hears in windows."""
         for tower in self.loop.runner.extension(NAME).towers:
             if request.media is not None and tower.hears:
                 request.media = request.media.in_windows(tower.window, tower.merge)
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Count the items of the caller's request, once for all its sequences."""
         self.stats.count(requests[0].media)
 
     def before_forward(self, step: ScheduledStep) -> None:

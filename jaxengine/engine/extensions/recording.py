@@ -49,6 +49,9 @@ class Recording(LoopExtension):
         logger.warning("record_steps: each step is written to %s, with what users sent; steps take longer", path)
 
     def after_forward(self, step: InFlight | None) -> Events:
+        """Note the arrays of the step just dispatched, with the number of its weights; a write error ends the
+        recording. Returns no events.
+        """
         if step is not None and self._folder is not None:
             newest = self.loop.runner.extension("recording").newest()
             if newest is not None:
@@ -60,6 +63,7 @@ class Recording(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Write a recorded step, with its sampler's results, to the folder; a write error ends the recording."""
         if (taken := self._taken.pop(step, None)) is None or self._folder is None:
             return
         bucket, arrays, weights = taken
@@ -81,6 +85,9 @@ class Recording(LoopExtension):
             self._stop(error)
 
     def status(self) -> dict[str, Any]:
+        """Return the folder, how many steps it has and how many were too large, and what ended the recording, if
+        anything.
+        """
         folder = self._folder
         own = {"stopped_by": self._stopped_by} if self._stopped_by else {}
         if folder is not None:
@@ -88,6 +95,7 @@ class Recording(LoopExtension):
         return {"recorded_steps": own}
 
     def shutdown(self) -> None:
+        """Close the folder."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None

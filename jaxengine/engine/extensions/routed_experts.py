@@ -99,10 +99,12 @@ class RoutedExperts(LoopExtension):
             request.params = replace(request.params, reads_prompt=True)
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Begin to return experts to these requests, from their routed_experts_prompt_start on."""
         for request in requests:
             self._progress[request] = _Progress(request.params.routed_experts_prompt_start)
 
     def after_forward(self, step: InFlight | None) -> Events:
+        """Note which tokens and pages the step has, and keep its experts on the devices. Returns no events."""
         if step is not None:
             batches = zip(self.loop.scheduler.ranks, step.step.batches, strict=True)
             self._rows[step] = [rows for rank, batch in batches for rows in self._rows_of(rank, batch)]
@@ -118,6 +120,9 @@ class RoutedExperts(LoopExtension):
             each.is_held = each.request.slot < 0
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Fetch the step's experts, store them by page, and add those that unfinished requests lack to
+        output.found.
+        """
         every, counts = self._rows.pop(step), step.pending.result("counts")
         experts = self._device.fetch(step.pending)
         for each in every:

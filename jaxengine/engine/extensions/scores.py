@@ -52,11 +52,13 @@ class Scores(LoopExtension):
         return not (self._requests or self._prompts)
 
     def prepare(self, request: Request) -> None:
+        """Raise RequestError for return_sampling_mass in an engine without enable_sampling_mass."""
         if request.params.return_sampling_mass and "mass" not in self.loop.runner.extensions:
             problem = "return_sampling_mass: the engine was started without enable_sampling_mass"
             raise RequestError(problem, param="return_sampling_mass")
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Note the requests with logprobs, and those whose given logprobs are to be fetched."""
         asked = LOGPROBS | PROMPT_LOGPROBS
         self._requests.update(request for request in requests if request.params.features & asked)
         given = (each for each in requests if each.params.logprob_token_ids or each.params.return_sampling_mass)

@@ -42,15 +42,21 @@ class Sessions(LoopExtension):
         self._ranks = loop.scheduler.ranks
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Mark the requests' sessions as used last."""
         for request in requests:
             if request.session in self.kept:
                 self.kept.move_to_end(request.session)
 
     def poll(self) -> Events:
+        """Dispatch copies that are due, as far as there is room. Returns no events."""
         self._due.advance()
         return NO_EVENTS
 
     def ended(self, request: Request) -> None:
+        """Pin the request's pages for its session, in place of those that the session kept, and queue copies of those
+        that host memory lacks; release the sessions used least recently beyond the limits. Does nothing for a request
+        that has no session, failed, or never ran.
+        """
         if not request.session or request.finish_reason is FinishReason.ERROR or request.rank < 0:
             return
         found = found_columns(self._ranks[request.rank].pages, request.page_hashes)
@@ -67,6 +73,7 @@ class Sessions(LoopExtension):
         self._due.advance()
 
     def rest(self) -> float:
+        """Dispatch copies that are due; return in how many seconds to call again, inf if none are left."""
         self._due.advance()
         return _SOON_SECONDS if self._due else float("inf")
 

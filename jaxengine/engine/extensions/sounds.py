@@ -28,6 +28,9 @@ class Sounds(Pictures):
         self._rules = rules
 
     def prepare(self, request: Request) -> None:
+        """Forbid the request the tokens that the rules suppress, by its logit_bias, and have the sampler apply the
+        rules. Raises RequestError for a request without exactly one item.
+        """
         if request.media is None or len(request.media.items) != 1:
             problem = f"{_DATA} must have one sound under 'audio': every token of this model attends to one"
             raise RequestError(problem, param=_DATA)
@@ -49,6 +52,7 @@ class Sounds(Pictures):
         self._encode(step)
 
     def sync(self, step: ScheduledStep) -> None:
+        """Write the rules of the requests that are new in their slots."""
         admitted = self.loop.rows.admitted(step)
         if admitted:
             words = [(self.loop.rows.number(request), self._words(request)) for request in admitted]

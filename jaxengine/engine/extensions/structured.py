@@ -75,15 +75,18 @@ class Structured(LoopExtension):
         return replace(config, extensions=tuple(extensions))
 
     def prepare(self, request: Request) -> None:
+        """Let a request with a grammar wait apart until `poll` reports that its grammar is ready."""
         if request.params.grammar is not None:
             request.wait = Wait.APART
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Begin to compile the requests' grammars."""
         for request in requests:
             if request.params.grammar is not None:
                 self.masks.add(request)
 
     def poll(self) -> Events:
+        """Return the requests whose grammar or mask is ready, and those that end or are refused because of theirs."""
         events = self.masks.take()
         return Events(events.ready, events.ended, events.refused)
 
@@ -119,6 +122,9 @@ class Structured(LoopExtension):
         return True
 
     def sync(self, step: ScheduledStep) -> None:
+        """Send the masks with which the step samples, and clear those that earlier requests left in newly taken
+        slots.
+        """
         rows, number = self.loop.rows, self.loop.rows.number
         # Requests without a grammar clear the mask that the earlier request of their slot may have left.
         masks: list[tuple[int, np.ndarray | None]] = [
@@ -154,6 +160,7 @@ class Structured(LoopExtension):
         self.masks.drop(request)
 
     def wait(self, seconds: float) -> bool:
+        """Wait for a grammar or mask, `seconds` at most; return False at once if no request waits for one."""
         if not self.masks.awaits:
             return False
         self.masks.wait(seconds)

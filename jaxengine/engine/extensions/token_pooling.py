@@ -44,15 +44,18 @@ class TokenPooling(LoopExtension):
         return not (self._num_found or self._steps)
 
     def queued(self, requests: Sequence[Request]) -> None:
+        """Begin to return rows to those of the requests that ask for them."""
         self._num_found |= {request: 0 for request in requests if request.params.token_results}
 
     def after_forward(self, step: InFlight | None) -> Events:
+        """Dispatch the epilogue if the step has tokens of requests that asked for rows. Returns no events."""
         if step is not None and (rows := self._rows_of(step.step)):
             self._steps[step] = rows
             self.loop.runner.extension("token_pooling").pool(step.pending)
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Fetch the rows of the step's tokens, and add those that unfinished requests lack to output.found."""
         own = [each for each in self._steps.pop(step, ()) if each.request in self._num_found]
         if not own:
             return

@@ -68,7 +68,9 @@ class WeightOrders:
         return {"is_paused": own.is_paused, "asleep": sorted(own.asleep), "weight_version": own.version}
 
     def weight_checksums(self) -> dict[str, str]:
-        """Return a digest of each weight by name; wakes an engine that sleeps for want of requests."""
+        """Return a digest of each weight by name; wakes an engine that sleeps for want of requests. Raises RequestError
+        while weights sleep on request, ClusterError if a process is lost.
+        """
         self._weights.rouse()
         return checksums(self._weights.loop.runner)
 
@@ -122,7 +124,9 @@ class WeightOrders:
         self._weights.hold(number, mode)
 
     def forget_read_weights(self, number: int) -> None:
-        """Drop the weights of a read that have not been used, and end the pause that `hold_engine` began for them."""
+        """Drop the weights of a read that have not been used, stop the read if it runs, and end the pause that
+        `hold_engine` began for them. Ignores an unknown number.
+        """
         if (read := self._reads.pop(number, None)) is not None:
             read.stopped.set()
             self._ending.append(read.thread)

@@ -63,12 +63,16 @@ class Weights(Pauses):
         self._updates = Durations(_SLEEP_BOUNDS)
 
     def attach(self, loop: Loop) -> None:
+        """Store the engine's parts, let the scheduler ask which requests a pause holds back, and note the version for
+        requests that are there already.
+        """
         super().attach(loop)
         loop.scheduler.extensions.append(self._intake)
         for request in loop.scheduler.requests:
             self.prepare(request)
 
     def prepare(self, request: Request) -> None:
+        """Set the version with which the request's first token will be sampled."""
         request.weight_versions = [(self.version, 0)]
 
     def pause(self, mode: PauseMode) -> None:
@@ -81,7 +85,8 @@ class Weights(Pauses):
         self.hold(None, mode)
 
     def hold(self, key: Any, mode: PauseMode) -> None:
-        """Begin a pause in addition to others, which `release` with the same key ends. mode and errors: as of `pause`.
+        """Begin a pause in addition to others, which `release` with the same key ends, after waking an engine that
+        sleeps automatically. mode: as of `pause`, whose RequestError it raises.
 
         key: any hashable value of the caller's own; None is the operator's pause, which `resume` ends.
         """
@@ -109,9 +114,11 @@ class Weights(Pauses):
         return not self.dozes and None in self._pauses
 
     def rest(self) -> float:
+        """Forget reads that nobody asks for any more; return in how many seconds to call again, inf without reads."""
         return self._orders.expire()
 
     def poll(self) -> Events:
+        """Forget reads that nobody asks for any more; return the requests that a pause of mode "abort" ends."""
         self._orders.expire()
         return super().poll()
 
@@ -127,9 +134,12 @@ class Weights(Pauses):
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replace the weights while the engine is paused, and return what was replaced.
 
-        version: of the new weights; None for the last number plus one. kv: for keys and values of the old weights, see
-        KVMode. Raises RequestError, with nothing changed, for an invalid argument, or a version for a
-        draft model's weights. Asserts that the pause is complete.
+        Unfinished requests note the version with the number of their output tokens. Without kv="keep" they are computed
+        again.
+
+        version: of the new weights; None for the last one plus one or, if that is a text, for the number of switches,
+        this one included. kv: for keys and values of the old weights, see KVMode. Raises RequestError, with nothing
+        changed, for an invalid argument, or a version for a draft model's weights. Asserts that the pause is complete.
         """
         self.check(version, "keep", kv)
         if new.are_of_draft:
@@ -275,6 +285,9 @@ class Weights(Pauses):
         yield self._updates.metric("vllm:rl_weight_update_operation_duration_seconds", {"operation": "update"})
 
     def status(self) -> dict[str, Any]:
+        """Return the version, the number of switches, whether the operator's pause is in force, and the parts that
+        sleep.
+        """
         return {
             "weights": {
                 "version": self.version,

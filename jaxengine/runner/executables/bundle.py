@@ -180,7 +180,8 @@ class NewBundle:
     def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
         """Make the folder. key_file: of the secret to sign with; None to leave it unsigned.
 
-        Raises ConfigError for a folder that has files, unless they are a bundle, which is then replaced.
+        Raises ConfigError for a folder that cannot be written, or has files, unless they are a bundle: its manifest and
+        programs are then deleted.
         """
         self.path, self.cache_dir = Path(path).expanduser(), cache_dir
         self._key = None if key_file is None else read_key("bundle_key_file", key_file)

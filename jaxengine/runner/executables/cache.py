@@ -141,8 +141,10 @@ class ExecutableCache:
         donate: tuple[int, ...],
         description: str = "",
     ) -> Executable:
-        """Return the executable of a function: loaded if it is stored, else compiled and stored. On one CPU device it
-        may be a chain of parts (jaxengine.runner.executables.layer_chain). Raises as `compile_program` does.
+        """Return the executable of a function: loaded if it is stored, else compiled, after `on_compile`, and stored.
+        On one CPU device it may be a chain of parts (jaxengine.runner.executables.layer_chain). For a new bundle, what
+        is returned for a function without arguments, which allocates, returns `results` and allocates nothing.
+        Raises as `compile_program` does, and ConfigError for a bundle that lacks the program or cannot store it.
 
         Args:
           name: of the program, for messages; part of the key.
@@ -209,8 +211,8 @@ class ExecutableCache:
         return self._kept.program_bytes(self._file_name(name, arguments, results, donate, description))
 
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
-        """Return a number that follows from compiling a program, from a file if it is stored there, else computed and
-        stored.
+        """Return a number that follows from compiling a program, from a file if it is stored there, else computed,
+        after `on_compile`, and stored. Raises ConfigError for a bundle that lacks it.
 
         name: of the number. arguments, description: of the program, as in `get`. compute: computes the number, an int
         from 0 to 2**64 - 1; if it raises, nothing is stored.
@@ -238,6 +240,7 @@ class ExecutableCache:
         return file_name(repr((environment, devices, name, donate, shapes, str(structure), description)))
 
     def _environment(self) -> tuple[str, ...]:
+        """Return the facts of the cache's first device and model class, see the function `_environment`."""
         return _environment(self._devices[0], self._family, self._has_native)
 
     def _know_sources(self) -> None:

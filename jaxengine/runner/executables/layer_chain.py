@@ -340,7 +340,7 @@ class _Plan:
         return 0 if signature in self._large else int(np.prod(shape)) * dtype.itemsize
 
     def _without_literal(self, atom: Any) -> Any:
-        """Return a variable as it is, and for a literal a new variable of that constant."""
+        """Return a variable as it is, and for a literal a new variable, whose place is that of the constant."""
         if not isinstance(atom, Literal):
             return atom
         var = Var(atom.aval)
@@ -348,7 +348,7 @@ class _Plan:
         return var
 
     def _constant(self, value: np.ndarray) -> int:
-        """Return the index of a constant among the values; of an equal one if there is one."""
+        """Return the index of a constant among the values: of an equal one if there is one, else it is added."""
         for place, known in self._constants.items():
             if known.dtype == value.dtype and known.shape == value.shape and known.tobytes() == value.tobytes():
                 return place

@@ -49,8 +49,8 @@ _known: dict[str, _Source] = {}  # by the SHA-256 of a file's bytes
 
 
 def source_digest(root: Path, modules: Iterable[str], family: Path | None = None) -> str:
-    """Return the SHA-256, in hexadecimal, of the files of `program_sources`, whose arguments it takes; docstrings,
-    comments and layout do not count.
+    """Return the SHA-256, in hexadecimal, of the files of `program_sources`, whose arguments it takes and errors it
+    raises; docstrings, comments and layout do not count.
     """
     digest = hashlib.sha256()
     for path, source in sorted(_sources(root, modules, family).items()):
@@ -77,8 +77,8 @@ def num_known_sources() -> int:
 
 
 def file_digest(root: Path, file: Path) -> str:
-    """Return a digest, like `source_digest`'s, of a user's own file and of all that it imports from jaxengine or beside
-    it.
+    """Return a digest, like `source_digest`'s, of a user's own file, of all that it imports from jaxengine or beside
+    it, and of the step programs. root: the folder that holds `jaxengine`. Raises SyntaxError or OSError.
     """
     return source_digest(root, (), file)
 
@@ -98,7 +98,7 @@ def program_sources(root: Path, modules: Iterable[str], family: Path | None = No
 
 
 def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Path, _Source]:
-    """Return the files of `program_sources`, whose arguments it takes, with their content."""
+    """Return the files of `program_sources`, whose arguments it takes and errors it raises, with their content."""
     found: dict[Path, _Source] = {}
     own_file = functools.cache(functools.partial(_own_file, root))
     waiting = [path for name in (*_PROGRAMS, *modules) if (path := own_file(name))]
@@ -119,7 +119,9 @@ def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Pa
 
 
 def _source(path: Path) -> _Source:
-    """Return the content of a file, parsed unless a file with these bytes has been; remembers it."""
+    """Return the content of a file, parsed unless a file with these bytes has been; remembers it in `_known`. Raises
+    SyntaxError or OSError.
+    """
     content = path.read_bytes()
     key = hashlib.sha256(content).hexdigest()
     if key not in _known:

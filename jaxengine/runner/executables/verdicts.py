@@ -101,7 +101,9 @@ class Verdicts:
 
 
 def all_verdicts(directory: str | None) -> list[dict[str, Any]]:
-    """Return the content of every file of verdicts in the folder of executables."""
+    """Return the content of every file of verdicts in the folder of executables, sorted by file name, without damaged
+    ones. Raises ConfigError as ExecutableFiles does.
+    """
     files = ExecutableFiles(directory)
     return [found for name in files.names(_PREFIX) if (found := _parsed(files.read(name))) is not None]
 

@@ -96,6 +96,7 @@ class CaptureExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
+        """Find the stage's taps. Raises TapError for one that the model lacks, ValueError for a part that it lacks."""
         super().__init__(shape)
         config, stage = shape.model.config, shape.model.stage
         self.taps = engine_taps(shape.config, config)
@@ -107,6 +108,7 @@ class CaptureExtension(DeviceExtension):
         return f", {self.description}"
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
+        """Return the abstract Activations of a forward pass; None in a stage without taps."""
         hidden, router = self.own.hidden, self._num_logits
         if not self.own.every:
             return None
@@ -125,11 +127,13 @@ class CaptureExtension(DeviceExtension):
         return {"captured activations": fetched_tokens(self.shape) * of_token}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the layers' taps of this stage, into which they store activations."""
         if not self.own.every:
             return step
         return step.with_section(SECTION, Taps(tap for tap in self.own.every if tap.kind != FINAL_NORM))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with its Activations left under NAME; unchanged in a stage without taps."""
         if not self.own.every:
             return step
         found: Taps = step.batch.sections[SECTION]

@@ -37,6 +37,7 @@ class OffloadExtension(DeviceExtension):
     name = NAME
 
     def memory(self) -> Mapping[str, int]:
+        """Return the bytes of the arrays in which pages are copied, as many as may be on their way at once."""
         page = page_bytes_of_group(self.shape.groups, platform=self.shape.platform.name)
         return {"pages on their way": (MAX_LEAVING + MAX_COMING) * SIZES[-1] * page}
 
@@ -58,6 +59,7 @@ class PageCopies(StageExtension):
     name = NAME
 
     def __init__(self, stage: Any):
+        """Note the shapes of pages and states; nothing is compiled. stage: the StageRunner."""
         self._stage = stage
         self._shape: StageShape = stage.programs.shape
         self._places = num_places(self._shape.groups)
@@ -80,6 +82,7 @@ class PageCopies(StageExtension):
         return max((workspace_bytes(own.memory_analysis()) for _, own in self._compiled.values()), default=0)
 
     def plan_pool(self, num_pages: int) -> None:
+        """Set the number of pages, and with it `page_shape` and `page_dtype`."""
         self._num_pages = num_pages
         kv = self._stage.programs.kv_shapes(num_pages)
         self._data, spec = kv.data, kv_partition(kv).data
@@ -91,6 +94,7 @@ class PageCopies(StageExtension):
             self._compile()
 
     def allocate(self) -> None:
+        """Compile or load the programs if start-up has not, as with enforce_eager; there are no arrays of its own."""
         if not self._compiled:  # enforce_eager
             self._compile()
 
@@ -104,24 +108,32 @@ class PageCopies(StageExtension):
         return jax.device_put(pages, self._pages(len(pages) // self._shape.num_ranks).sharding)
 
     def scatter(self, ids: np.ndarray, pages: jax.Array) -> None:
-        """Dispatch the writing of pages, as `place` returns them, to pages i32[replicas * n], -1 for none."""
+        """Dispatch the writing of pages, as `place` returns them, to pages i32[replicas * n], -1 for none. The stage's
+        pool is donated, and replaced.
+        """
         size = len(ids) // self._shape.num_ranks
         kv = self._stage.pages
         self._stage.pages = replace(kv, data=self._launched(self._compiled[f"scatter {size}"][1](kv.data, ids, pages)))
 
     def gather_states(self, ids: np.ndarray) -> list[jax.Array]:
-        """Dispatch the copying of a snapshot of each replica, i32[replicas], -1 for none, to arrays [replicas, ...]."""
+        """Dispatch the copying of a snapshot of each replica, i32[replicas], -1 for none, to arrays [replicas, ...],
+        one for each array of states; [] without states.
+        """
         if not self._states:
             return []
         leaves = jax.tree.leaves(self._stage.slots.sections[STATES])
         return list(self._launched(self._compiled["gather states"][1](leaves, ids)))
 
     def place_states(self, rows: Sequence[np.ndarray]) -> list[jax.Array]:
-        """Send one state of each replica to the devices; return them as `scatter_states` takes them. Thread-safe."""
+        """Send one state of each replica to the devices; return them as `scatter_states` takes them. rows: for each
+        array of states, [replicas, ...]. Thread-safe.
+        """
         return [jax.device_put(row, like.sharding) for row, like in zip(rows, self._rows, strict=True)]
 
     def scatter_states(self, ids: np.ndarray, rows: Sequence[jax.Array]) -> None:
-        """Dispatch the writing of states to snapshots i32[replicas], -1 for none."""
+        """Dispatch the writing of states to snapshots i32[replicas], -1 for none; nothing without states. The stage's
+        arrays of states are donated, and replaced.
+        """
         if self._states:
             sections = self._stage.slots.sections
             leaves, tree = jax.tree.flatten(sections[STATES])
@@ -157,7 +169,7 @@ class PageCopies(StageExtension):
         return jnp.where(ids[:, None] < 0, self._places * self._num_pages, rows)
 
     def _gather(self, size: int) -> Program:
-        """Return the program that copies `size` pages of each replica out of the pool."""
+        """Return the program (pool, pages i32[replicas * size]) -> copies of these pages; undefined for -1."""
 
         def gather(data: jax.Array, ids: jax.Array) -> jax.Array:
             return jnp.take(data, self._pool_rows(ids), axis=0, mode="clip")
@@ -166,7 +178,9 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, f"gather {size}", gather, arguments, self._pages(size), ())
 
     def _scatter(self, size: int) -> Program:
-        """Return the program that writes `size` pages of each replica into the pool, which is donated."""
+        """Return the program (pool, pages i32[replicas * size], their content) -> the pool with these pages written,
+        none for -1. The pool is donated.
+        """
 
         def scatter(data: jax.Array, ids: jax.Array, pages: jax.Array) -> jax.Array:
             return data.at[self._pool_rows(ids)].set(pages, mode="drop")
@@ -175,7 +189,7 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, f"scatter {size}", scatter, arguments, self._data, (0,))
 
     def _gather_states(self) -> Program:
-        """Return the program that copies one snapshot of each replica."""
+        """Return the program (arrays of states, i32[replicas]) -> the row of each of these snapshots; of -1 any row."""
 
         def gather(leaves: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
             rows = jnp.clip(ids + self._first_row, 0)
@@ -185,7 +199,9 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, "gather states", gather, arguments, self._rows, ())
 
     def _scatter_states(self) -> Program:
-        """Return the program that writes one snapshot of each replica into the states, which are donated."""
+        """Return the program (arrays of states, snapshots i32[replicas], rows) -> the arrays with one row written for
+        each replica, none for -1. The arrays are donated.
+        """
 
         def scatter(leaves: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> list[jax.Array]:
             targets = jnp.where(ids < 0, leaves[0].shape[0], ids + self._first_row)
@@ -256,6 +272,7 @@ class PageMover(HostExtension):
         return max(self.page_bytes, self.state_bytes)
 
     def warm_up(self) -> None:
+        """Run each program once, with no page or snapshot to copy; waits."""
         for size in SIZES:
             nothing = np.full(self._num_ranks * size, -1, np.int32)
             pages = [np.zeros((len(nothing), *each.page_shape), each.page_dtype) for each in self._stages]

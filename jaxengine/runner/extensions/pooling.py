@@ -44,6 +44,7 @@ class PoolingExtension(DeviceExtension):
     name = NAME
 
     def slots(self) -> Any:
+        """Return f32[R, D] as a Kept where pooling needs every token (MEAN, CLS), in the last stage; else None."""
         pooler, is_last = self.shape.model.config.pooler, self.shape.model.stage.is_last
         if not (is_last and pooler is not None and pooler.reads_all):
             return None
@@ -51,6 +52,7 @@ class PoolingExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
+        """Return the pooling epilogue, which ends each step in place of a sampler."""
         own = Epilogue(
             make_pool,
             arguments=("params", NAME),
@@ -65,6 +67,9 @@ class PoolingExtension(DeviceExtension):
         return self.shape.rows(num_rows, np.float32, self.shape.model.config.hidden_size)
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the pooled states f32[S, D] left under NAME, and with the section updated; unchanged in
+        a stage that is not the last.
+        """
         pooler, model = self.shape.model.config.pooler, self.shape.model
         if not model.stage.is_last:
             return step

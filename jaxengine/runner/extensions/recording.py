@@ -69,6 +69,7 @@ class RecordingExtension(DeviceExtension):
         return step.with_section(NAME, Capture(range(self.num_kept - 1))) if self.keeps_layers else step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the hidden states of all layers left under NAME, if they are recorded."""
         if not self.keeps_layers:
             return step
         assert step.hidden is not None
@@ -95,6 +96,7 @@ class StepTaker(StageExtension):
     name = NAME
 
     def __init__(self, stage: Any, extension: RecordingExtension):
+        """Begin with recording on and no step. stage: the StageRunner that samples."""
         self._stage, self._programs, self._extension = stage, stage.programs, extension
         self._shape: StageShape = stage.programs.shape
         self.is_on, self.num_too_large, self._max_bytes = True, 0, self._shape.config.record_steps_bytes
@@ -107,6 +109,7 @@ class StepTaker(StageExtension):
         self._num_pages = num_pages
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        """Compile or load the programs that copy, at the first call."""
         if self._copies:
             return
         state = self._programs.state_shapes
@@ -119,6 +122,9 @@ class StepTaker(StageExtension):
         self._copies = {name: self._stage.compiled(program) for name, program in programs.items()}
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
+        """Copy to the host what the step reads, and set `newest`: None if recording is off or the step is too large.
+        Waits for the copies. Returns None.
+        """
         self.newest = None
         if not self.is_on:
             return None
@@ -139,6 +145,9 @@ class StepTaker(StageExtension):
         return None
 
     def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
+        """Add to `newest` what the forward pass has written and left, and what the sampler reads; waits for it. Drops
+        the step if it is too large with that. Does nothing before other epilogues.
+        """
         if self.newest is None or name != SAMPLE:
             return
         bucket, arrays = self.newest

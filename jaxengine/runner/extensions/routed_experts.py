@@ -34,6 +34,7 @@ class RoutedExpertsExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
+        """Find the stage's layers with experts."""
         super().__init__(shape)
         experts = shape.model.config.experts
         assert experts is not None
@@ -45,6 +46,7 @@ class RoutedExpertsExtension(DeviceExtension):
         return f", {self.description}"
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
+        """Return the abstract experts of tokens, [T, L * k] of each replica; None in a stage without experts."""
         width = len(self._taps) * self.num_per_token
         return fetched_shape(self.shape, num_tokens, width, self.dtype) if width else None
 
@@ -57,6 +59,7 @@ class RoutedExpertsExtension(DeviceExtension):
         return step.with_section(NAME, Taps(self._taps)) if self._taps else step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the experts of its tokens left under NAME; unchanged in a stage without experts."""
         if not self._taps:
             return step
         found: Taps = step.batch.sections[NAME]

@@ -42,6 +42,7 @@ class ScoresExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
+        """Return the scoring epilogue, for buckets that can have prompts."""
         own = Epilogue(
             make_score,
             arguments=("params", "sampling", NAME),
@@ -52,13 +53,16 @@ class ScoresExtension(DeviceExtension):
         return {SCORE: own}
 
     def left(self, num_tokens: int, num_rows: int) -> Scored:
+        """Return the abstract Scored of a forward pass."""
         of_tokens = self.shape.rows(num_tokens, np.int32)
         return Scored(self.shape.hidden(num_tokens), of_tokens, of_tokens)
 
     def leaves(self, bucket: Bucket) -> bool:
+        """Whether a bucket can have prompts."""
         return bucket in self.shape.buckets.prompt
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with its Scored left under NAME, if its bucket can have prompts."""
         if not self.leaves(step.spec.bucket):
             return step
         assert step.hidden is not None
@@ -75,7 +79,7 @@ class Scorer(HostExtension):
         """Return the prompt tokens' logprobs of a step that has been scored, as numpy arrays; waits for them.
 
         given: whether to fetch logprobs of the token ids that requests name, too; otherwise `given_logprobs` has no
-        columns. Raises KeyError for a step that was not scored.
+        columns, in the step's output either. Raises KeyError for a step that was not scored.
         """
         if not given:
             own = pending.outputs[SCORE]

@@ -45,6 +45,7 @@ class SparsePoolingExtension(PoolingExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
+        """Return the pooling epilogue, which ends each step; its size is the bucket's number of tokens."""
         own = Epilogue(
             self.make_pool,
             arguments=("params", NAME),
@@ -59,12 +60,15 @@ class SparsePoolingExtension(PoolingExtension):
         return StepTokens(self.shape.hidden(num_tokens), self.shape.rows(num_tokens, np.int32))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with its StepTokens left under NAME."""
         assert step.hidden is not None
         row = jnp.where(step.is_token, step.token_row, self.num_rows).astype(jnp.int32)
         return step.leaving(NAME, StepTokens(step.hidden, row))
 
     def make_pool(self, spec: EpilogueSpec) -> Callable:
-        """Make the epilogue (params: list of arrays, StepTokens) -> (PoolOutput,), of all replicas."""
+        """Make the epilogue (params: list of arrays, StepTokens) -> (PoolOutput,), of all replicas. A row with a number
+        that is not finite gets token -1.
+        """
         num_rows = self.num_rows
 
         def pool_prompts(params: list[jax.Array], tokens: StepTokens):

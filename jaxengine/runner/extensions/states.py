@@ -27,6 +27,7 @@ class StatesExtension(DeviceExtension):
     counts_slots = True
 
     def __init__(self, shape: StageShape):
+        """Find the stage's arrays of states, and the page table that snapshots need, if there are any."""
         super().__init__(shape)
         self.num_snapshots = shape.config.num_state_snapshots
         self.num_tables = int(self.num_snapshots > 0)
@@ -34,6 +35,9 @@ class StatesExtension(DeviceExtension):
         self._arrays = state_arrays(shape.groups)
 
     def slots(self) -> Any:
+        """Return, for each layer with state, its arrays as Kepts [slots + snapshots, ...]; None in a stage without such
+        layers.
+        """
         num_rows = self.shape.num_slots + self.num_snapshots
         own = tuple(
             tuple(
@@ -44,10 +48,14 @@ class StatesExtension(DeviceExtension):
         return own or None
 
     def memory(self) -> Mapping[str, int]:
+        """Return the bytes of all rows of states."""
         of_row = sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for own in self._arrays for each in own)
         return {NAME: (self.shape.num_slots + self.num_snapshots) * of_row}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the rows at which states are read and written, and with the states in its cache;
+        unchanged in a stage without states.
+        """
         if not self._arrays:
             return step
         states, pool = step.slots.sections[NAME], step.cache
@@ -55,6 +63,7 @@ class StatesExtension(DeviceExtension):
         return step.with_section(NAME, self._rows(step))._replace(cache=Cache(pool, states))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the new states in the slots' state, and the KV pool alone as its cache."""
         if not self._arrays:
             return step
         assert isinstance(step.cache, Cache)

@@ -33,6 +33,9 @@ class SteeringExtension(DeviceExtension):
     counts_slots = True
 
     def __init__(self, shape: StageShape):
+        """Find the taps of the option steer. Raises TapError for one that the model lacks, ValueError for a part that a
+        layer lacks.
+        """
         super().__init__(shape)
         config = shape.model.config
         self.taps = read_taps(shape.config.steer or (), all_taps(config))
@@ -60,6 +63,9 @@ class SteeringExtension(DeviceExtension):
         return {WRITE: StateChange(_write_vectors, vectors), SWITCH: StateChange(_switch, column_shapes())}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the vectors, and for each token the slot whose vectors are added to it; the number of
+        slots, which is none, where they are off.
+        """
         section, num_slots = step.slots.sections[NAME], self.shape.num_slots
         is_on = step.is_token & (section["is_on"][step.rows.index][step.token_row] > 0)
         slots = jnp.where(is_on, step.rows.index[step.token_row], num_slots)

@@ -33,6 +33,7 @@ class StructuredExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
+        """Derive num_parts and stored_words from the mesh and the vocabulary."""
         super().__init__(shape)
         mesh, config = shape.model.mesh, shape.model.config
         self.num_parts = mesh.num_shards("sampled_vocab")

@@ -34,6 +34,7 @@ class TokenPoolingExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
+        """Return the epilogue that computes tokens' rows; its size is the bucket's number of tokens."""
         own = Epilogue(
             make_pool_tokens,
             arguments=("params", NAME),

@@ -76,5 +76,7 @@ class PendingStep:
         return jax.tree.map(self._fetch, own)
 
     def output(self, name: str) -> Any:
-        """Return the output of the epilogue `name`, one of those before the last, as numpy arrays; waits for it."""
+        """Return the output of the epilogue `name`, one of those before the last, as numpy arrays; waits for it. Raises
+        KeyError if it was not dispatched.
+        """
         return jax.tree.map(self._fetch, self.outputs[name])

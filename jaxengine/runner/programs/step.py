@@ -117,7 +117,7 @@ def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tupl
 
 
 def with_last_tokens(step: ForwardPass) -> ForwardPass:
-    """Return the pass with each slot's last token in place of -1."""
+    """Return the pass with each slot's last token in place of -1; the pass as it is if it has no last tokens."""
     if step.last_token is None:
         return step
     known, own = step.last_token[step.rows.index][step.token_row], step.batch.token_ids

@@ -69,6 +69,9 @@ class AdaptersExtension(DeviceExtension):
         return f"adapter of {self.shape.model.stage}"
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with each token's pool slot i32[T], -1 for no adapter, and the form in which products apply
+        adapters: 0 in a step without any.
+        """
         slot = jnp.where(step.is_token, step.rows.index[step.token_row], self.shape.num_slots)
         own = step.slots.sections[NAME].at[slot].get(mode="fill", fill_value=-1)
         form = jnp.where(step.features & FEW_ADAPTERS > 0, GROUPED, FLAT)
@@ -101,7 +104,9 @@ class StagePools(StageExtension):
         return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], shardings)
 
     def write(self, slot: int, values: list[jax.Array]) -> None:
-        """Dispatch the program that writes the arrays of `put` into a pool slot."""
+        """Dispatch the program that writes the arrays of `put` into a pool slot. The stage's pools are donated, and
+        replaced in its params.
+        """
         params, indices = self._stage.params, [pool.index for pool in self._extension.pools]
         write = self._stage.program(NAME, self._extension.write_name)
         written = write([params[index] for index in indices], np.int32(slot), values)
@@ -113,6 +118,7 @@ class AdapterPools(HostExtension):
     """Host extension that writes adapters into the pools of all stages, and sets which of them each slot uses."""
 
     def __init__(self, runner: Any):
+        """Begin with slots that use no adapter."""
         super().__init__(runner)
         self._known = np.full(runner.num_ranks * runner.config.max_num_seqs, -1, np.int32)
 
@@ -143,8 +149,8 @@ class AdapterPools(HostExtension):
         return all(isinstance(each, jax.Array) for each in arrays)
 
     def set_rows(self, slots: list[int], adapters: list[int]) -> None:
-        """Set the pool slot of the adapter that each of these slots uses, -1 for none. Slots are numbered over all
-        replicas.
+        """Set the pool slot of the adapter that each of these slots uses, -1 for none; only changes are sent to the
+        devices. Slots are numbered over all replicas.
         """
         self.runner.set_column(CHANGE, self._known, slots, adapters)
 

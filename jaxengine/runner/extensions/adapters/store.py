@@ -288,7 +288,9 @@ class AdapterStore:
         return True
 
     def _is_there(self, name: str, path: str, number: int | None) -> bool:
-        """Whether the adapter of a load is loaded already. Raises as `begin_load` does."""
+        """Whether the adapter of a load is loaded already. Raises RequestError as `known` does, and, with number None,
+        if the name is.
+        """
         if number is not None:
             return self.known(name, path, number)
         if name in self._named:
@@ -311,7 +313,7 @@ class AdapterStore:
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
         """Complete a finished upload and start the next of those that the scheduler requests (slots.loads, which is
-        emptied); does not wait.
+        emptied); does not wait. Drops adapters that no request may name or uses.
 
         Uploads go one at a time, because running requests wait while one is written, and one in transit takes memory
         besides the pools. in_use: returns the adapters of unfinished requests. Returns the requests whose adapter could

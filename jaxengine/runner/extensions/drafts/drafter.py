@@ -109,6 +109,7 @@ class Drafter(StageExtension):
         self._kept = self._get(self.programs.start(self._shapes))()
 
     def release(self) -> None:
+        """Free the pool and the states of slots."""
         self._kept = None
 
     def before_forward(

@@ -37,7 +37,8 @@ class OpenedDraft(NamedTuple):
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the config with its draft model or head, if it names one, downloaded: speculative_config then has its
-    local path, no revision, and the head's streams (the target layers whose hidden states it reads).
+    local path, no revision, and the head's streams (the target layers whose hidden states it reads). Otherwise the
+    config itself.
 
     model: config of the target model. Raises as `open_draft` does, and ConfigError for streams that differ from the
     head's.

@@ -159,9 +159,11 @@ class HeadPrograms(DraftPrograms):
         return HeadWeights(list(own), list(model))
 
     def kept_shapes(self, num_pages: int) -> HeadState:
+        """Return the abstract HeadState: a pool of `num_pages` pages per replica, and the hidden state of each slot."""
         return HeadState(super().kept_shapes(num_pages), self._hidden)
 
     def start(self, kept: HeadState) -> Program:
+        """Return the program () -> the initial HeadState, with hidden states of zeros."""
         shape, dtype = part_shape(self._hidden), self._hidden.dtype
 
         def begin() -> HeadState:
@@ -170,11 +172,15 @@ class HeadPrograms(DraftPrograms):
         return program_on(self.target.mesh, "head's pool", begin, (), kept, ())
 
     def before(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
+        """Return the program that makes the drafts of a wide bucket, see `make_head_draft`; None for a bucket without
+        drafts.
+        """
         if bucket.width == 1:
             return None
         return self._drafting(bucket, make_head_draft(self._spec(bucket)), weights, kept)
 
     def after(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
+        """Return the program that runs the head over a step's tokens, see `make_follow`."""
         forwarded = self.target.forwarded(bucket)
         step = forwarded.rows, forwarded.sections[NAME]
         return self._program(f"head's {bucket}", make_follow(self._spec(bucket)), bucket, weights, kept, step)

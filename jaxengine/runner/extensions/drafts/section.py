@@ -82,6 +82,7 @@ class DraftsExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
+        """Choose the proposer, which pipeline stages do without, and the sampler's rows for masks of drafts."""
         super().__init__(shape)
         chosen, config = shape.config.speculative_config, shape.config
         assert chosen is not None
@@ -96,21 +97,27 @@ class DraftsExtension(DeviceExtension):
         return self.proposer is not None or self._is_read
 
     def tokens(self) -> Any:
+        """Return the history, i32[R, max_model_len], as a Kept; None where drafts are not made of it."""
         size = self.shape.num_slots, self.shape.config.max_model_len
         return Kept(size, jnp.int32) if self.keeps_history else None
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
+        """Return the changes that write slots' histories; none without a history."""
         if not self.keeps_history:
             return {}
         return long_rows(HISTORY_ROWS, _set_history, self.shape.config.max_model_len, np.int32, EVERYWHERE)
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
+        """Return an epilogue that verifies drafts for each width of wide buckets, by `verifier`."""
         widths = sorted({bucket.width for bucket in self.shape.buckets.wide})
         return {verifier(width): _verify_epilogue(width) for width in widths}
 
     def label(self, bucket: Bucket) -> str:
+        """Return what decides a forward pass beyond its shapes: the layers whose states it leaves and, for a wide
+        bucket, where its drafts come from.
+        """
         label = f", read after {self._streams}" * bool(self._streams)
         if bucket.width > 1:
             label = ", of drafts" * self._has_model + label
@@ -118,6 +125,9 @@ class DraftsExtension(DeviceExtension):
         return label
 
     def given(self, bucket: Bucket) -> Any:
+        """Return, for a wide bucket, the abstract Drafts of a draft model or head, or the history that the proposer
+        reads; None for other buckets, and where the message has all drafts.
+        """
         if bucket.width == 1:
             return None
         if self._has_model:
@@ -126,9 +136,13 @@ class DraftsExtension(DeviceExtension):
         return None if self.proposer is None else self.shape.rows(*size)
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
+        """Return the hidden states [T, D], or those of several layers joined, that a draft head reads; None without a
+        head.
+        """
         return self.shape.hidden(num_tokens, max(1, len(self._streams))) if self._is_read else None
 
     def row_section(self, num_rows: int, width: int) -> DraftRows | None:
+        """Return the abstract DraftRows of a step; None if rows have one token."""
         if width == 1:
             return None
         rows = self.shape.rows
@@ -150,6 +164,9 @@ class DraftsExtension(DeviceExtension):
         return step._replace(batch=step.batch._replace(token_ids=own)).with_section(NAME, drafts)
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the DraftRows of a wide step for the sampler, and with the layers whose states a head
+        reads to be captured.
+        """
         if step.spec.bucket.width > 1:
             assert step.sampled is not None
             sections = {**step.sampled.sections, NAME: _draft_rows(step)}
@@ -157,6 +174,7 @@ class DraftsExtension(DeviceExtension):
         return step.with_section("capture", Capture(self._streams)) if self._streams else step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the hidden states that a draft head reads left under NAME."""
         if not self._is_read:
             return step
         return step.leaving(NAME, step.batch.sections["capture"].joined() if self._streams else step.hidden)
@@ -164,6 +182,7 @@ class DraftsExtension(DeviceExtension):
     def remember(
         self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
     ) -> TokenState:
+        """Return the state with the kept tokens written into the history; unchanged without a history."""
         if not self.keeps_history:
             return tokens
         history = write_tokens(tokens.sections[NAME], slot, position, jnp.maximum(token_ids, 0), is_kept)
@@ -194,6 +213,7 @@ class History(StageExtension):
     name = NAME
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: Any) -> Any:
+        """Return the histories of all slots for a wide bucket; None for other buckets."""
         return state.tokens.sections[NAME] if bucket.width > 1 and state.tokens is not None else None
 
 

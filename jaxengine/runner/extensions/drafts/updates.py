@@ -51,7 +51,9 @@ class HeadTensors:
         return found
 
     def _embedding(self, source: WeightSource) -> WeightSource | None:
-        """Return the model's embedding for comparison; None if the source has none, or the engine sleeps."""
+        """Return the model's embedding for comparison, in host memory; None if the head has one of its own, the source
+        has none, or the engine sleeps.
+        """
         paths = [param.path for param in declared_params(self._model) if param.decl.sources[0].name == EMBEDDING]
         if self._head.sizes.own_embedding or not paths or not any(EMBEDDING.endswith(name) for name in source.names()):
             return None

@@ -33,6 +33,7 @@ class PlacePrograms(EncoderPrograms):
     """Program that writes embeddings, and the pool, whose rows have `size` elements of `dtype`."""
 
     def __init__(self, layout: PlacedLayout, size: int, dtype: Any, mesh: Mesh):
+        """Make the program, and the pool's shape [replicas * num_rows, size]. mesh: of the first stage."""
         self.layout, self._mesh = layout, mesh
         rows = layout.num_ranks * layout.num_rows
         self.rows = shape_on(mesh, (rows, size), dtype, logical_to_spec(("batch",)))

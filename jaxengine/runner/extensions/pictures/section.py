@@ -40,6 +40,9 @@ class PicturesExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
+        """Make the encoder programs of each tower, or the one that writes embeddings for a model without towers; none
+        in later stages.
+        """
         super().__init__(shape)
         model, config = shape.model, shape.config
         self.uses_mrope = model.config.sees_places
@@ -65,9 +68,11 @@ class PicturesExtension(DeviceExtension):
         return {DELTAS: StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())}
 
     def message(self, bucket: Bucket) -> tuple[int, ...] | None:
+        """Return (4 with M-RoPE, else 1; number of tokens) for a bucket whose messages have the field; else None."""
         return (4 if self.uses_mrope else 1, bucket.num_tokens) if bucket.sections else None
 
     def given(self, bucket: Bucket) -> Any:
+        """Return the pool of embeddings for a bucket whose messages have the field; else None."""
         return self.encoders[0].rows if bucket.sections and self.encoders else None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
@@ -77,6 +82,9 @@ class PicturesExtension(DeviceExtension):
         return {"embeddings": self.encoders[0].rows} if self.encoders else {}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the tokens' M-RoPE positions, if layers use them, and with the pool and the rows that
+        replace embeddings, if the message has any.
+        """
         field = step.message(NAME) if step.spec.layout.has(NAME) else None
         if self.uses_mrope:
             delta = step.slots.sections[NAME]
@@ -106,9 +114,11 @@ class EncoderPool(StageExtension):
         self.rows: Any = None
 
     def allocate(self) -> None:
+        """Allocate the pool of embeddings, of zeros."""
         self.rows = self._stage.compiled(self._programs.pool())()
 
     def release(self) -> None:
+        """Free the pool."""
         self.rows = None
 
     def encode(self, pictures: EncoderInput, programs: EncoderPrograms | None = None) -> None:
@@ -124,6 +134,7 @@ class EncoderPool(StageExtension):
         self.rows = self._stage.program(self.name, self._programs.name(PLACE))(self.rows, *embeddings)
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
+        """Return the pool for a bucket whose messages have the field; else None."""
         return self.rows if bucket.sections else None
 
 

@@ -60,11 +60,13 @@ class AlignmentExtension(DeviceExtension):
         self._tree = jax.tree.structure(leaves)
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
+        """Return its one program. params: the model's leaves, arrays or shapes."""
         shape = self.shape
         arguments = (abstract_params(params), self._pool, shape.rows(1, np.int32, _HEADER + self.length))
         return [program_on(shape.mesh, self.program_name, self._align, arguments, self._result, ())]
 
     def memory(self) -> Mapping[str, int]:
+        """Return the bytes of the results of MAX_ALIGNED texts in each step that may be in flight."""
         # Those of the steps in flight, which are read together with the rest of their step.
         return {NAME: MAX_ALIGNED * self.shape.config.max_in_flight * part_bytes(self._result)}
 
@@ -72,6 +74,10 @@ class AlignmentExtension(DeviceExtension):
         return Aligner(runner, self)
 
     def _align(self, params: Any, pool: jax.Array, message: jax.Array) -> jax.Array:
+        """Run the model over one replica's text, with pages of its own, and return f32[1, T, S]: where in the sound
+        each token is said. message: i32[1, 4 + T], the sound's row, first and end of the aligned tokens, positions,
+        then the tokens. Traced.
+        """
         model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
         row, first, end, positions = message[0, :_HEADER]
         token = jnp.arange(self.length, dtype=jnp.int32)
@@ -101,7 +107,9 @@ class Aligner(HostExtension):
         self._length, self._program = extension.length, extension.program_name
 
     def align(self, pending: PendingStep, texts: Sequence[Sequence[Read]]) -> None:
-        """Dispatch the alignment of each replica's texts, whose sounds are encoded in this step at the latest."""
+        """Dispatch the alignment of each replica's texts, whose sounds are encoded in this step at the latest: one
+        launch for the first text of each replica, one for the second, and so on. Keeps the results for `fetch`.
+        """
         stage = self.runner.stages[0]
         align, left = stage.program(NAME, self._program), []
         for together in zip_longest(*texts):
@@ -115,5 +123,7 @@ class Aligner(HostExtension):
         pending.outputs[NAME] = left
 
     def fetch(self, pending: PendingStep) -> list[np.ndarray]:
-        """Return f32[replicas, T, S] for the first text of each replica in a step, the second ...; waits for them."""
+        """Return f32[replicas, T, S] for the first text of each replica in a step, the second ...; waits for them.
+        Raises KeyError for a step without `align`.
+        """
         return pending.output(NAME)

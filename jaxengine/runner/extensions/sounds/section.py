@@ -67,6 +67,7 @@ class SoundsExtension(DeviceExtension):
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
+        """Return the changes that set the pool rows and the rules of slots."""
         rules = [((NUM_RULE_ROWS,), np.int32, EVERYWHERE), ((NUM_RULE_ROWS, WIDTH), np.int32, EVERYWHERE)]
         rows = StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())
         return {ROWS: rows, RULES: StateChange(_write_rules, rules)}
@@ -81,6 +82,7 @@ class SoundsExtension(DeviceExtension):
         return {"encoded sounds": self.encoder.rows}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the pool and the row of it that each row of the step attends to."""
         ragged, of_row = step.batch.ragged[0], step.slots.sections[NAME][step.rows.index]
         sounds = StepSounds(step.given[NAME], of_row, ragged.cu_q_lens, ragged.num_seqs)
         return step.with_section(NAME, Sounds(sounds))
@@ -88,12 +90,15 @@ class SoundsExtension(DeviceExtension):
     def process(
         self, tokens: TokenState, logits: jax.Array, slots: jax.Array, counts: jax.Array, features: jax.Array
     ) -> jax.Array:
-        """Return the logits f32[S, V / n] of slots i32[S] without the tokens that their rules forbid."""
+        """Return the logits f32[S, V / n] of slots i32[S] with -inf for tokens that their rules forbid. counts,
+        features: not used.
+        """
         return ruled(logits, tokens.sections[NAME].at[slots].get(mode="fill", fill_value=0))
 
     def remember(
         self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
     ) -> TokenState:
+        """Return the state with the kept tokens taken into the facts of their slots' rules."""
         section = tokens.sections[NAME]
         rows = after_tokens(section.at[slot].get(mode="fill", fill_value=0), token_ids)
         section = section.at[jnp.where(is_kept, slot, len(section))].set(rows, mode="drop")
@@ -112,6 +117,7 @@ class SoundPool(EncoderPool):
     name = NAME
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
+        """Return the pool of encoded sounds."""
         return self.rows
 
 
