@@ -139,8 +139,10 @@ class Row(NamedTuple):
     expert_rows: ExpertRows | None = None
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:
-        """Read a config.json: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError. So
-        does an unknown activation, one other than SiLU in a model with experts, and another value of a field in `only`.
+        """Read a config.json: keyword arguments of ModelConfig, without the architecture.
+
+        Raises ModelConfigError, also for an unknown activation, one other than SiLU in a model with experts, and
+        another value of a field in `only`.
         """
         fields = self._canonical(fields)
         fields.require(**self.only)

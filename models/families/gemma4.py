@@ -109,8 +109,8 @@ class Gemma4Experts(MixtureOfExperts):
         self.expert_scale = declare((count,), jnp.float32, weights)
 
     def route(self, x: jax.Array, adapters: Any = None) -> tuple[jax.Array, jax.Array]:
-        """Route as MixtureOfExperts.route does: return weights f32[T, k] and experts i32[T, k]; x is the hidden state
-        before any norm.
+        """Route as MixtureOfExperts.route does: return weights f32[T, k] and experts i32[T, k] of tokens x [T, D],
+        hidden states before any norm; each weight is multiplied by its expert's learned number. adapters: of x's rows.
         """
         scale = self.router_scale[...] * x.shape[-1] ** -0.5
         weights, ids = super().route((rms_normalized(x, self.eps) * scale).astype(x.dtype), adapters)
@@ -141,7 +141,7 @@ class Gemma4MLP(nnx.Module):
             self.experts_input_norm = norm(f"pre_{feedforward}_2")
 
     def __call__(self, x: jax.Array, rows: Any) -> jax.Array:
-        """Map the hidden state [T, D], before any norm, to [T, D]."""
+        """Map the hidden state x [T, D], before any norm, to [T, D]. rows: of the step, as GatedMLP takes them."""
         y = self.dense(self.input_norm(x), rows)
         if self.experts is None:
             return y
@@ -162,7 +162,7 @@ class PerLayerGate(nnx.Module):
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{LAYER}.post_per_layer_input_norm", build=build)
 
     def __call__(self, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Map [T, D] -> [T, D]."""
+        """Map the hidden state x [T, D] -> [T, D], gating `step.of_layer` [T, P], which must be there."""
         assert step.of_layer is not None
         gate = gelu_tanh(self.gate(x, step.rows, out_dtype=jnp.float32))
         inner = (gate * step.of_layer.astype(jnp.float32)).astype(x.dtype)
@@ -335,10 +335,10 @@ def _attention(
 def with_sources(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
-    """Return the layers, of which the last `num_kv_shared_layers` use the keys and values of the last earlier layer of
-    their kind.
+    """Return the layers, of which the last `num_kv_shared_layers`, 0 by default, use the keys and values of the last
+    layer of their kind before all of these.
 
-    Raises ModelConfigError if there is none.
+    Raises ModelConfigError if a kind has no such layer.
     """
     first = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     if first < 1 or set(kinds[:first]) != set(kinds):
@@ -352,8 +352,9 @@ def with_sources(
 
 
 def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
-    """Read the rope of layers of a kind, Gemma 4's own where the file has no `rope_parameters`. Raises
-    ModelConfigError.
+    """Read the rope of layers of a kind, FULL or SLIDING, from its mapping in `rope_parameters`; Gemma 4's own where
+    the file has no `rope_parameters`. head_dim: elements of a head. Raises ModelConfigError, also without one for the
+    kind.
     """
     parameters = fields.mapping("rope_parameters")
     given: Mapping[str, Any] | None = _ROPES[kind] if parameters is None else ConfigFields(parameters).mapping(kind)
@@ -364,7 +365,9 @@ def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
 
 
 def _experts(fields: ConfigFields) -> ExpertsConfig:
-    """Read the experts of a config.json. Raises ModelConfigError."""
+    """Read the experts of a config.json, which all layers have: `num_experts`, `top_k_experts` and
+    `moe_intermediate_size`. Raises ModelConfigError.
+    """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts"),
         num_per_token=fields.integer("top_k_experts"),
@@ -373,7 +376,9 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
-    """Return the number of each layer in a GGUF field that has one for all, or a list. Raises ModelConfigError."""
+    """Return the number of each layer in the GGUF field `name`, which has one for all layers, or a list. Raises
+    ModelConfigError, also for numbers below 1.
+    """
     count, given = fields.integer("block_count"), fields.value(name)
     listed = np.atleast_1d(np.asarray(given))
     if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < 1:

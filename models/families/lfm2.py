@@ -89,7 +89,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
     """Read the arguments of ModelConfig that LFM2 and LFM2-MoE spell alike: all but the experts.
 
-    ffn_size: width of the dense feed-forward layers, whatever the file says. Raises ModelConfigError.
+    ffn_size: width of the dense feed-forward layers, in place of the file's. Raises ModelConfigError.
     """
     fields.require(conv_bias=False)
     fields = fields.with_defaults(rope_theta=1e6, norm_eps=1e-5, intermediate_size=ffn_size)

@@ -51,7 +51,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str, VitConfig]:
-    """Return the model_type (if absent, `default`) and the sizes in `vision_config`. Raises ModelConfigError."""
+    """Return the model_type of `vision_config`, CLIP or SIGLIP (`default` if absent), and its sizes, transformers'
+    where it lacks them. Raises ModelConfigError, also for another type.
+    """
     kind = fields.part("vision_config").text("model_type", default)
     if kind not in DEFAULTS:
         raise fields.part("vision_config").fail("model_type", " or ".join(DEFAULTS))

@@ -80,7 +80,9 @@ class InternVLTowerConfig(TowerConfig):
 
 
 def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json; its hidden states are those that `vision_feature_layer` (-1 by
+    default) selects. Raises ModelConfigError, also for a norm_type or selection strategy that is not supported.
+    """
     vision = fields.part("vision_config", **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)
     vision.require(use_absolute_position_embeddings=True)

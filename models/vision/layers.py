@@ -26,8 +26,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def tower_axis(axis: str, build: Build) -> str:
-    """Return the logical axis by which a tower's weight is split, or one that is never split if devices do not share
-    it.
+    """Return `axis`, the logical axis by which a tower's weight is split; "embed", which is never split, if each device
+    has the whole tower (build.whole_parts).
     """
     return "embed" if TOWER in build.whole_parts else axis
 
@@ -49,7 +49,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def rope_frequencies(size: int, theta: float) -> np.ndarray:
-    """Return the radians per position of the size / 2 pairs of `size` elements, float64."""
+    """Return the radians per position of the size / 2 pairs of `size` elements, f64[size / 2]: theta ** (-2 i / size)
+    for pair i.
+    """
     return theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
 
@@ -58,7 +60,8 @@ def axial_rope(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute cos and sin, f32[P, H / 2] each, of patches at rows and columns i32[P].
 
-    As many pairs as there are `row_freqs` rotate by the row, and the rest by the column.
+    Frequencies are radians per position, H / 2 of rows and columns together. As many pairs as there are `row_freqs`
+    rotate by the row, and the rest by the column.
     """
     turned = zip((rows, columns), (row_freqs, column_freqs), strict=True)
     angles = jnp.concatenate(
@@ -91,7 +94,7 @@ def stretched(
 
 def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
     """Return the four of `side` learned positions around each of `places` i32[P], on sides of `sizes` i32[P] patches,
-    with their weights: pairs i32[P], f32[P].
+    with their weights: pairs i32[P], f32[P]. Beyond an edge, its own position is taken again.
     """
     spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
     low = jnp.floor(spot)
@@ -185,7 +188,7 @@ class TowerMLP(nnx.Module):
         self.gated = len(sources) > 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [P, D] -> [P, D]."""
+        """Apply the MLP to x [P, D] -> [P, D], the activation in float32."""
         inner = self.up(x)
         if self.gated:
             gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
@@ -239,7 +242,7 @@ class PatchMerger(nnx.Module):
 
 
 def joined_qkv(name: str, size: int) -> tuple[Source, ...]:
-    """Return the sources of q, k and v of a module that has all three, one after the other.
+    """Return the sources of q, k and v of a module that has all three, one after the other, in this order.
 
     name: of the checkpoint's module. size: rows of each.
     """
