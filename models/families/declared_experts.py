@@ -41,7 +41,7 @@ _ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its kind's window, and without one no rope, if `sliding_window` is set. Raises ModelConfigError."""
+    """Give a SLIDING layer `sliding_window`, a FULL one no rope, if that is set. Raises ModelConfigError."""
     window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
     if window is None:
         return attention
@@ -89,7 +89,7 @@ def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Gate the output of attention by head, or by element, as `gating` says. Raises ModelConfigError for another."""
+    """Gate attention's output by head, or by element, as `gating` says. Raises ModelConfigError for another value."""
     gating = fields.value("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.fail("gating", "true, per-head or per-element")
@@ -145,7 +145,7 @@ def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its window, or no rope, which dense layers keep if all are FULL. Raises ModelConfigError."""
+    """Give SLIDING layers a window, FULL ones no rope; dense ones keep it if all are FULL. Raises ModelConfigError."""
     if layer_kinds(fields)[layer] == SLIDING:
         window = fields.integer("sliding_window", None)  # without one its layers have no rope
         return replace(attention, window=window, rope=None if window is None else attention.rope)
@@ -214,7 +214,7 @@ def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _bailing(about: str, **defaults: Any) -> Row:
-    """Return the row of a family with Ling 2.0's layers. defaults: of further fields, which may be absent."""
+    """Return the row `about` a family with Ling 2.0's layers. defaults: of further fields, which may be absent."""
     return Row(
         about,
         replace(

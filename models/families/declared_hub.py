@@ -39,8 +39,9 @@ def _half_of_neighbours(fields: ConfigFields, head_dim: int) -> Rope:
 
 
 def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Read experts of softmax scores beside a shared MLP, after dense layers; None for a model without. Raises
-    ModelConfigError.
+    """Read experts of softmax scores and a shared MLP, after `first_k_dense_replace` dense layers, none by default;
+    None for a model without `n_routed_experts`. Raises ModelConfigError, also for another scoring_func or
+    moe_layer_freq.
     """
     if fields.value("n_routed_experts", None) is None:
         return None

@@ -48,15 +48,17 @@ def _inner_size(fields: ConfigFields) -> int:
 
 
 def _channels_as_heads(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the inner size, and sizes of attention, which no layer has: as many heads of one element as devices can
-    split the channels into. Raises ModelConfigError.
+    """Return the inner size, and sizes of attention, which no layer has: heads of one element, as many as gcd(inner
+    size, MAX_HEADS), so that devices can split the channels. Raises ModelConfigError.
     """
     size = _inner_size(fields)
     return {"intermediate_size": size, "num_attention_heads": math.gcd(size, MAX_HEADS), "head_dim": 1}
 
 
 def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Mamba's state, from the fields of Mamba's own configurations. Raises ModelConfigError."""
+    """Give a layer Mamba's state, from the fields of Mamba's own configurations: by default a state of 16, a kernel of
+    4 and a bias of the convolution alone. Raises ModelConfigError.
+    """
     state = SelectiveScan(
         channels=fields.integer("intermediate_size"),
         state_size=fields.integer("state_size", 16),
@@ -69,7 +71,9 @@ def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _normed_scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Falcon Mamba's state: Mamba's, with norms that have no weights. Raises ModelConfigError."""
+    """Give a layer Falcon Mamba's state: Mamba's, with norms that have no weights and the epsilon `mixer_rms_eps`, 1e-6
+    by default. Raises ModelConfigError.
+    """
     own = _scan_layer(fields, layer, attention)
     assert isinstance(own.state, SelectiveScan)
     return replace(own, state=replace(own.state, norms="plain", eps=fields.number("mixer_rms_eps", 1e-6)))
@@ -95,7 +99,9 @@ def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Mamba-2's state, from the fields of Mamba-2's own configurations. Raises ModelConfigError."""
+    """Give a layer Mamba-2's state, from the fields of Mamba-2's own configurations, with the heads of `attention`: by
+    default 8 groups, a state of 128, a kernel of 4 and a bias of the convolution alone. Raises ModelConfigError.
+    """
     bias = fields.boolean("use_bias", False)
     state = StateSpace(
         num_heads=attention.num_heads,
@@ -112,8 +118,8 @@ def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _bamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer that `attn_layer_indices` does not list a Mamba-2 state in place of attention. Raises
-    ModelConfigError.
+    """Give a layer that `attn_layer_indices` does not list a Mamba-2 state, normed after its gate, in place of
+    attention; without the list all layers get one. Raises ModelConfigError, also for a list of anything but layers.
     """
     attending = fields.value("attn_layer_indices", None) or []
     count = fields.integer("num_hidden_layers")
@@ -179,8 +185,8 @@ def _lfm3_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _lfm3_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window and the rope of its kind, or a short convolution in place of attention. Raises
-    ModelConfigError.
+    """Give a layer the window and the rope of its kind, or, if it is no attention layer, a short convolution of kernel
+    `conv_L_cache` in place of attention. Raises ModelConfigError.
     """
     if (kind := fields.value("layer_types")[layer]) == _CONV:
         return replace(attention, state=ShortConvolution(fields.integer("hidden_size"), fields.integer("conv_L_cache")))
@@ -189,8 +195,8 @@ def _lfm3_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _lfm3_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Leave out the norms after both parts of a layer, and the gate after attention, if the file says so. Raises
-    ModelConfigError.
+    """Leave out the norms after both parts of a layer if `use_sandwich_norm` is false, and the gate after attention if
+    `use_attention_gate` is. Raises ModelConfigError.
     """
     if not fields.boolean("use_sandwich_norm"):
         form = replace(form, placement=BEFORE, norms=("operator_norm", "ffn_norm"))

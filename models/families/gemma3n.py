@@ -98,8 +98,9 @@ class Gemma3nLayer(nnx.Module):
         self.num_streams, self.active = altup.num_streams, altup.active
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map the hidden states x [T, A * D] as a DecoderLayer does: return those after the layer, and the pool with
-        this step's keys and values written.
+        """Map the hidden states x [T, A * D] as a DecoderLayer does: predict them all, compute the active one by
+        attention and MLP, correct the others by it, and add the layer's own input to all but the first. Return them and
+        the pool with this step's keys and values written.
         """
         with jax.named_scope("predict"):
             predictions = self.streams.predict(x.reshape(x.shape[0], self.num_streams, -1))
@@ -186,8 +187,8 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         return JoinedNorm(self.config, self.config.altup, build)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Embed the tokens of a step as the first hidden state, project that to the others, and return them joined, [T,
-        A * D].
+        """Embed the tokens of a step as the first hidden state, project that to the others, and return them joined,
+        [T, A * D].
         """
         x = self.embed_tokens(batch.token_ids)
         others = self.projections(x, [x] * len(self.projections.products))

@@ -141,7 +141,9 @@ class Gemma4MLP(nnx.Module):
             self.experts_input_norm = norm(f"pre_{feedforward}_2")
 
     def __call__(self, x: jax.Array, rows: Any) -> jax.Array:
-        """Map the hidden state x [T, D], before any norm, to [T, D]. rows: of the step, as GatedMLP takes them."""
+        """Compute dense(norm(x)), or, with experts, norm(dense(norm(x))) + norm(experts(norm(x))), whose router gets x:
+        [T, D], before any norm, to [T, D]. rows: of the step, as GatedMLP takes them.
+        """
         y = self.dense(self.input_norm(x), rows)
         if self.experts is None:
             return y
@@ -162,7 +164,9 @@ class PerLayerGate(nnx.Module):
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{LAYER}.post_per_layer_input_norm", build=build)
 
     def __call__(self, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Map the hidden state x [T, D] -> [T, D], gating `step.of_layer` [T, P], which must be there."""
+        """Compute norm(project(gelu(gate(x)) * p)), [T, D] -> [T, D]. p is `step.of_layer` [T, P], which must be set
+        for the layer.
+        """
         assert step.of_layer is not None
         gate = gelu_tanh(self.gate(x, step.rows, out_dtype=jnp.float32))
         inner = (gate * step.of_layer.astype(jnp.float32)).astype(x.dtype)
@@ -216,7 +220,9 @@ class LayerInputs(nnx.Module):
         self.norm = RMSNorm(self.own, config.rms_norm_eps, source=norm, build=build)
 
     def __call__(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
-        """Compute the inputs [T, L, P] of all layers of the model, for tokens i32[T] with embeddings x [T, D]."""
+        """Compute the inputs [T, L, P] of all layers of the model, for tokens i32[T] with embeddings x [T, D]:
+        (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2).
+        """
         shape = x.shape[0], self.num_layers, self.own
         of_token = scaled(self.table(token_ids).reshape(shape), self.own**0.5)
         projected = self.norm(scaled(self.project(x), x.shape[1] ** -0.5).reshape(shape))
@@ -310,7 +316,7 @@ def _attention(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
     """Return `layers` with the heads, the rope and the keys of their `kinds`, FULL or SLIDING, or with the heads that
-    `per_layer_config` has for each, and with_sources. Raises ModelConfigError.
+    `per_layer_config` has for each, and pass them through with_sources. Raises ModelConfigError.
     """
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None

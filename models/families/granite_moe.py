@@ -48,8 +48,8 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
 
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
-        """Return the feed-forward size of the shared MLP; 0 for none, as here. A family that reads it raises
-        ModelConfigError.
+        """Return the feed-forward size of the shared MLP; 0 for none, as here. Overrides that read it from `fields`
+        raise ModelConfigError.
         """
         return 0
 

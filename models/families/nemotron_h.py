@@ -76,7 +76,9 @@ class LatentExperts(nnx.Module):
         self.shared = MLP(size, ffn, source=shared, activation=activation, bias=bias, build=build)
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Map [T, D] -> [T, D], the shared MLP added; the router gets the hidden state x, whatever the experts get."""
+        """Compute experts(x) + shared(x), or back(experts(into(x))) + shared(x) with a latent size, [T, D] -> [T, D];
+        the router gets the hidden state x, whatever the experts get.
+        """
         if self.into is None or self.back is None:
             mixed = self.experts(x, rows)
         else:
@@ -184,7 +186,9 @@ def _state(fields: ConfigFields) -> StateSpace:
 
 
 def _experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
-    """Read the experts of all layers but `dense_layers`. Raises ModelConfigError."""
+    """Read the experts of all layers but `dense_layers`: sigmoid scores with a correction bias, a shared MLP, and
+    `moe_latent_size` if there is one. Raises ModelConfigError.
+    """
     return ExpertsConfig(
         num_experts=fields.integer("n_routed_experts"),
         num_per_token=fields.integer("num_experts_per_tok"),

@@ -118,8 +118,8 @@ class EncoderLayer(nnx.Module):
         self.mlp = TowerMLP(size, sizes.intermediate_size, **names, activation=gelu, build=build)
 
     def __call__(self, x: jax.Array, num_sounds: int, is_heard: jax.Array | None = None) -> jax.Array:
-        """Map x [U * S, D] -> the same, each of U = num_sounds windows by itself. is_heard: bool[U, S], positions that
-        are attended to; None for all.
+        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D], each of U = num_sounds windows by
+        itself. is_heard: bool[U, S], positions that are attended to; None for all.
         """
         with jax.named_scope("attention"):
             inner = self.attention_norm(x)
@@ -153,8 +153,8 @@ class SoundEncoder(nnx.Module):
         self.norm = LayerNorm(size, EPS, source=f"{source}.layer_norm", build=build)
 
     def __call__(self, patches: jax.Array, is_heard: jax.Array | None = None) -> jax.Array:
-        """Encode the spectrograms of U windows, f32[U * 2 S, F] -> [U * S / pooled, D]. is_heard: as of
-        EncoderLayer.
+        """Encode the spectrograms of U windows, f32[U * 2 S, F], by convolutions, learned positions and layers; return
+        the norm of the mean of every `pooled` positions, [U * S / pooled, D]. is_heard: as of EncoderLayer.
         """
         sizes = self.sizes
         num_sounds = len(patches) // (2 * sizes.num_positions)

@@ -195,8 +195,8 @@ class Halving(nnx.Module):
         self.norm = UnbiasedLayerNorm(channels, eps, source=f"{source}.norm", build=build)
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Convolve x [S, B, C'] -> [S / 2, B / 2, C], both rounded up. is_heard: bool[S], positions of a sound; others
-        count as zeros.
+        """Convolve x [S, B, C'], norm, and apply ReLU -> [S / 2, B / 2, C], both rounded up. is_heard: bool[S],
+        positions of a sound; others count as zeros.
         """
         kernel = self.weight[...]
         x = jnp.where(is_heard[:, None, None], x, 0).astype(kernel.dtype)[None]
@@ -245,8 +245,9 @@ class LocalAttention(nnx.Module):
         self.scale = declare((self.head_dim,), build.dtype, scale)
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Map x [S, D] -> [S, D]. segment: i32[S], the sound of each position, -1 for none. A position sees those of
-        its sound that `left` and `right` of the configuration let it.
+        """Attend x [S, D] to near positions of the same sound: from `left` - 1 before to `right` - 1 after (0: none),
+        by capped products with keys to which that of the distance is added -> [S, D]. segment: i32[S], the sound of
+        each position, -1 for none.
         """
         config = self.config
         q, k, v = (part(x).astype(jnp.float32).reshape(len(x), -1, self.head_dim) for part in (self.q, self.k, self.v))

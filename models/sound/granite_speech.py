@@ -205,8 +205,8 @@ class BlockAttention(nnx.Module):
         self.distances = table(2 * config.farthest + 1, config.head_dim, f"{source}.rel_pos_emb.weight", build)
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Norm x [P, D] and attend within each block of it -> [P, D], without the residual. is_heard: bool[P],
-        positions that are attended to; P is a multiple of the block.
+        """Norm x [P, D] and attend within each block of `block` positions, by products with keys and with vectors of
+        distances -> [P, D], without the residual. is_heard: bool[P], positions that are attended to.
         """
         config = self.config
         q, k, v = (
@@ -245,8 +245,8 @@ class ConformerConvolution(nnx.Module):
         self.scale, self.bias = column("weight"), column("bias")
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Apply the block to x [P, D] -> [P, D], without the residual. segment: i32[P], the sound of each position, -1
-        for none; no position sees another sound's.
+        """Compute down(silu(batch_norm(convolution(gated(up(norm(x))))))), [P, D] -> [P, D], without the residual.
+        segment: i32[P], the sound of each position, -1 for none; no position sees another sound's.
         """
         value, gate = jnp.split(self.up(self.norm(x)), 2, axis=-1)
         inner, weight = value.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32)), self.weight[...]
@@ -280,7 +280,9 @@ class ConformerLayer(nnx.Module):
         self.norm = LayerNorm(size, _EPS, source=f"{_LAYER}.post_norm", build=build)
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Map x [P, D] -> [P, D]. segment: i32[P], the sound of each position, -1 for none."""
+        """Add half of an MLP, attention, a convolution and half of another MLP to x [P, D], each of the sum so far, and
+        norm it -> [P, D]. segment: i32[P], the sound of each position, -1 for none.
+        """
         x = x + scaled(self.mlp1(self.norm1(x)), 0.5)
         with jax.named_scope("attention"):
             x = x + self.attention(x, segment >= 0)
@@ -308,7 +310,9 @@ class QueryAttention(nnx.Module):
         self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output.LayerNorm", build=build)
 
     def __call__(self, x: jax.Array, other: jax.Array) -> jax.Array:
-        """Map x [U, Q, D] -> the same. other: [U, W, E], what each of U attends to."""
+        """Compute norm(x + out(softmax(q k^T / sqrt(H)) v)), x [U, Q, D] -> the same; keys and values are made from
+        other [U, W, E], what each of U attends to.
+        """
         q = self.q(x.reshape(-1, x.shape[2])).reshape(*x.shape[:2], -1, self.head_dim)
         joined = self.kv(other.reshape(-1, other.shape[2])).reshape(*other.shape[:2], -1, self.head_dim)
         k, v = jnp.split(joined, 2, axis=2)
@@ -332,7 +336,9 @@ class QueryLayer(nnx.Module):
         self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output_query.LayerNorm", build=build)
 
     def __call__(self, x: jax.Array, window: jax.Array) -> jax.Array:
-        """Map x [U, Q, D] -> the same. window: [U, W, E], what each of U attends to if the layer crosses."""
+        """Attend queries x [U, Q, D] to each other, in a layer that crosses then to their window [U, W, E], and return
+        norm(x + mlp(x)) -> the same shape.
+        """
         x = self.attention(x, x)
         if self.cross is not None:
             x = self.cross(x, window)

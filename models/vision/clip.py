@@ -88,8 +88,9 @@ class ClipEncoder(nnx.Module):
         self.last_norm = norm
 
     def __call__(self, patches: jax.Array) -> jax.Array:
-        """Encode the patches of U units, each by itself: f32[U * N, F] -> [U * N, D * number of states taken], N being
-        vit.num_patches."""
+        """Encode the patches of U units, each by itself, f32[U * N, F], N being vit.num_patches: return their hidden
+        states after each of the numbers of layers wanted, joined, [U * N, D * numbers], without the class token.
+        """
         vit, num_units = self.vit, len(patches) // self.vit.num_patches
         with jax.named_scope("patches"):
             x = self.patches(patches).reshape(num_units, vit.num_patches, vit.hidden_size)

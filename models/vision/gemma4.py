@@ -202,7 +202,9 @@ class Gemma4TowerAttention(nnx.Module):
         self.head_dim, self.eps = head_dim, config.norm_eps
 
     def __call__(self, x: jax.Array, turns: Sequence[tuple[jax.Array, jax.Array]], attend: Attend) -> jax.Array:
-        """Map x [P, D] -> [P, D]. turns: cos and sin of the patches by column and by row, f32[P, H / 4] each."""
+        """Compute out(attend(q, k, v)) for x [P, D] -> [P, D]: q and k are normed, then rotated, v is normed. turns:
+        cos and sin of the patches by column and by row, f32[P, H / 4] each. attend: function of q, k and v.
+        """
         q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
         with jax.named_scope("rope"):
             q, k = _rotated(self.q_norm(q), turns), _rotated(self.k_norm(k), turns)

@@ -153,8 +153,8 @@ class TowerAttention(nnx.Module):
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        """Map x [P, D] -> [P, D]. turns: cos and sin of the patches, as `apply_rope` takes them; attend: (q, k, v) ->
-        output.
+        """Compute out(attend(q, k, v)) for x [P, D] -> [P, D], q and k rotated. turns: cos and sin of the patches, as
+        `apply_rope` takes them; attend: (q, k, v), [P, N, H] each, -> [P, N, H].
         """
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
@@ -188,7 +188,9 @@ class TowerMLP(nnx.Module):
         self.gated = len(sources) > 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply the MLP to x [P, D] -> [P, D], the activation in float32."""
+        """Compute down(activation(up(x))), or down(activation(gate(x)) * up(x)) with a gate, [P, D] -> [P, D], the
+        activation in float32.
+        """
         inner = self.up(x)
         if self.gated:
             gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
@@ -236,7 +238,9 @@ class PatchMerger(nnx.Module):
         self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=True, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [P, D of the tower] -> [P / merge, D of the model]."""
+        """Norm the patches x [P, D of the tower], join every `merge` of them, and compute down(gelu(up(x))) -> [P /
+        merge, D of the model].
+        """
         x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
         return self.down(gelu(self.up(x).astype(jnp.float32)).astype(x.dtype))
 

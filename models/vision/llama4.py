@@ -133,7 +133,9 @@ class _Layer(nnx.Module):
         self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Map [U * S, D] of U = num_units units -> [U * S, D]."""
+        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
+        attends to itself.
+        """
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units)
         with jax.named_scope("mlp"):

@@ -99,7 +99,7 @@ class Projector(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [R, in] -> [R, D], the activation in float32."""
+        """Compute linear_2(activation(linear_1(x))), [R, in] -> [R, D], the activation in float32."""
         return self.down(self.activation(self.up(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 

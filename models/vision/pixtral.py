@@ -194,7 +194,9 @@ class PixtralProjector(nnx.Module):
         self.activation = ACTIVATIONS[config.projector_activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x [P, D of the tower] -> [P / merge, D of the model]; without `joins`, merge is 1."""
+        """Norm and merge the patches x [P, D of the tower] if the config `joins`, and compute down(activation(up(x)))
+        -> [P / merge, D of the model], the activation in float32.
+        """
         width, joined = x.shape[1], x
         if self.norm is not None and self.merging is not None:
             # The checkpoint has a channel's patches side by side, as torch's unfold gives them.

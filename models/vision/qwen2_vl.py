@@ -126,8 +126,8 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
 
 
 def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
-    """Read the tower's sizes from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
-    if the file's `hidden_size`, that of the text, is another.
+    """Read the tower's sizes from a vision_config, for a text model of this hidden size; MLPs have `mlp_ratio`, 4 by
+    default, times its width. Raises ModelConfigError, also if the file's `hidden_size`, that of the text, is another.
     """
     defaults = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "patch_size": 14, "hidden_act": "quick_gelu"}
     sizes = read_sizes(fields, width="embed_dim", **defaults)
@@ -143,7 +143,7 @@ def read_qwen2_5_vl(
     fields: ConfigFields, hidden_size: int, kind: type[Qwen2_5VLTowerConfig] = Qwen2_5VLTowerConfig
 ) -> Qwen2_5VLTowerConfig:
     """Read Qwen2.5-VL's tower from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
-    if `out_hidden_size` is another.
+    if `out_hidden_size` is another, or a window's side is not 1 to 64 patches.
 
     kind: the tower's own class of sizes.
     """

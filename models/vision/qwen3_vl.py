@@ -47,7 +47,8 @@ def read_qwen3_vl(
     fields: ConfigFields, hidden_size: int, kind: type[Qwen3VLTowerConfig] = Qwen3VLTowerConfig
 ) -> Qwen3VLTowerConfig:
     """Read the tower's sizes from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
-    if `out_hidden_size` is another.
+    if `out_hidden_size` is another, `num_position_embeddings` is no square, or `deepstack_visual_indexes` are no
+    ascending layers.
 
     kind: the tower's own class of sizes.
     """

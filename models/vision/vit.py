@@ -117,7 +117,7 @@ def _side(vision: ConfigFields, name: str) -> int:
 
 
 def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
-    """Read the field `name`, a name of ACTIVATIONS. Raises ModelConfigError for another."""
+    """Read the field `name`, a name of ACTIVATIONS, `default` if it is absent. Raises ModelConfigError for another."""
     found = fields.text(name, default)
     if found not in ACTIVATIONS:
         raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
@@ -189,7 +189,7 @@ class VitAttention(nnx.Module):
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | None = None) -> jax.Array:
     """Attend within each unit: softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape. is_key: bool[U, S],
-    positions that are attended to; None for all.
+    positions that are attended to, None for all; a unit without any gets the mean of its values.
 
     Scores exist for one unit at a time, and for a part of its queries if it has many.
     """
@@ -228,7 +228,7 @@ class VitMLP(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [R, D] -> [R, D], the activation in float32."""
+        """Compute fc2(activation(fc1(x))), [R, D] -> [R, D], the activation in float32."""
         return self.fc2(self.activation(self.fc1(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 
@@ -243,7 +243,9 @@ class VitLayer(nnx.Module):
         self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Map x [U * S, D], of U = num_units units, to [U * S, D]."""
+        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
+        attends to itself.
+        """
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units)
         with jax.named_scope("mlp"):
