@@ -70,7 +70,9 @@ def _parallel(field: str, **changes: Any) -> Callable[[ConfigFields, DeclaredFor
 
 
 def _qk_norms(*names: str) -> Callable[[ConfigFields, DeclaredForm], DeclaredForm]:
-    """Return a `choose` that norms each head's q and k, by the norms `names`, if `qk_layernorm` says so."""
+    """Return a `choose` that norms each head's q and k, by the norms `names`, if `qk_layernorm` is true, and by none if
+    it is false. It raises ModelConfigError.
+    """
     return lambda fields, form: replace(form, qk_norms=names if fields.boolean("qk_layernorm") else ())
 
 
@@ -92,7 +94,7 @@ def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer a scale of 1 and, if it is a local one of `attention_types`, its window. Raises ModelConfigError."""
+    """Give a layer a scale of 1 and, if `attention_types` makes it local, `window_size`. Raises ModelConfigError."""
     count, listed = fields.integer("num_hidden_layers"), fields.value("attention_types")
     try:  # a run that is longer than the model is left out before it takes memory
         kinds = [kind for names, times in listed[:count] if len(names) * times <= count for kind in names * times]
@@ -117,7 +119,7 @@ def full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _cwm_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `full_first_of_four`. Raises ModelConfigError for a file without rope."""
+    """Return full_first_of_four(fields). Raises ModelConfigError, also for a file without rope."""
     require_rope(fields)
     return full_first_of_four(fields)
 
@@ -154,7 +156,7 @@ def _falcon_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     """Choose the order of the joined projection's rows, and attention and MLP one after the other or in parallel after
-    one norm or two. Raises ModelConfigError for combinations that no Falcon has.
+    one norm or two. Raises ModelConfigError for what no Falcon combines.
     """
     new, beside = fields.boolean("new_decoder_architecture"), fields.boolean("parallel_attn")
     norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)

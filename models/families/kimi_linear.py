@@ -135,7 +135,7 @@ def mixer_kinds(fields: ConfigFields) -> list[str]:
     """Return LINEAR or FULL for each layer: as `linear_attn_config` lists their numbers, from 1 on, else as
     `layer_types` does, else layers 4, 8, 12 and so on, counted from 0, are FULL.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError, also where `linear_attn_config` does not have each number once.
     """
     count, linear = fields.integer("num_hidden_layers"), fields.mapping("linear_attn_config") or {}
     full, others = linear.get("full_attn_layers"), linear.get("kda_layers")

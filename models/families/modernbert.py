@@ -117,7 +117,7 @@ class ModernBertModel(Encoder):
 
     @property
     def encoder(self) -> EncoderConfig:
-        """Return the configuration's part that only encoders have."""
+        """Return the configuration's part that only encoders have, which must not be None."""
         assert self.config.encoder is not None
         return self.config.encoder
 

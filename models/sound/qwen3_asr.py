@@ -70,7 +70,9 @@ class Qwen3ASRTowerConfig(TowerConfig):
 
     @property
     def num_slots(self) -> int:
-        """Return the rows of a chunk, of which the first are of its positions and the others are not used."""
+        """Return chunk / merge, the rows of a chunk, of which the first are of its positions and the others are not
+        used.
+        """
         return self.chunk // self.merge
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:

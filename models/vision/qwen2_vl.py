@@ -275,15 +275,15 @@ class Qwen2VLTower(nnx.Module):
             return self.merger(x)
 
     def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
-        """Return the function by which the patches of layer number `layer` attend: here to those of the
-        same segment.
+        """Return the function by which the patches of layer number `layer` attend: here to those of the same segment.
+        columns: i32[P] by name.
         """
         del layer
         return partial(segment_attention, segment=columns["segment"], scale=self._scale)
 
     @property
     def _scale(self) -> float:
-        """Return the factor of products of queries and keys."""
+        """Return the factor of products of queries and keys: elements of a head ** -0.5."""
         return (self.config.hidden_size // self.config.num_heads) ** -0.5
 
 
