@@ -51,7 +51,9 @@ class AlbertModel(BertModel):
         return ProjectedEmbeddings(super().make_embedding(build), *sizes, source=source, build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        """Build the stage's first layer; return that same module for every other."""
+        """Build the layer with the number at which the stage begins, and keep it; return that same module for every
+        other number.
+        """
         if layer == self.stage.layers.start:
             self._shared = super().make_layer(layer, build)
         return self._shared

@@ -43,7 +43,9 @@ class XIELU(nnx.Module):
         self.alpha_p, self.alpha_n = scalar("alpha_p"), scalar("alpha_n")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply the activation to f32[T, F]."""
+        """Apply xIELU to each element of x f32[T, F], in float32: a_p x^2 + b x above 0, else a_n (exp(min(x, EPS)) - 1
+        - x) + b x.
+        """
         a_p = jax.nn.softplus(self.alpha_p[...].astype(jnp.float32))
         a_n = BETA + jax.nn.softplus(self.alpha_n[...].astype(jnp.float32))
         return BETA * x + jnp.where(x > 0, a_p * x * x, a_n * (jnp.expm1(jnp.minimum(x, EPS)) - x))

@@ -32,7 +32,9 @@ _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 6_000_000.0, "routed_scaling_fa
 
 
 def _lower_bound(fields: ConfigFields) -> float | None:
-    """Read GatedDelta.lower_bound. Raises ModelConfigError for a value that is no number."""
+    """Read GatedDelta.lower_bound: `kda_lower_bound`, -5 by default; None if `kda_safe_gate`, true by default, is
+    false. Raises ModelConfigError, also for a bound that is no number.
+    """
     if not fields.boolean("kda_safe_gate", True):
         return None
     if type(bound := fields.value("kda_lower_bound", -5.0)) not in (int, float):

@@ -49,5 +49,7 @@ class BertModel(PostNormEncoder):
 
     @classmethod
     def first_position(cls, fields: ConfigFields) -> int:
-        """Read the row of the position table that a prompt's first token has. Raises ModelConfigError."""
+        """Return the row of the position table that a prompt's first token has: 0 here. Overrides that read it from
+        `fields` raise ModelConfigError.
+        """
         return 0

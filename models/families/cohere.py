@@ -31,7 +31,9 @@ class PerHeadLayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [T, heads of this device, H], in float32; return it in the dtype of x."""
+        """Normalise each head of x [T, heads of this device, H] by its mean and variance, and multiply by the weights,
+        in float32; return it in the dtype of x.
+        """
         y = x.astype(jnp.float32)
         y = rms_normalized(y - jnp.mean(y, axis=-1, keepdims=True), self.eps)
         return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)

@@ -180,7 +180,9 @@ class DeclaredAttention(Attention):
         return scaled(self._clipped(v), self.form.value_scale)
 
     def _clipped(self, x: jax.Array) -> jax.Array:
-        """Bound elements to [-clip, clip], if the form has a bound."""
+        """Bound projected queries, keys or values x [T, N, H] to [-clip, clip]; return x itself if the form has no
+        bound.
+        """
         clip = self.form.clip
         return x if clip is None else jnp.clip(x, -clip, clip)
 
@@ -192,7 +194,9 @@ class DeclaredAttention(Attention):
 
 
 def _qk_norms(form: DeclaredForm, attention: LayerAttention, eps: float, build: Build) -> list[nnx.Module]:
-    """Make the norms of queries and of keys, in this order; an empty list if the form has none."""
+    """Make the norms of queries and of keys, in this order, of the kind `form.qk_norm`: over each head, or, for
+    ALL_HEADS, over all heads at once. An empty list if the form names no norms. eps: of the norms.
+    """
     names = [f"{LAYER_NAME}.{name}" for name in form.qk_norms]
     if form.qk_norm in NORMS:
         return [NORMS[form.qk_norm](attention.head_dim, eps, source=name, build=build) for name in names]
@@ -258,8 +262,8 @@ class DeclaredForCausalLM(Decoder):
         return DeclaredLayer(self.config, self.form, mixer, mlp, residuals, build)
 
     def make_mixer(self, layer: int, build: Build) -> nnx.Module:
-        """Make the attention of a layer, or what keeps its state: ([T, D], cache, places, StepInputs) -> ([T, D],
-        cache).
+        """Make the attention of a layer, or what keeps its state (Mamba, Mamba-2, lightning attention or a short
+        convolution), as `config.attention[layer]` says: ([T, D], cache, pages, StepInputs) -> ([T, D], cache).
         """
         config, form, own = self.config, self.form, self.config.attention[layer]
         size, eps, source = config.hidden_size, config.rms_norm_eps, f"{LAYER_NAME}.{form.mixer}"
@@ -277,7 +281,9 @@ class DeclaredForCausalLM(Decoder):
         return DeclaredAttention(form, own, size, eps=eps, build=build)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
-        """Make the feed-forward part of a layer: ([T, D], Rows) -> [T, D]."""
+        """Make the feed-forward part of a layer, ([T, D], Rows) -> [T, D]: a mixture of experts, with a norm after it
+        if the form names one, in layers with experts; else an MLP, gated if the form has gate and up projections.
+        """
         config, form, experts = self.config, self.form, self.config.experts
         if experts is not None and layer not in experts.dense_layers:
             source, names = f"{LAYER_NAME}.{self.row.experts_in}", self.row.expert_names
@@ -317,11 +323,14 @@ class DeclaredForCausalLM(Decoder):
 
 
 def _unchanged(x: jax.Array) -> jax.Array:
+    """Return x: what takes the place of the last norm in a form without one."""
     return x
 
 
 def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
-    """Return the modules of queries, keys and values, in this order, or their rows of a joined one."""
+    """Return the modules of queries, keys and values, in this order; if the form names one joined module, the rows that
+    each has of it, in the order `form.joined`.
+    """
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     sizes = heads * head_dim, kv_heads * head_dim, kv_heads * attention.v_head_dim
     names = [f"{LAYER_NAME}.{name}" for name in form.qkv]
@@ -338,7 +347,9 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
 
 
 def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
-    """Make the subclass of DeclaredForCausalLM, called `name`, of one row."""
+    """Make the subclass of DeclaredForCausalLM, called `name`, of one row, with its names of tensors, its GGUF
+    architecture (None without `gguf`) and `about` as its docstring.
+    """
     names = CheckpointNames(
         prefixes=(*row.names, ("classifier.", "score.")),  # some classes of transformers call scores of tokens so
         suffixes=row.suffixes,

@@ -27,40 +27,57 @@ _MPT_ATTENTION = {
 
 
 def _sloped(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the ALiBi slopes of its number of heads."""
     return replace(attention, slopes=alibi_slopes(attention.num_heads))
 
 
 def _bloom_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Add the parts to the normed hidden state (WITHIN) if `apply_residual_connection_post_layernorm` is true, else to
+    the hidden state itself (BEFORE). Raises ModelConfigError.
+    """
     within = fields.boolean("apply_residual_connection_post_layernorm")
     return replace(form, placement=WITHIN if within else BEFORE)
 
 
 def _sizes(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the hidden size, and the feed-forward size, which is four times it."""
+    """Return `hidden_size`, from `n_embed` if that is there, and `intermediate_size`, which is four times it. Raises
+    ModelConfigError.
+    """
     size = embedding_width(fields)
     return {"hidden_size": size, "intermediate_size": 4 * size}
 
 
 def _mpt_attention(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of attention. Raises ModelConfigError for values that are not read."""
+    """Return the fields of `attn_config`, none where it is absent. Raises ModelConfigError if one of those in
+    _MPT_ATTENTION has another value.
+    """
     own = ConfigFields({"attn_config": fields.mapping("attn_config") or {}}).part("attn_config")
     own.require(**_MPT_ATTENTION)
     return own
 
 
 def _mpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Bound queries, keys and values by `clip_qkv` of attn_config, if it is set. Raises ModelConfigError, also for a
+    `norm_type` that is no layer norm.
+    """
     if fields.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"):
         raise fields.fail("norm_type", "layernorm or low_precision_layernorm")
     return replace(form, clip=_mpt_attention(fields).number("clip_qkv", None))
 
 
 def _mpt_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer ALiBi slopes down to 2 ** -alibi_bias_max, 8 by default, and the scale `softmax_scale`, None if
+    absent, both of attn_config. Raises ModelConfigError.
+    """
     own = _mpt_attention(fields)
     slopes = alibi_slopes(attention.num_heads, own.number("alibi_bias_max", 8.0))
     return replace(attention, scale=own.number("softmax_scale", None), slopes=slopes)
 
 
 def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `alibi`, true for a file without `max_position_embeddings`, and the longest context: that field, or then
+    `model_max_length`, 4096 by default. Raises ModelConfigError, also for Baichuan 2.
+    """
     if fields.has("z_loss_weight") or fields.integer("vocab_size") == 125696:
         raise fields.fail("vocab_size", "that of Baichuan 1: Baichuan 2's normalised LM head is not supported")
     alibi = not fields.has("max_position_embeddings")  # that of 13 billion parameters has no table of rope
@@ -69,6 +86,7 @@ def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _baichuan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer ALiBi slopes if `alibi` is true."""
     return _sloped(fields, layer, attention) if fields.boolean("alibi") else attention
 
 

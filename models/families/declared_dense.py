@@ -34,8 +34,9 @@ _UNBIASED: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 
 def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer sinks, the window of its kind, and the base of rope that `layer_rope_theta` lists for it, 0 for no
-    rope; without the list the same one as all. Raises ModelConfigError for a list of another form.
+    """Give a layer sinks, the window of its kind, the scale `attention_multiplier`, and the base of rope that
+    `layer_rope_theta` lists for it, 0 for no rope; without the list it keeps its rope. Raises ModelConfigError, also
+    for a list of another form.
     """
     attention = replace(windowed(fields, layer, attention), sinks=True, scale=fields.number("attention_multiplier"))
     thetas, count = fields.value("layer_rope_theta", None), fields.integer("num_hidden_layers")
@@ -51,12 +52,14 @@ def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention)
 
 
 def _scaled(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the scale of its products of q and k in `attention_multiplier`."""
+    """Give a layer the scale of its products of q and k in `attention_multiplier`, the usual one if that is absent.
+    Raises ModelConfigError.
+    """
     return replace(attention, scale=fields.number("attention_multiplier", None))
 
 
 def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Put norms after both parts of a layer as well, if `use_post_norm` says so."""
+    """Put norms after both parts of a layer as well, if `use_post_norm` says so. Raises ModelConfigError."""
     if not fields.boolean("use_post_norm"):
         return form
     names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
@@ -64,26 +67,30 @@ def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gemma_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window of its kind, Gemma 2's soft cap and its scale of products of q and k."""
+    """Give a layer the window of its kind, the soft cap `attn_logit_softcapping`, 50 by default and none for null, and
+    the scale query_pre_attn_scalar ** -0.5 of products of q and k. Raises ModelConfigError.
+    """
     cap = read_cap(fields, "attn_logit_softcapping", 50.0)
     scale = fields.number("query_pre_attn_scalar") ** -0.5
     return replace(windowed(fields, layer, attention), soft_cap=cap, scale=scale)
 
 
 def _biogpt(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the epsilon that transformers takes, whatever config.json says."""
+    """Return 1e-5 as the epsilon of norms: transformers takes it, whatever config.json says."""
     return {EPS: 1e-5}
 
 
 def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the window, and the kinds of layers: where they are not listed, all have it, unless it is null."""
+    """Return `sliding_window`, 4096 if it is absent, and `layer_types`: where they are not listed, all layers have the
+    window, or none if it is null. Raises ModelConfigError.
+    """
     window = fields.raw.get("sliding_window", 4096)
     kinds = [FULL if window is None else SLIDING] * fields.integer("num_hidden_layers")
     return {"sliding_window": window, "layer_types": fields.value("layer_types", kinds)}
 
 
 def _gpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Take GPT-2's approximation of a GELU where the file says "gelu"."""
+    """Take GPT-2's approximation of a GELU where the file says "gelu"; otherwise return the form as it is."""
     return replace(form, activation="gelu_new") if form.activation == "gelu" else form
 
 

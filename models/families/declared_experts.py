@@ -41,7 +41,7 @@ _ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window of its kind; a layer without one has no rope, unless the model has no windows at all."""
+    """Give a SLIDING layer `sliding_window`, a FULL one no rope, if that is set. Raises ModelConfigError."""
     window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
     if window is None:
         return attention
@@ -49,7 +49,7 @@ def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention)
 
 
 def sliding_but(every: int, name: str = "") -> Any:
-    """Return an `adapt` by which each n-th layer sees all keys: `every`-th, or as the field `name` says, if present."""
+    """Return an `adapt` that reads `layer_types`; by default each `every`-th layer (field `name`, if given) is FULL."""
 
     def adapt(fields: ConfigFields) -> Mapping[str, Any]:
         count = fields.integer(name, every) if name else every
@@ -59,7 +59,7 @@ def sliding_but(every: int, name: str = "") -> Any:
 
 
 def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
-    """Read the kinds of layers. A pattern of L (windows) and G is repeated; the last layer then sees all keys."""
+    """Return `layer_types`; a pattern of L (windows) and G repeats, but the last is G. Raises ModelConfigError."""
     pattern, count = fields.value("sliding_window_pattern", 4), fields.integer("num_hidden_layers")
     if fields.has("layer_types") or not isinstance(pattern, str):
         return sliding_but(4, "sliding_window_pattern")(fields)
@@ -70,7 +70,7 @@ def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **names: str) -> LayerAttention:
-    """Give a layer the window and the rope of its kind. names: as of ropes_by_kind."""
+    """Give a layer the window and the rope of its kind. names: as of ropes_by_kind. Raises ModelConfigError."""
     kinds = layer_kinds(fields)
     window = windows_by_kind(kinds, fields.integer("sliding_window"))[layer]
     rope = ropes_by_kind(fields, read_head_dim(fields), kinds[layer : layer + 1], partial_rotary=True, **names)[0]
@@ -78,7 +78,7 @@ def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, 
 
 
 def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window and the rope of its kind, and its number of heads if they are listed by layer."""
+    """Give a layer its kind's window and rope, and its number of heads if that is listed. Raises ModelConfigError."""
     counts, num_layers = fields.value("num_attention_heads_per_layer", None), fields.integer("num_hidden_layers")
     attention = kinds_of_ropes(fields, layer, attention)
     if counts is None:
@@ -89,7 +89,7 @@ def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Gate the output of attention by head, or by element, as `gating` says. Raises ModelConfigError for another."""
+    """Gate attention's output by head, or by element, as `gating` says. Raises ModelConfigError for another value."""
     gating = fields.value("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.fail("gating", "true, per-head or per-element")
@@ -97,7 +97,7 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window, rope and kv heads of its kind, sinks with a window, and the size of its values."""
+    """Give a layer its kind's rope, `v_head_dim`, in windows sinks and twice the kv heads. Raises ModelConfigError."""
     own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
     own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
     return own if own.window is None else replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True)
@@ -130,7 +130,7 @@ def _switches(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the kinds of layers, from numbers where they are not listed, and the epsilon of norms of either kind."""
+    """Return kinds of attention and MLPs, if not listed from periods, and the epsilon. Raises ModelConfigError."""
     count, first = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace", 0, minimum=0)
     first = min(first, count)
     periods = fields.integer("prefix_dense_sliding_window_pattern", 1), fields.integer("sliding_window_pattern", 4)
@@ -145,7 +145,7 @@ def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its window; one without has no rope, but dense layers in front do if none of these has a window."""
+    """Give SLIDING layers a window, FULL ones no rope; dense ones keep it if all are FULL. Raises ModelConfigError."""
     if layer_kinds(fields)[layer] == SLIDING:
         window = fields.integer("sliding_window", None)  # without one its layers have no rope
         return replace(attention, window=window, rope=None if window is None else attention.rope)
@@ -185,13 +185,13 @@ def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _shared_of_size(fields: ConfigFields) -> ExpertsConfig:
-    """Read sigmoid experts whose shared MLP has a size of its own."""
+    """Read sigmoid experts with a shared MLP of `shared_expert_intermediate_size`. Raises ModelConfigError."""
     size = fields.integer("shared_expert_intermediate_size")
     return replace(sigmoid_experts(fields), shared_intermediate_size=size)
 
 
 def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the temperature of queries that `rope_parameters` states, if they do."""
+    """Give a layer the temperature of queries that `rope_parameters` states, if they do. Raises ModelConfigError."""
     rope = ConfigFields(fields.mapping("rope_parameters") or {})
     if (beta := rope.number("llama_4_scaling_beta", None)) is None:
         return attention
@@ -200,21 +200,21 @@ def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 
 def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_parameters` without partial_rotary_factor: all of a head's part for rope is rotated."""
+    """Return `rope_parameters` without partial_rotary_factor, or None. Raises ModelConfigError for no rope."""
     require_rope(fields)
     rope = fields.mapping("rope_parameters") or {}
     return {"rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"} or None}
 
 
 def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_scaling` with its type "deepseek_yarn" called yarn; nothing for any other."""
+    """Return `rope_scaling` with its type "deepseek_yarn" called yarn, {} for another type. Raises ModelConfigError."""
     rope = fields.mapping("rope_scaling") or {}
     named = {"rope_type": "yarn", **{key: value for key, value in rope.items() if key not in ("type", "rope_type")}}
     return {"rope_scaling": named} if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")) else {}
 
 
 def _bailing(about: str, **defaults: Any) -> Row:
-    """Return the row of a family with Ling 2.0's layers. defaults: of further fields, which may be absent."""
+    """Return the row `about` a family with Ling 2.0's layers. defaults: of further fields, which may be absent."""
     return Row(
         about,
         replace(

@@ -20,7 +20,9 @@ _RMS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": Tru
 
 
 def _chatglm_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the heads of keys and values and the base of rope."""
+    """Return the heads of keys and values (`multi_query_group_num` with `multi_query_attention`, else all), the base of
+    rope, 10000 times `rope_ratio`, and a partial_rotary_factor of 0.5. Raises ModelConfigError.
+    """
     heads, groups = fields.integer("num_attention_heads"), fields.integer("multi_query_group_num", 1)
     return {
         "num_key_value_heads": groups if fields.boolean("multi_query_attention", False) else heads,
@@ -30,13 +32,16 @@ def _chatglm_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _half_of_neighbours(fields: ConfigFields, head_dim: int) -> Rope:
-    """Read rope that pairs neighbouring elements of a part of each head."""
+    """Read rope that pairs neighbouring elements of the share of each head in `partial_rotary_factor`. Raises
+    ModelConfigError.
+    """
     return read_rope(fields, head_dim, partial_rotary=True, interleaved=True)
 
 
 def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Read experts of softmax scores beside a shared MLP, after dense layers; None for a model without. Raises
-    ModelConfigError.
+    """Read experts of softmax scores and a shared MLP, after `first_k_dense_replace` dense layers, none by default;
+    None for a model without `n_routed_experts`. Raises ModelConfigError, also for another scoring_func or
+    moe_layer_freq.
     """
     if fields.value("n_routed_experts", None) is None:
         return None

@@ -15,7 +15,9 @@ from jaxengine.models.params.source import ExpertRows
 
 
 def _dbrx_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the fields of `attn_config` and `ffn_config` under usual names. Raises ModelConfigError."""
+    """Return the fields of `attn_config` and `ffn_config` under usual names, with defaults for absent ones. Raises
+    ModelConfigError, also where moe_normalize_expert_weights is neither 1 nor null.
+    """
     attention, experts = (ConfigFields(fields.mapping(name) or {}) for name in ("attn_config", "ffn_config"))
     experts.require(moe_normalize_expert_weights=1.0)
     activation = ConfigFields(experts.mapping("ffn_act_fn") or {})

@@ -36,17 +36,23 @@ EPS = "layer_norm_eps"
 
 
 def whole_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope of all of a head."""
+    """Read rope of all `head_dim` elements of a head. Raises ModelConfigError, also for a partial_rotary_factor below
+    1.
+    """
     return read_rope(fields, head_dim)
 
 
 def parts_of_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope of a part of each head."""
+    """Read rope of the share of each head that `partial_rotary_factor` says, by default all of it. Raises
+    ModelConfigError.
+    """
     return read_rope(fields, head_dim, partial_rotary=True)
 
 
 def neighbours(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope that pairs neighbouring elements, of all of a head or of its first `rotary_dim` elements."""
+    """Read rope that pairs neighbouring elements, of all of a head or of its first `rotary_dim` elements. Raises
+    ModelConfigError.
+    """
     return replace(read_rope(fields, head_dim, interleaved=True), rotary_dim=fields.integer("rotary_dim", head_dim))
 
 
@@ -133,7 +139,11 @@ class Row(NamedTuple):
     expert_rows: ExpertRows | None = None
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:
-        """Read a config.json: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
+        """Read a config.json: keyword arguments of ModelConfig, without the architecture.
+
+        Raises ModelConfigError, also for an unknown activation, one other than SiLU in a model with experts, and
+        another value of a field in `only`.
+        """
         fields = self._canonical(fields)
         fields.require(**self.only)
         activation = fields.text("hidden_act", self.form.activation)
@@ -156,7 +166,9 @@ class Row(NamedTuple):
         return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
 
     def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read GGUF metadata: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError."""
+        """Read GGUF metadata: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError. Only
+        for rows with `gguf`.
+        """
         assert self.gguf is not None
         own, form = self.gguf, self.form
         form = form if own.choose is None else own.choose(gguf.fields, form)
@@ -166,7 +178,10 @@ class Row(NamedTuple):
         return shared | {"mlp_bias": own.bias, "declared": form}
 
     def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
-        """Read the fields that families share, as arguments of ModelConfig. attention: of each layer's attention."""
+        """Read the fields that families share, as arguments of ModelConfig, those of latent attention if the row has
+        it. activation: value of `hidden_act`. attention: further fields of each layer's LayerAttention. Raises
+        ModelConfigError.
+        """
         named = Activation("hidden_act", (activation,))
         options: dict[str, Any] = {"activation": named, "tied": self.tied, "eps": self.eps, **attention}
         if self.latent:
@@ -175,7 +190,10 @@ class Row(NamedTuple):
         return hf_fields(fields, ropes=ropes, **options)
 
     def _canonical(self, fields: ConfigFields) -> ConfigFields:
-        """Return the fields under the names that most families use, with defaults."""
+        """Return the fields under the names that most families use, with `defaults` for those that are absent or null,
+        and what `adapt` returns for them. Unless heads are grouped, `num_key_value_heads` is null. Raises
+        ModelConfigError if `adapt` does.
+        """
         raw = dict(fields.raw)
         raw |= {usual: raw[own] for own, usual in self.spelled.items() if own in raw}
         if not self.grouped:

@@ -53,14 +53,14 @@ def transformer_names(**ends: str) -> tuple[tuple[str, str], ...]:
 
 
 def four_times(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the feed-forward size, by default four times the hidden size."""
+    """Return the feed-forward size, by default four times the hidden size. Raises ModelConfigError."""
     size = fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))
     return {"intermediate_size": size}
 
 
 def _parallel(field: str, **changes: Any) -> Callable[[ConfigFields, DeclaredForm], DeclaredForm]:
-    """Return a `choose` that, if the boolean `field` is true, puts attention and MLP in parallel and applies
-    `changes`.
+    """Return a `choose` that, if the boolean `field` is true, puts attention and MLP in parallel and applies `changes`.
+    It raises ModelConfigError.
     """
 
     def choose(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
@@ -70,13 +70,15 @@ def _parallel(field: str, **changes: Any) -> Callable[[ConfigFields, DeclaredFor
 
 
 def _qk_norms(*names: str) -> Callable[[ConfigFields, DeclaredForm], DeclaredForm]:
-    """Return a `choose` that norms each head's q and k, by the norms `names`, if `qk_layernorm` says so."""
+    """Return a `choose` that norms each head's q and k, by the norms `names`, if `qk_layernorm` is true, and by none if
+    it is false. It raises ModelConfigError.
+    """
     return lambda fields, form: replace(form, qk_norms=names if fields.boolean("qk_layernorm") else ())
 
 
 def _stablelm_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     """Norm each head of q and k if `qk_layernorm` says so, and put attention and MLP in parallel after one norm if
-    `use_parallel_residual` does.
+    `use_parallel_residual` does. Raises ModelConfigError.
     """
     if fields.boolean("qk_layernorm"):
         form = replace(form, qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"), qk_norm=EACH_HEAD)
@@ -84,13 +86,15 @@ def _stablelm_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its scale of products of q and k, which may be 1, and may be divided by the layer's number + 1."""
+    """Give a layer its scale of products of q and k: 1 unless `scale_attn_weights` is true, and divided by the layer's
+    number + 1 if `scale_attn_by_inverse_layer_idx` is. Raises ModelConfigError.
+    """
     scale = attention.sm_scale if fields.boolean("scale_attn_weights") else 1.0
     return replace(attention, scale=scale / (layer + 1 if fields.boolean("scale_attn_by_inverse_layer_idx") else 1))
 
 
 def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer a scale of 1 and, if it is a local one of `attention_types`, its window. Raises ModelConfigError."""
+    """Give a layer a scale of 1 and, if `attention_types` makes it local, `window_size`. Raises ModelConfigError."""
     count, listed = fields.integer("num_hidden_layers"), fields.value("attention_types")
     try:  # a run that is longer than the model is left out before it takes memory
         kinds = [kind for names, times in listed[:count] if len(names) * times <= count for kind in names * times]
@@ -102,31 +106,33 @@ def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 
 def windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window of its kind."""
+    """Give a layer `sliding_window` if it is SLIDING and None if it is FULL. Raises ModelConfigError."""
     windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window", None))
     return replace(attention, window=windows[layer])
 
 
 def full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types`; without them every fourth layer, from the first on, sees all keys."""
+    """Return `layer_types`; without them every fourth layer, from the first on, is FULL. Raises ModelConfigError."""
     count = fields.integer("num_hidden_layers")
     kinds = [FULL if layer % 4 == 0 else SLIDING for layer in range(count)]
     return {"layer_types": fields.value("layer_types", kinds)}
 
 
 def _cwm_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `full_first_of_four`. Raises ModelConfigError for a file without rope."""
+    """Return full_first_of_four(fields). Raises ModelConfigError, also for a file without rope."""
     require_rope(fields)
     return full_first_of_four(fields)
 
 
 def embedding_width(fields: ConfigFields) -> int:
-    """Read the width of embeddings: `n_embed`, or `hidden_size` where that is null, as transformers does."""
+    """Read the width of embeddings: `n_embed`, or `hidden_size` where that is null. Raises ModelConfigError."""
     return fields.integer("n_embed" if fields.has("n_embed") else "hidden_size")
 
 
 def _falcon_sizes(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the hidden size, the number of heads of keys and values, and the feed-forward size."""
+    """Return the hidden size, the kv heads (`num_kv_heads` with `new_decoder_architecture`, else 1 with `multi_query`,
+    else all heads), and the feed-forward size, by default four times the hidden size. Raises ModelConfigError.
+    """
     heads = fields.integer("num_attention_heads")
     new, multi_query = fields.boolean("new_decoder_architecture"), fields.boolean("multi_query")
     kv_heads = fields.integer("num_kv_heads", heads) if new else 1 if multi_query else heads
@@ -135,11 +141,12 @@ def _falcon_sizes(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def rope_unless_alibi(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope of all of a head, none where `alibi` says that slopes by distance take its place."""
+    """Read rope of all of a head; None where `alibi` is true. Raises ModelConfigError."""
     return None if fields.boolean("alibi") else whole_heads(fields, head_dim)
 
 
 def _falcon_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer ALiBi slopes, times the scale of its products, if `alibi` is true. Raises ModelConfigError."""
     if not fields.boolean("alibi"):
         return attention
     # Its slopes are of products before they are scaled.
@@ -149,7 +156,7 @@ def _falcon_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     """Choose the order of the joined projection's rows, and attention and MLP one after the other or in parallel after
-    one norm or two. Raises ModelConfigError for combinations that no Falcon has.
+    one norm or two. Raises ModelConfigError for what no Falcon combines.
     """
     new, beside = fields.boolean("new_decoder_architecture"), fields.boolean("parallel_attn")
     norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
@@ -165,7 +172,7 @@ def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 def _opt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     """Choose norms with or without weights; before the parts, and one after the last layer unless the config removes
-    it, or after the parts alone; and the embedding's size.
+    it, or after the parts alone; and the embedding's size. Raises ModelConfigError.
     """
     before, size = fields.boolean("do_layer_norm_before"), fields.integer("word_embed_proj_dim", None)
     return replace(

@@ -41,20 +41,24 @@ _BACKBONE = tuple(
 
 
 def _inner_size(fields: ConfigFields) -> int:
-    """Return the number of inputs of Mamba: `intermediate_size`, else `expand` times the hidden size."""
+    """Return the number of inputs of Mamba: `intermediate_size`, else `expand` (2 by default) times the hidden size.
+    Raises ModelConfigError.
+    """
     return fields.integer("intermediate_size", int(fields.number("expand", 2.0) * fields.integer("hidden_size")))
 
 
 def _channels_as_heads(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the inner size, and sizes of attention, which no layer has: as many heads of one element as devices can
-    split the channels into.
+    """Return the inner size, and sizes of attention, which no layer has: heads of one element, as many as gcd(inner
+    size, MAX_HEADS), so that devices can split the channels. Raises ModelConfigError.
     """
     size = _inner_size(fields)
     return {"intermediate_size": size, "num_attention_heads": math.gcd(size, MAX_HEADS), "head_dim": 1}
 
 
 def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Mamba's state, from the fields of Mamba's own configurations."""
+    """Give a layer Mamba's state, from the fields of Mamba's own configurations: by default a state of 16, a kernel of
+    4 and a bias of the convolution alone. Raises ModelConfigError.
+    """
     state = SelectiveScan(
         channels=fields.integer("intermediate_size"),
         state_size=fields.integer("state_size", 16),
@@ -67,20 +71,26 @@ def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _normed_scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Falcon Mamba's state: Mamba's, with norms that have no weights."""
+    """Give a layer Falcon Mamba's state: Mamba's, with norms that have no weights and the epsilon `mixer_rms_eps`, 1e-6
+    by default. Raises ModelConfigError.
+    """
     own = _scan_layer(fields, layer, attention)
     assert isinstance(own.state, SelectiveScan)
     return replace(own, state=replace(own.state, norms="plain", eps=fields.number("mixer_rms_eps", 1e-6)))
 
 
 def _time_rank(fields: ConfigFields, name: str) -> int:
-    """Read SelectiveScan.time_rank; a sixteenth of the hidden size, rounded up, where it is "auto" or absent."""
+    """Read SelectiveScan.time_rank from the field `name`; a sixteenth of the hidden size, rounded up, where it is
+    "auto" or absent. Raises ModelConfigError.
+    """
     auto = fields.value(name, "auto") == "auto"
     return -(-fields.integer("hidden_size") // 16) if auto else fields.integer(name)
 
 
 def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the inner size and the heads of Mamba-2, as sizes of attention. Raises ModelConfigError."""
+    """Return the inner size, `expand` (2 by default) times the hidden size, and the heads of Mamba-2, as sizes of
+    attention. Raises ModelConfigError, also if num_heads * head_dim is not the inner size.
+    """
     heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
     size = int(fields.number("expand", 2.0) * fields.integer("hidden_size"))
     if heads * head_dim != size:
@@ -89,7 +99,9 @@ def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Mamba-2's state, from the fields of Mamba-2's own configurations."""
+    """Give a layer Mamba-2's state, from the fields of Mamba-2's own configurations, with the heads of `attention`: by
+    default 8 groups, a state of 128, a kernel of 4 and a bias of the convolution alone. Raises ModelConfigError.
+    """
     bias = fields.boolean("use_bias", False)
     state = StateSpace(
         num_heads=attention.num_heads,
@@ -106,8 +118,8 @@ def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _bamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer that `attn_layer_indices` does not list a Mamba-2 state in place of attention. Raises
-    ModelConfigError.
+    """Give a layer that `attn_layer_indices` does not list a Mamba-2 state, normed after its gate, in place of
+    attention; without the list all layers get one. Raises ModelConfigError, also for a list of anything but layers.
     """
     attending = fields.value("attn_layer_indices", None) or []
     count = fields.integer("num_hidden_layers")
@@ -120,13 +132,17 @@ def _bamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 
 
 def _is_chosen(fields: ConfigFields, layer: int, kind: str, period: int, offset: int) -> bool:
-    """Whether a layer is one of those that `KIND_layer_period` and `KIND_layer_offset` choose."""
+    """Whether a layer is one of those that `KIND_layer_period` and `KIND_layer_offset` choose: layer % period ==
+    offset. period, offset: defaults of these fields. Raises ModelConfigError.
+    """
     period = fields.integer(f"{kind}_layer_period", period)
     return layer % period == fields.integer(f"{kind}_layer_offset", offset, minimum=0)
 
 
 def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer that is not one of the attending ones Mamba's state, with norms, in place of attention."""
+    """Give a layer Mamba's state, with norms, in place of attention, unless it is one that attends: by default every
+    eighth, from number 4 on. Raises ModelConfigError.
+    """
     if _is_chosen(fields, layer, "attn", 8, 4):
         return attention
     state = SelectiveScan(
@@ -143,7 +159,9 @@ def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 
 
 def _jamba_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Read the experts, in every second layer by default; None for a file with one expert, a dense MLP."""
+    """Read the experts, in every second layer by default, from number 1 on; None for a file with one expert, a dense
+    MLP. Raises ModelConfigError.
+    """
     if (count := fields.integer("num_experts", 16)) == 1:
         return None
     layers = range(fields.integer("num_hidden_layers"))
@@ -167,7 +185,9 @@ def _lfm3_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _lfm3_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window and the rope of its kind, or a short convolution in place of attention."""
+    """Give a layer the window and the rope of its kind, or, if it is no attention layer, a short convolution of kernel
+    `conv_L_cache` in place of attention. Raises ModelConfigError.
+    """
     if (kind := fields.value("layer_types")[layer]) == _CONV:
         return replace(attention, state=ShortConvolution(fields.integer("hidden_size"), fields.integer("conv_L_cache")))
     rope = ropes_by_kind(fields, read_head_dim(fields), (kind,))[0]
@@ -175,15 +195,17 @@ def _lfm3_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _lfm3_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Leave out the norms after both parts of a layer, and the gate after attention, if the file says so."""
+    """Leave out the norms after both parts of a layer if `use_sandwich_norm` is false, and the gate after attention if
+    `use_attention_gate` is. Raises ModelConfigError.
+    """
     if not fields.boolean("use_sandwich_norm"):
         form = replace(form, placement=BEFORE, norms=("operator_norm", "ffn_norm"))
     return form if fields.boolean("use_attention_gate") else replace(form, gate=None)
 
 
 def _minimax_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the kinds of layers, from MiniMax's own numbers where they are not listed, and factors under transformers'
-    names. Raises ModelConfigError.
+    """Return the kinds of layers as `layer_types`, from MiniMax's own `attn_type_list` (0 is linear) where they are not
+    listed, else linear in every second layer, from number 1 on. Raises ModelConfigError.
     """
     count, numbers = fields.integer("num_hidden_layers"), fields.value("attn_type_list", None)
     usual = [_LINEAR if each % 2 else FULL for each in range(count)]
@@ -198,21 +220,25 @@ def _minimax_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _minimax_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its window, if there is one, or linear attention in place of attention."""
+    """Give a layer its window, if there is one, or linear attention in place of attention. Raises ModelConfigError."""
     if fields.value("layer_types")[layer] == FULL:
         return replace(attention, window=fields.integer("sliding_window", None))
     return replace(attention, rope=None, state=LinearState(attention.num_heads, attention.head_dim))
 
 
 def _minimax_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Read the factors of what is added up."""
+    """Read the factors of what is added up, as DeclaredForm.residuals: alpha and beta of full attention, of linear
+    attention and of the MLP, 1 by default. Raises ModelConfigError.
+    """
     names = "full_attn", "linear_attn", "mlp"
     factors = [[fields.number(f"{name}_{kind}_factor", 1.0) for kind in ("alpha", "beta")] for name in names]
     return replace(form, residuals=tuple((alpha, beta) for alpha, beta in factors))
 
 
 def _minimax_rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Read rope of all of a head, or of its first `rotary_dim` elements."""
+    """Read rope of the first `rotary_dim` elements of a head, by default of the share in `partial_rotary_factor`, or of
+    all. Raises ModelConfigError.
+    """
     rope = read_rope(fields, head_dim, partial_rotary=True)
     return replace(rope, rotary_dim=fields.integer("rotary_dim", rope.rotary_dim))
 

@@ -46,7 +46,9 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:
-        """Return the number of the layer whose selection each layer takes; None for its own."""
+        """Return, for each layer, the number of the layer whose selection of keys it takes; None for its own, as here
+        for all. Raises ModelConfigError.
+        """
         return [None] * fields.integer("num_hidden_layers")
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:

@@ -63,8 +63,8 @@ class HashedExperts(MixtureOfExperts):
         self.table = declare((config.vocab_size, self.experts.num_per_token), jnp.int32, table)
 
     def look_up(self, token_ids: jax.Array) -> None:
-        """Send the next call's tokens i32[T] to their experts, where none are given. A number that is no expert's gives
-        weights that are not finite.
+        """Set `given`: the next call sends its tokens, i32[T], to the experts that the table names, but for those
+        tokens that have experts given already. A number that is no expert's gives weights that are not finite.
         """
         ids = self.table[...][token_ids]
         ids = jnp.where(ids < 0, self.experts.num_experts, ids)
@@ -84,7 +84,9 @@ class DeepseekV4Layer(nnx.Module):
         self.mlp_norm, self.mlp = norm(source=f"{LAYER}.ffn_norm"), mlp
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map the hidden states [T, A * D] as a DecoderLayer does."""
+        """Map the hidden states x [T, A * D] as a DecoderLayer does: return those after the layer, and the pool with
+        this step's keys and values written. HashedExperts look up the step's token ids first.
+        """
         with jax.named_scope("attention"):
             own, mixing = self.before_attention.read(x)
             attended, kv = self.attention(self.input_norm(own), kv, pages, step)
@@ -155,6 +157,9 @@ class DeepseekV4ForCausalLM(Decoder):
         return DeepseekV4Layer(config, attention, self._make_experts(layer, build), build)
 
     def _make_experts(self, layer: int, build: Build) -> MixtureOfExperts:
+        """Make the experts of a layer, with a shared MLP and a clamped activation: HashedExperts in `hashed_layers`,
+        else a MixtureOfExperts.
+        """
         experts, source = self.config.experts, f"{LAYER}.ffn"
         assert experts is not None
         kind = HashedExperts if layer in experts.hashed_layers else MixtureOfExperts
@@ -215,7 +220,9 @@ def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys:
-    """Read the CompressedKeys of layers of this kind. Raises ModelConfigError."""
+    """Read the CompressedKeys of layers of this kind, WINDOW, SPARSE or HEAVY: WINDOW has no rate, and SPARSE alone an
+    index of blocks. head_dim: elements of a key. Raises ModelConfigError.
+    """
     rates, own = fields.mapping("compress_rates") or {}, {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
     rate = None if kind == WINDOW else ConfigFields(rates).integer(kind, None)
     if kind != WINDOW and rate is None:
@@ -241,7 +248,8 @@ def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys
 
 def _read_ropes(fields: ConfigFields, head_dim: int) -> tuple[Rope, Rope]:
     """Read the rope of layers with a window alone, and that of layers with keys of blocks: the part of a head that each
-    rotates, as a Rope of that many elements. Raises ModelConfigError.
+    rotates, as an interleaved Rope of that many elements. Raises ModelConfigError, also where that is no even number
+    from 2 to head_dim.
     """
     given = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
     both = ConfigFields(given)

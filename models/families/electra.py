@@ -27,7 +27,9 @@ class ProjectedEmbeddings(nnx.Module):
         self.project = Linear(size, (own,), axes=("embed", "labels"), bias=True, build=build)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T], with their types in their ids, at positions i32[T] -> [T, D]."""
+        """Embed tokens i32[T], with their types in their ids, at positions i32[T], and project the embeddings -> [T,
+        D].
+        """
         return self.project(self.inner(token_ids, positions))
 
 

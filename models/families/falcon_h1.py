@@ -129,7 +129,7 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
 
 
 def _numbers(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
-    """Read a list of `count` numbers above zero; ones where the file does not say. Raises ModelConfigError."""
+    """Read the field `name`, a list of `count` numbers above zero; ones where it is absent. Raises ModelConfigError."""
     given = fields.value(name, [1.0] * count)
     if not isinstance(given, list) or len(given) != count:
         raise fields.fail(name, f"a list of {count} numbers")

@@ -112,5 +112,5 @@ def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float:
 
 
 def read_cap(fields: ConfigFields, name: str, default: float | None) -> float | None:
-    """Read a soft cap: absent means the default, null means none. Raises ModelConfigError."""
+    """Read the soft cap in the field `name`: absent means the default, null means none. Raises ModelConfigError."""
     return fields.number(name, None if name in fields.raw else default)

@@ -66,7 +66,7 @@ class Laurel(nnx.Module):
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.post_laurel_norm", build=build)
 
     def __call__(self, x: jax.Array, rows: Any) -> jax.Array:
-        """Map [T, D] -> [T, D]."""
+        """Compute x + norm(right(left(x))), [T, D] -> [T, D]. rows: of the step, as Linear takes them."""
         return x + self.norm(self.right(self.left(x, rows), rows))
 
 
@@ -98,7 +98,10 @@ class Gemma3nLayer(nnx.Module):
         self.num_streams, self.active = altup.num_streams, altup.active
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map the hidden states [T, A * D] as a DecoderLayer does."""
+        """Map the hidden states x [T, A * D] as a DecoderLayer does: predict them all, compute the active one by
+        attention and MLP, correct the others by it, and add the layer's own input to all but the first. Return them and
+        the pool with this step's keys and values written.
+        """
         with jax.named_scope("predict"):
             predictions = self.streams.predict(x.reshape(x.shape[0], self.num_streams, -1))
             active = predictions[:, self.active].astype(x.dtype)
@@ -184,7 +187,9 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         return JoinedNorm(self.config, self.config.altup, build)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Embed the tokens of a step and project them to all hidden states, [T, A * D]."""
+        """Embed the tokens of a step as the first hidden state, project that to the others, and return them joined,
+        [T, A * D].
+        """
         x = self.embed_tokens(batch.token_ids)
         others = self.projections(x, [x] * len(self.projections.products))
         return jnp.concatenate([x, *(each.astype(x.dtype) for each in others)], axis=-1)
@@ -211,7 +216,9 @@ def _with_ffn_sizes(fields: ConfigFields) -> tuple[ConfigFields, tuple[int, ...]
 
 
 def _read_sparsity(fields: ConfigFields, count: int) -> tuple[float, ...]:
-    """Read the share of gates that are to be zero in each of `count` layers. Raises ModelConfigError."""
+    """Read the share of gates, at least 0 and below 1, that are to be zero in each of `count` layers; by default 0.95
+    in the first 10 layers of a model with more, else 0. Raises ModelConfigError.
+    """
     name = "activation_sparsity_pattern"
     sparse = _SPARSE_LAYERS if count > _SPARSE_LAYERS else 0
     found = fields.value(name, [_SPARSITY] * sparse + [0.0] * (count - sparse))

@@ -117,8 +117,8 @@ class Gemma4Experts(MixtureOfExperts):
         self.expert_scale = declare((count,), jnp.float32, weights)
 
     def route(self, x: jax.Array, adapters: Any = None) -> tuple[jax.Array, jax.Array]:
-        """Route as MixtureOfExperts.route does: return weights f32[T, k] and experts i32[T, k]; x is the hidden state
-        before any norm.
+        """Route as MixtureOfExperts.route does: return weights f32[T, k] and experts i32[T, k] of tokens x [T, D],
+        hidden states before any norm; each weight is multiplied by its expert's learned number. adapters: of x's rows.
         """
         scale = self.router_scale[...] * x.shape[-1] ** -0.5
         weights, ids = super().route((rms_normalized(x, self.eps) * scale).astype(x.dtype), adapters)
@@ -149,7 +149,9 @@ class Gemma4MLP(nnx.Module):
             self.experts_input_norm = norm(f"pre_{feedforward}_2")
 
     def __call__(self, x: jax.Array, rows: Any) -> jax.Array:
-        """Map the hidden state [T, D], before any norm, to [T, D]."""
+        """Compute dense(norm(x)), or, with experts, norm(dense(norm(x))) + norm(experts(norm(x))), whose router gets x:
+        [T, D], before any norm, to [T, D]. rows: of the step, as GatedMLP takes them.
+        """
         y = self.dense(self.input_norm(x), rows)
         if self.experts is None:
             return y
@@ -170,7 +172,9 @@ class PerLayerGate(nnx.Module):
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{LAYER}.post_per_layer_input_norm", build=build)
 
     def __call__(self, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Map [T, D] -> [T, D]."""
+        """Compute norm(project(gelu(gate(x)) * p)), [T, D] -> [T, D]. p is `step.of_layer` [T, P], which must be set
+        for the layer.
+        """
         assert step.of_layer is not None
         gate = gelu_tanh(self.gate(x, step.rows, out_dtype=jnp.float32))
         inner = (gate * step.of_layer.astype(jnp.float32)).astype(x.dtype)
@@ -224,7 +228,9 @@ class LayerInputs(nnx.Module):
         self.norm = RMSNorm(self.own, config.rms_norm_eps, source=norm, build=build)
 
     def __call__(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
-        """Compute the inputs [T, L, P] of all layers of the model, for tokens i32[T] with embeddings x [T, D]."""
+        """Compute the inputs [T, L, P] of all layers of the model, for tokens i32[T] with embeddings x [T, D]:
+        (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2).
+        """
         shape = x.shape[0], self.num_layers, self.own
         of_token = scaled(self.table(token_ids).reshape(shape), self.own**0.5)
         projected = self.norm(scaled(self.project(x), x.shape[1] ** -0.5).reshape(shape))
@@ -318,7 +324,7 @@ def _attention(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
     """Return `layers` with the heads, the rope and the keys of their `kinds`, FULL or SLIDING, or with the heads that
-    `per_layer_config` has for each, and with_sources. Raises ModelConfigError.
+    `per_layer_config` has for each, and pass them through with_sources. Raises ModelConfigError.
     """
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
@@ -343,10 +349,10 @@ def _attention(
 def with_sources(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
-    """Return the layers, of which the last `num_kv_shared_layers` use the keys and values of the last earlier layer of
-    their kind.
+    """Return the layers, of which the last `num_kv_shared_layers`, 0 by default, use the keys and values of the last
+    layer of their kind before all of these.
 
-    Raises ModelConfigError if there is none.
+    Raises ModelConfigError if a kind has no such layer.
     """
     first = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     if first < 1 or set(kinds[:first]) != set(kinds):
@@ -360,8 +366,9 @@ def with_sources(
 
 
 def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
-    """Read the rope of layers of a kind, Gemma 4's own where the file has no `rope_parameters`. Raises
-    ModelConfigError.
+    """Read the rope of layers of a kind, FULL or SLIDING, from its mapping in `rope_parameters`; Gemma 4's own where
+    the file has no `rope_parameters`. head_dim: elements of a head. Raises ModelConfigError, also without one for the
+    kind.
     """
     parameters = fields.mapping("rope_parameters")
     given: Mapping[str, Any] | None = _ROPES[kind] if parameters is None else ConfigFields(parameters).mapping(kind)
@@ -372,7 +379,9 @@ def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
 
 
 def _experts(fields: ConfigFields) -> ExpertsConfig:
-    """Read the experts of a config.json. Raises ModelConfigError."""
+    """Read the experts of a config.json, which all layers have: `num_experts`, `top_k_experts` and
+    `moe_intermediate_size`. Raises ModelConfigError.
+    """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts"),
         num_per_token=fields.integer("top_k_experts"),
@@ -381,7 +390,9 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
-    """Return the number of each layer in a GGUF field that has one for all, or a list. Raises ModelConfigError."""
+    """Return the number of each layer in the GGUF field `name`, which has one for all layers, or a list. Raises
+    ModelConfigError, also for numbers below 1.
+    """
     count, given = fields.integer("block_count"), fields.value(name)
     listed = np.atleast_1d(as_array(given))
     if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < 1:

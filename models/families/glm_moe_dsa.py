@@ -24,8 +24,12 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:
-        """Read which layers have an indexer from `indexer_types`, `index_topk_pattern`, or `index_topk_freq` and
-        `index_skip_topk_offset`, the first of these that there is. Raises ModelConfigError.
+        """Return, for each layer, the number of the last layer before it with an indexer, whose selection it takes;
+        None for a layer with its own.
+
+        Which have one is read from `indexer_types`, `index_topk_pattern`, or `index_topk_freq` and
+        `index_skip_topk_offset`, the first of these that there is. Raises ModelConfigError, also if the first layer has
+        none.
         """
         num_layers = fields.integer("num_hidden_layers")
         name = "indexer_types" if fields.value("indexer_types", None) is not None else "index_topk_pattern"

@@ -61,7 +61,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
-        """Read the experts of a GGUF file; None for a family without. Raises ModelConfigError."""
+        """Read the experts of a GGUF file; None for a family without, as here. Raises ModelConfigError."""
         return None
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
@@ -69,7 +69,10 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 
 def granite_multipliers(fields: ConfigFields) -> dict[str, Any]:
-    """Read the multipliers outside of attention, as arguments of ModelConfig. Raises ModelConfigError."""
+    """Read the multipliers outside of attention, as arguments of ModelConfig: embedding_multiplier,
+    residual_multiplier, and logit_scale, which is 1 / logits_scaling; each is 1 where the file lacks it. Raises
+    ModelConfigError.
+    """
     return {
         "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
         "residual_multiplier": fields.number("residual_multiplier", 1.0),

@@ -48,7 +48,9 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
 
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
-        """Return the feed-forward size of the shared MLP; 0 for none."""
+        """Return the feed-forward size of the shared MLP; 0 for none, as here. Overrides that read it from `fields`
+        raise ModelConfigError.
+        """
         return 0
 
 

@@ -81,7 +81,9 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
 
 def _experts(fields: ConfigFields, num_experts: int, shared_size: int) -> ExpertsConfig:
-    """Read the experts, of which there are so many, with a shared MLP of this size. Raises ModelConfigError."""
+    """Read the experts of all layers, `num_experts` of them, with a shared MLP of size `shared_size`. Raises
+    ModelConfigError.
+    """
     return ExpertsConfig(
         num_experts=num_experts,
         num_per_token=fields.integer("num_experts_per_tok"),

@@ -66,8 +66,10 @@ class GteModel(PostNormEncoder):
 
 
 def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Read the rope of a config.json, whose scaling may be `ntk`: frequency i of d / 2 is divided by
-    factor ** (2 * (i + 1) / d) (Su 2023, kexue.fm/archives/9706). Raises ModelConfigError."""
+    """Read the rope of a config.json, whose scaling may be of type `ntk`: frequency i of d / 2 is divided by
+    factor ** (2 * (i + 1) / d) (Su 2023, kexue.fm/archives/9706). head_dim: d. Raises ModelConfigError, also where
+    `mixed_b` is set.
+    """
     scaling = ConfigFields(fields.mapping("rope_scaling") or {}, "")
     if scaling.text("type", None) != "ntk":
         return read_rope(fields, head_dim)

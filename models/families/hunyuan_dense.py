@@ -61,7 +61,7 @@ def with_stretched_base(fields: ConfigFields, head_dim: int | None = None) -> Co
     Its base is rope_theta * alpha ** (H / (H - 2)) at any length, H being the file's `head_dim`.
 
     head_dim: H where the file does not say; None for hidden_size / num_attention_heads. Raises ModelConfigError, also
-    for H <= 2.
+    for H <= 2, and a base that is not finite.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     kind = rope.text("rope_type", None) or rope.text("type", "default")

@@ -76,7 +76,7 @@ def _of_all_layers(fields: ConfigFields, name: str) -> int:
 def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
     """Read the rope. One called dynamic must have an `alpha`; it is plain rope of base theta * alpha ** (H / (H - 2)).
 
-    head_dim: H. Raises ModelConfigError.
+    head_dim: H. Raises ModelConfigError, also for an `alpha` above MAX_POSITIONS and for H below 4.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     if "dynamic" not in (rope.text("rope_type", None), rope.text("type", None)):

@@ -46,8 +46,9 @@ class JinaEmbeddingsV3Model(PostNormEncoder):
 
 
 def _adaptation(fields: ConfigFields) -> tuple[int, float] | None:
-    """Return EncoderConfig.adaptation: of the task that `default_task` names among `lora_adaptations`, none without it.
-    Raises ModelConfigError for a task that the checkpoint has not.
+    """Return EncoderConfig.adaptation: the number of the task that `default_task` names among `lora_adaptations`, and
+    the scale lora_alpha / lora_rank; None without a task. Raises ModelConfigError, also for a task that the checkpoint
+    has not.
     """
     if (task := fields.value("default_task", None)) is None:
         return None

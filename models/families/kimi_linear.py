@@ -84,7 +84,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         )
 
     def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
-        """Return the sources of q, k, v and beta. source: name of the delta net's checkpoint module."""
+        """Return the sources of q, k, v and beta, in this order. source: name of the delta net's checkpoint module."""
         sizes = {"q_proj": state.key_size, "k_proj": state.key_size, "v_proj": state.value_size}
         return [Source(f"{source}.{name}", size) for name, size in {**sizes, "b_proj": state.num_v_heads}.items()]
 
@@ -97,7 +97,9 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
 
 
 def usual_names(fields: ConfigFields) -> ConfigFields:
-    """Return the fields under DeepSeek-V3's names, and those of linear_attn_config under transformers'."""
+    """Return the fields under DeepSeek-V3's names, and those of `linear_attn_config` under transformers', with defaults
+    for those that a file may lack. Raises ModelConfigError.
+    """
     raw = dict(fields.raw)
     raw |= {usual: raw[own] for own, usual in SPELLED.items() if own in raw}
     linear = fields.mapping("linear_attn_config") or {}
@@ -113,9 +115,11 @@ def usual_names(fields: ConfigFields) -> ConfigFields:
 
 
 def _num_dense(raw: Mapping[str, Any]) -> int:
-    """Return the number of dense layers, which come first, that `mlp_layer_types` lists; 1 without it.
+    """Return the number of dense layers, which come first, that `mlp_layer_types` lists; 1 without it. raw: a
+    config.json.
 
-    Raises ModelConfigError for a list with others in between.
+    Raises ModelConfigError for a list of anything but dense layers and then sparse ones, and for one that is empty or
+    too long.
     """
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
@@ -129,9 +133,9 @@ def _num_dense(raw: Mapping[str, Any]) -> int:
 
 def mixer_kinds(fields: ConfigFields) -> list[str]:
     """Return LINEAR or FULL for each layer: as `linear_attn_config` lists their numbers, from 1 on, else as
-    `layer_types` does, else every fourth one after the first is FULL.
+    `layer_types` does, else layers 4, 8, 12 and so on, counted from 0, are FULL.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError, also where `linear_attn_config` does not have each number once.
     """
     count, linear = fields.integer("num_hidden_layers"), fields.mapping("linear_attn_config") or {}
     full, others = linear.get("full_attn_layers"), linear.get("kda_layers")

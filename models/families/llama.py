@@ -75,7 +75,7 @@ class LlamaForCausalLM(Decoder):
         return Attention(config.attention[layer], config.hidden_size, eps=eps, source=source, build=build)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
-        """Make the feed-forward part of a layer: ([T, D], Rows) -> [T, D]."""
+        """Make the feed-forward part of layer number `layer`, ([T, D], Rows) -> [T, D]: here a gated MLP."""
         config = self.config
         sizes = config.hidden_size, config.intermediate_size
         return GatedMLP(*sizes, source=f"{LAYER}.mlp", bias=config.mlp_bias, build=build)

@@ -140,7 +140,9 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
 
 def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
-    """Read a list of 0 or 1 for each layer; an empty or absent one means the default. Raises ModelConfigError."""
+    """Read the field `name`, a list of 0 or 1 for each layer; an empty or absent one means the default. Raises
+    ModelConfigError.
+    """
     listed = fields.value(name, None) or default
     if not isinstance(listed, list) or len(listed) != len(default) or any(flag not in (0, 1) for flag in listed):
         raise fields.fail(name, f"a list of {len(default)} of 0, 1")

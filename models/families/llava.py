@@ -84,7 +84,9 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
 
 
 def _read_pixtral(fields: ConfigFields) -> TowerConfig:
-    """Read Pixtral's tower, of which LLaVA's class must take all embeddings. Raises ModelConfigError."""
+    """Read Pixtral's tower, for which LLaVA's class must take all embeddings. Raises ModelConfigError, also for a
+    vision_feature_select_strategy other than "full".
+    """
     fields.require(vision_feature_select_strategy="full")
     return read_pixtral(fields)
 

@@ -32,7 +32,8 @@ class MiniCPMForCausalLM(GraniteForCausalLM):
 
 
 def multipliers(fields: ConfigFields) -> dict[str, float]:
-    """Read the multipliers of embeddings, of layers' outputs and of logits, from MiniCPM's fields.
+    """Read the multipliers of embeddings (scale_emb), of layers' outputs (scale_depth / the root of the number of
+    layers) and of logits (dim_model_base / hidden_size), from MiniCPM's fields, which are 1 by default.
 
     Returns arguments of ModelConfig. Raises ModelConfigError.
     """

@@ -59,7 +59,7 @@ class NormedEmbedding(nnx.Module):
         self.tokens, self.norm = Embedding(config.vocab_size, config.hidden_size, source=source, build=build), norm
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T] -> [T, D]; positions are ignored."""
+        """Embed tokens i32[T] and norm the embeddings: [T, D]. Positions are ignored."""
         return self.norm(self.tokens(token_ids))
 
 
@@ -117,7 +117,7 @@ class ModernBertModel(Encoder):
 
     @property
     def encoder(self) -> EncoderConfig:
-        """Return the configuration's part that only encoders have."""
+        """Return the configuration's part that only encoders have, which must not be None."""
         assert self.config.encoder is not None
         return self.config.encoder
 

@@ -76,7 +76,9 @@ class LatentExperts(nnx.Module):
         self.shared = MLP(size, ffn, source=shared, activation=activation, bias=bias, build=build)
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Map [T, D] -> [T, D]; the router gets the hidden state, whatever the experts get."""
+        """Compute experts(x) + shared(x), or back(experts(into(x))) + shared(x) with a latent size, [T, D] -> [T, D];
+        the router gets the hidden state x, whatever the experts get.
+        """
         if self.into is None or self.back is None:
             mixed = self.experts(x, rows)
         else:
@@ -147,7 +149,8 @@ class NemotronHForCausalLM(Decoder):
 
 def layer_kinds(fields: ConfigFields) -> list[str]:
     """Return the kind of each layer, a value of KINDS: as `layers_block_type` or `layer_types` lists them, else as
-    `hybrid_override_pattern` spells them. Raises ModelConfigError.
+    `hybrid_override_pattern` spells them. Raises ModelConfigError, also for no layers, or another number than
+    `num_hidden_layers`.
     """
     name = next((name for name in ("layers_block_type", "layer_types") if fields.has(name)), None)
     listed = fields.text("hybrid_override_pattern") if name is None else fields.value(name)
@@ -161,7 +164,9 @@ def layer_kinds(fields: ConfigFields) -> list[str]:
 
 
 def _state(fields: ConfigFields) -> StateSpace:
-    """Read the state of Mamba-2's layers. Raises ModelConfigError."""
+    """Read the state of Mamba-2's layers. Time steps have the bounds in `time_step_limit` or, in a file that lists
+    kinds of layers, none but the least, `time_step_min`, 0.001 by default. Raises ModelConfigError.
+    """
     low, high = read_dt_limits(fields)
     if fields.has("layers_block_type") or fields.has("layer_types"):
         # transformers bounds time steps by this field; NVIDIA's code, whose configurations spell a pattern, does not.
@@ -181,7 +186,9 @@ def _state(fields: ConfigFields) -> StateSpace:
 
 
 def _experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
-    """Read the experts of all layers but `dense_layers`. Raises ModelConfigError."""
+    """Read the experts of all layers but `dense_layers`: sigmoid scores with a correction bias, a shared MLP, and
+    `moe_latent_size` if there is one. Raises ModelConfigError.
+    """
     return ExpertsConfig(
         num_experts=fields.integer("n_routed_experts"),
         num_per_token=fields.integer("num_experts_per_tok"),

@@ -85,8 +85,8 @@ class NomicBertModel(PostNormEncoder):
 
 
 def _with_present_names(fields: ConfigFields) -> ConfigFields:
-    """Return a config.json under the field names of current transformers. Raises ModelConfigError for a setting that
-    the family does not support.
+    """Return a config.json under the field names of current transformers, unchanged if it has no `n_embd`. Raises
+    ModelConfigError for a setting that the family does not support.
     """
     if not fields.has("n_embd"):
         return fields

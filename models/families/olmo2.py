@@ -65,10 +65,7 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
 
 
 def normed_attention(config: ModelConfig, layer: int, build: Build) -> Attention:
-    """Make the attention of a layer, with one norm over all heads of q and one over all of k.
-
-    layer: its number in the model.
-    """
+    """Make the attention of layer number `layer`, with one RMS norm over all heads of q and one over all of k."""
     attention, eps, source = config.attention[layer], config.rms_norm_eps, f"{LAYER}.self_attn"
     num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     copies = head_copies(attention, build.mesh)

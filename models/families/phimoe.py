@@ -35,7 +35,7 @@ class SparseMixer(MixtureOfExperts):
 
         An expert's weight is its share of the softmax over all experts whose scores are closer to the best one's than
         twice `router_jitter_noise`, relative to the larger magnitude, but for those picked before it. adapters: of x's
-        rows.
+        rows. Experts in `given` take the place of the picked ones. Sets `picked` if `notes_experts`.
         """
         logits = self._router_logits(x, adapters)
         ids = jax.lax.top_k(logits, self.experts.num_per_token)[1]
@@ -56,7 +56,7 @@ class SparseMixer(MixtureOfExperts):
 def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
     """Return the rope fields with longrope's two factors of cos and sin as one; {} without them.
 
-    Raises ModelConfigError if they differ.
+    Raises ModelConfigError if they differ, or one is absent.
     """
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     rope = ConfigFields(fields.mapping(name) or {})
@@ -70,7 +70,7 @@ def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the one window of all; None for none."""
+    """Give a layer the one window of all, `sliding_window`; None if it is absent or null. Raises ModelConfigError."""
     return replace(attention, window=fields.integer("sliding_window", None))
 
 

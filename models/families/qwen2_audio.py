@@ -54,8 +54,8 @@ _VOXTRAL: dict[str, Any] = {
 
 
 def read_sound_text(fields: ConfigFields, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Read arguments of ModelConfig from the text part of a config.json. defaults: for fields that it lacks. Raises
-    ModelConfigError.
+    """Read arguments of ModelConfig from the text part of a config.json, as read_text. defaults: for fields that it
+    lacks; a rope_theta among them is not used if the part has `rope_parameters`. Raises ModelConfigError.
     """
     text = fields.mapping("text_config") or {}
     given = {name: value for name, value in defaults.items() if name != "rope_theta" or "rope_parameters" not in text}

@@ -45,7 +45,8 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
 
 
 def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
-    """Read the configuration of experts with a gated shared MLP. Raises ModelConfigError.
+    """Read the configuration of experts and of a shared MLP, whose output a sigmoid gate weighs. Raises
+    ModelConfigError.
 
     norm_weights: ExpertsConfig.norm_weights if `norm_topk_prob` is absent.
     """

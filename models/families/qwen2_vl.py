@@ -46,7 +46,9 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
 
 def without_mrope(fields: ConfigFields) -> ConfigFields:
-    """Return fields with rope of type "default" in place of "mrope", the name in older files for rope with sections."""
+    """Return fields with rope of type "default" in place of "mrope", the name in older files for rope with sections.
+    Raises ModelConfigError for rope that is no mapping.
+    """
     changed = {}
     for name in _ROPES:
         if (rope := fields.mapping(name)) is not None:

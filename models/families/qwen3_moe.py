@@ -48,7 +48,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         return self.make_experts(build)
 
     def make_experts(self, build: Build) -> nnx.Module:
-        """Make the feed-forward part of a layer that has experts."""
+        """Make the feed-forward part of a layer that has experts, ([T, D], Rows) -> [T, D]."""
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", build=build)
 
 

@@ -106,8 +106,8 @@ def gated_inputs(attention: LayerAttention, source: str) -> list[Source]:
 
 
 def _in_turns(name: str, count: int, *sizes: int) -> list[Source]:
-    """Return one source per size, for a tensor in which rows of the sizes alternate, `count` times: sizes[0] rows of
-    the first, sizes[1] of the second, and so on.
+    """Return one source per size, for a tensor `name` in which rows of the sizes alternate, `count` times: sizes[0]
+    rows of the first source, sizes[1] of the second, and so on.
     """
     stride, firsts = sum(sizes), [sum(sizes[:index]) for index in range(len(sizes))]
     return [

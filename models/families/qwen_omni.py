@@ -63,7 +63,9 @@ _QWEN3: dict[str, Any] = {
 
 
 def thinker_fields(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of the thinker in a configuration of the whole model, or of the thinker alone."""
+    """Return the fields of the thinker in a configuration of the whole model, which take precedence over those outside,
+    or of the thinker alone. Raises ModelConfigError for a thinker_config that is no mapping.
+    """
     return ConfigFields({**fields.raw, **(fields.mapping(THINKER) or {})})
 
 

@@ -35,7 +35,9 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read a file as llama.cpp does: without rope in every fourth layer, whatever it says."""
+        """Read arguments of ModelConfig as llama.cpp does: without rope in every fourth layer, whatever the file says.
+        Raises ModelConfigError.
+        """
         shared = gguf_fields(gguf)
         layer, count = shared["attention"][0], len(shared["attention"])
         layers = [layer if (index + 1) % 4 else replace(layer, rope=None) for index in range(count)]

@@ -39,7 +39,9 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read a file as llama.cpp does: with all biases, and without a window."""
+        """Read arguments of ModelConfig as llama.cpp does: with all biases, and without a window. Raises
+        ModelConfigError.
+        """
         shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", bias=True, output_bias=True)
         return shared | {"mlp_bias": True}
 

@@ -103,7 +103,9 @@ class T5EncoderModel(Encoder):
         return LlamaLayer(config, attend, self._make_mlp(build), build, norm_class=RMSNorm, norm_names=names)
 
     def _make_mlp(self, build: Build) -> nnx.Module:
-        """Make the feed-forward part of a layer: plain with a ReLU, gated with another activation."""
+        """Make the feed-forward part of a layer, ([T, D], Rows) -> [T, D]: plain with a ReLU, gated with another
+        activation.
+        """
         size, ffn, encoder = self.config.hidden_size, self.config.intermediate_size, self.config.encoder
         assert encoder is not None
         options: dict[str, Any] = {"source": _MLP, "activation": FUNCTIONS[encoder.activation], "build": build}

@@ -67,7 +67,7 @@ class WhisperEmbedding(nnx.Module):
         self.dtype = build.dtype
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T] at positions i32[T] -> [T, D]."""
+        """Embed tokens i32[T] and add the rows of their positions i32[T]: [T, D] in the model's dtype."""
         x = self.tokens(token_ids).astype(jnp.float32)
         return (x + self.positions[...][positions].astype(jnp.float32)).astype(self.dtype)
 

@@ -48,7 +48,9 @@ _NAMES = {
 
 
 def read_encoder(fields: ConfigFields) -> EncoderSizes:
-    """Read the sizes of an encoder from its configuration. Raises ModelConfigError."""
+    """Read the sizes of an encoder from its configuration, under Whisper's names or those that all encoders have.
+    Raises ModelConfigError, also if heads do not divide the size, or that is odd or below 4.
+    """
     names = {ours: next((name for name in known if fields.has(name)), known[0]) for ours, known in _NAMES.items()}
     found = {ours: fields.integer(name) for ours, name in names.items()}
     if found["size"] % found["num_heads"]:
@@ -61,7 +63,9 @@ def read_encoder(fields: ConfigFields) -> EncoderSizes:
 
 
 def sinusoids(positions: np.ndarray, size: int) -> np.ndarray:
-    """Return the sines of positions [n] at size / 2 frequencies, and then their cosines: f32[n, size]."""
+    """Return the sines of positions [n] at size / 2 frequencies, from 1 to 1 / 10000 radians per position, and then
+    their cosines: f32[n, size].
+    """
     count = size // 2
     angles = positions[:, None] * np.exp(-np.log(_LONGEST) / max(count - 1, 1) * np.arange(count))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
@@ -78,7 +82,7 @@ class Convolution(nnx.Module):
         self.product = PatchEmbedding(_TAPS * num_features, size, source=source, bias=True, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map sounds [U, P, F] -> [U, P / stride, D]."""
+        """Convolve sounds x [U, P, F], each by itself, and apply GELU: [U, P / stride, D], rounded down."""
         num_sounds, num_frames = x.shape[:2]
         padded, count = jnp.pad(x, ((0, 0), (1, 1), (0, 0))), num_frames // self.stride
         taps = [padded[:, tap : tap + (count - 1) * self.stride + 1 : self.stride] for tap in range(_TAPS)]
@@ -114,8 +118,8 @@ class EncoderLayer(nnx.Module):
         self.mlp = TowerMLP(size, sizes.intermediate_size, **names, activation=gelu, build=build)
 
     def __call__(self, x: jax.Array, num_sounds: int, is_heard: jax.Array | None = None) -> jax.Array:
-        """Map x [U * S, D] -> the same, each of U windows by itself. is_heard: bool[U, S], positions that are attended
-        to; None for all.
+        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D], each of U = num_sounds windows by
+        itself. is_heard: bool[U, S], positions that are attended to; None for all.
         """
         with jax.named_scope("attention"):
             inner = self.attention_norm(x)
@@ -149,8 +153,8 @@ class SoundEncoder(nnx.Module):
         self.norm = LayerNorm(size, EPS, source=f"{source}.layer_norm", build=build)
 
     def __call__(self, patches: jax.Array, is_heard: jax.Array | None = None) -> jax.Array:
-        """Encode the spectrograms of U windows, f32[U * 2 S, F] -> [U * S / pooled, D]. is_heard: as of
-        EncoderLayer.
+        """Encode the spectrograms of U windows, f32[U * 2 S, F], by convolutions, learned positions and layers; return
+        the norm of the mean of every `pooled` positions, [U * S / pooled, D]. is_heard: as of EncoderLayer.
         """
         sizes = self.sizes
         num_sounds = len(patches) // (2 * sizes.num_positions)

@@ -100,7 +100,10 @@ class Gemma4SoundConfig(TowerConfig):
 
 
 def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundConfig:
-    """Read the tower's sizes from a config.json. filler_id: as of Gemma4TowerConfig. Raises ModelConfigError."""
+    """Read the tower's sizes from the `audio_config` of a config.json, transformers' for fields that it lacks.
+    filler_id: as of Gemma4TowerConfig. Raises ModelConfigError, also for sizes that do not fit each other or are too
+    large.
+    """
     audio = fields.part("audio_config", **DEFAULTS)
     audio.require(hidden_act="silu")
     size, heads = audio.integer("hidden_size"), audio.integer("num_attention_heads")
@@ -145,7 +148,9 @@ def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundCon
 
 
 def shifted(x: jax.Array, steps: int, fill: int = 0) -> jax.Array:
-    """Return y [S, ...] with y[i] = x[i - steps], and `fill` where there is none."""
+    """Return y, of the shape of x [S, ...], with y[i] = x[i - steps], and `fill` where there is none. steps may be
+    negative.
+    """
     count = min(abs(steps), len(x))
     missing = jnp.full((count, *x.shape[1:]), fill, x.dtype)
     parts = (missing, x[: len(x) - count]) if steps >= 0 else (x[count:], missing)
@@ -153,12 +158,14 @@ def shifted(x: jax.Array, steps: int, fill: int = 0) -> jax.Array:
 
 
 def neighbours(segment: jax.Array, steps: int) -> jax.Array:
-    """Return bool[S]: whether a position and the one `steps` before it are of one sound. segment: i32[S]."""
+    """Return bool[S]: whether a position and the one `steps` before it are of one sound; false where either is of none,
+    -1. steps may be negative. segment: i32[S].
+    """
     return (shifted(segment, steps, -1) == segment) & (segment >= 0)
 
 
 def limited(x: jax.Array, most: float) -> jax.Array:
-    """Limit x to -most to most, as far as its dtype has such numbers."""
+    """Limit x to the range from -most to most, or to that of the finite numbers of its dtype, if it is smaller."""
     most = min(most, float(jnp.finfo(x.dtype).max))
     return jnp.clip(x, -most, most)
 
@@ -166,7 +173,10 @@ def limited(x: jax.Array, most: float) -> jax.Array:
 def _product(
     config: Gemma4SoundConfig, in_size: int, name: str, out: int, axes: tuple[str, str], build: Build, group: int = 1
 ) -> nnx.Module:
-    """Make a product of a layer, with limits if the model has them. group: outputs that stay together."""
+    """Make a product of a layer, in_size -> out, from its checkpoint module `name`, with limits if the model has them.
+    axes: logical axes of (in, out), which are not split if each device has the whole tower. group: outputs that stay
+    together.
+    """
     source = Source(f"{LAYER}.{name}.linear", out, group=group)
     split = tower_axis(axes[0], build), tower_axis(axes[1], build)
     return (
@@ -185,8 +195,8 @@ class Halving(nnx.Module):
         self.norm = UnbiasedLayerNorm(channels, eps, source=f"{source}.norm", build=build)
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Convolve x [S, B, C'] -> [S / 2, B / 2, C], both rounded up. is_heard: bool[S], positions of a sound; others
-        count as zeros.
+        """Convolve x [S, B, C'], norm, and apply ReLU -> [S / 2, B / 2, C], both rounded up. is_heard: bool[S],
+        positions of a sound; others count as zeros.
         """
         kernel = self.weight[...]
         x = jnp.where(is_heard[:, None, None], x, 0).astype(kernel.dtype)[None]
@@ -235,7 +245,10 @@ class LocalAttention(nnx.Module):
         self.scale = declare((self.head_dim,), build.dtype, scale)
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Map x [S, D] -> [S, D]. segment: i32[S], the sound of each position, -1 for none."""
+        """Attend x [S, D] to near positions of the same sound: from `left` - 1 before to `right` - 1 after (0: none),
+        by capped products with keys to which that of the distance is added -> [S, D]. segment: i32[S], the sound of
+        each position, -1 for none.
+        """
         config = self.config
         q, k, v = (part(x).astype(jnp.float32).reshape(len(x), -1, self.head_dim) for part in (self.q, self.k, self.v))
         scale = jax.nn.softplus(self.scale[...].astype(jnp.float32))

@@ -112,15 +112,15 @@ class GraniteSpeechConfig(TowerConfig):
 
 
 def _bounded(fields: ConfigFields, name: str, most: int) -> int:
-    """Read an integer from 1 to `most`. Raises ModelConfigError."""
+    """Read the field `name`, an integer from 1 to `most`, both included. Raises ModelConfigError."""
     if (found := fields.integer(name)) > most:
         raise fields.fail(name, f"an integer >= 1 and <= {most}")
     return found
 
 
 def read_granite_speech(fields: ConfigFields, multiplier: float) -> GraniteSpeechConfig:
-    """Read the tower's sizes from a config.json. multiplier: of the text model's embeddings. Raises
-    ModelConfigError.
+    """Read the tower's sizes from a config.json. multiplier: of the text model's embeddings. Raises ModelConfigError,
+    also for sizes that do not fit each other or are too large.
     """
     audio = fields.part("encoder_config", **_DEFAULTS)
     size, heads = _bounded(audio, "hidden_dim", MAX_HIDDEN), _bounded(audio, "num_heads", MAX_HEADS)
@@ -162,7 +162,9 @@ def read_granite_speech(fields: ConfigFields, multiplier: float) -> GraniteSpeec
 
 
 def _read_queries(fields: ConfigFields, size: int) -> QueryConfig:
-    """Read the sizes of the Q-Former. size: elements of what it attends to. Raises ModelConfigError."""
+    """Read the sizes of the Q-Former from `projector_config`, `window_size` (15 by default) and `downsample_rate` (5).
+    size: elements of what it attends to. Raises ModelConfigError, also for sizes that do not fit each other.
+    """
     own = fields.part("projector_config", **_QUERY_DEFAULTS)
     own.require(use_qformer_text_input=False, model_type="blip_2_qformer")
     fields = fields.with_defaults(window_size=15, downsample_rate=5)
@@ -203,7 +205,9 @@ class BlockAttention(nnx.Module):
         self.distances = table(2 * config.farthest + 1, config.head_dim, f"{source}.rel_pos_emb.weight", build)
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Map x [P, D] -> [P, D]. is_heard: bool[P]."""
+        """Norm x [P, D] and attend within each block of `block` positions, by products with keys and with vectors of
+        distances -> [P, D], without the residual. is_heard: bool[P], positions that are attended to.
+        """
         config = self.config
         q, k, v = (
             each.reshape(-1, config.block, each.shape[1], config.head_dim)
@@ -241,7 +245,9 @@ class ConformerConvolution(nnx.Module):
         self.scale, self.bias = column("weight"), column("bias")
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Map x [P, D] -> [P, D]. segment: i32[P], the sound of each position, -1 for none."""
+        """Compute down(silu(batch_norm(convolution(gated(up(norm(x))))))), [P, D] -> [P, D], without the residual.
+        segment: i32[P], the sound of each position, -1 for none; no position sees another sound's.
+        """
         value, gate = jnp.split(self.up(self.norm(x)), 2, axis=-1)
         inner, weight = value.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32)), self.weight[...]
         y = jnp.zeros_like(inner)
@@ -274,7 +280,9 @@ class ConformerLayer(nnx.Module):
         self.norm = LayerNorm(size, _EPS, source=f"{_LAYER}.post_norm", build=build)
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Map x [P, D] -> [P, D]. segment: i32[P], the sound of each position, -1 for none."""
+        """Add half of an MLP, attention, a convolution and half of another MLP to x [P, D], each of the sum so far, and
+        norm it -> [P, D]. segment: i32[P], the sound of each position, -1 for none.
+        """
         x = x + scaled(self.mlp1(self.norm1(x)), 0.5)
         with jax.named_scope("attention"):
             x = x + self.attention(x, segment >= 0)
@@ -302,7 +310,9 @@ class QueryAttention(nnx.Module):
         self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output.LayerNorm", build=build)
 
     def __call__(self, x: jax.Array, other: jax.Array) -> jax.Array:
-        """Map x [U, Q, D] -> the same. other: [U, W, E], what each of U attends to."""
+        """Compute norm(x + out(softmax(q k^T / sqrt(H)) v)), x [U, Q, D] -> the same; keys and values are made from
+        other [U, W, E], what each of U attends to.
+        """
         q = self.q(x.reshape(-1, x.shape[2])).reshape(*x.shape[:2], -1, self.head_dim)
         joined = self.kv(other.reshape(-1, other.shape[2])).reshape(*other.shape[:2], -1, self.head_dim)
         k, v = jnp.split(joined, 2, axis=2)
@@ -326,7 +336,9 @@ class QueryLayer(nnx.Module):
         self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output_query.LayerNorm", build=build)
 
     def __call__(self, x: jax.Array, window: jax.Array) -> jax.Array:
-        """Map x [U, Q, D] -> the same. window: [U, W, E]."""
+        """Attend queries x [U, Q, D] to each other, in a layer that crosses then to their window [U, W, E], and return
+        norm(x + mlp(x)) -> the same shape.
+        """
         x = self.attention(x, x)
         if self.cross is not None:
             x = self.cross(x, window)

@@ -45,7 +45,9 @@ class Qwen2_5OmniSoundConfig(TowerConfig):
 
 
 def read_qwen2_5_omni_sound(fields: ConfigFields, hidden_size: int) -> Qwen2_5OmniSoundConfig:
-    """Read the tower's sizes from a config.json. hidden_size: of the text model. Raises ModelConfigError."""
+    """Read the tower's sizes from a config.json. hidden_size: of the text model. Raises ModelConfigError, also if
+    `n_window` is odd or `output_dim` is not hidden_size.
+    """
     audio = fields.part("audio_config", **_DEFAULTS)
     positions = audio.integer("n_window")
     if positions % _POOLED:

@@ -42,7 +42,9 @@ class Qwen2AudioTowerConfig(TowerConfig):
 
 
 def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
-    """Read the tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the tower's sizes from the `audio_config` of a config.json. Raises ModelConfigError, also for an odd number
+    of positions.
+    """
     audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)
     if sizes.num_positions % _POOLED:

@@ -60,17 +60,19 @@ class Qwen3ASRTowerConfig(TowerConfig):
 
     @property
     def stride(self) -> int:
-        """Return the number of frames of a position."""
+        """Return STRIDE, 8: the number of frames of a position."""
         return STRIDE
 
     @property
     def cut(self) -> int:
-        """Return CUT."""
+        """Return CUT, -2: the number in the column of frames that convolutions do not see."""
         return CUT
 
     @property
     def num_slots(self) -> int:
-        """Return the rows of a chunk, of which the first are of its positions and the others are not used."""
+        """Return chunk / merge, the rows of a chunk, of which the first are of its positions and the others are not
+        used.
+        """
         return self.chunk // self.merge
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
@@ -78,7 +80,9 @@ class Qwen3ASRTowerConfig(TowerConfig):
 
 
 def read_qwen3_asr(fields: ConfigFields, hidden_size: int) -> Qwen3ASRTowerConfig:
-    """Read the tower's sizes from a config.json. hidden_size: of the text model. Raises ModelConfigError."""
+    """Read the tower's sizes from a config.json. hidden_size: of the text model. Raises ModelConfigError, also if
+    `n_window_infer` is no multiple of twice `n_window`, or `output_dim` is not hidden_size.
+    """
     audio = fields.part("audio_config", **_DEFAULTS)
     chunk, window = 2 * audio.integer("n_window"), audio.integer("n_window_infer")
     if window % chunk:

@@ -44,7 +44,9 @@ class VoxtralTowerConfig(TowerConfig):
 
 
 def read_voxtral(fields: ConfigFields) -> VoxtralTowerConfig:
-    """Read the tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the tower's sizes from a config.json; intermediate_size / hidden_size positions become one row. Raises
+    ModelConfigError, also if that is no integer that divides the positions.
+    """
     audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)
     joined = sizes.intermediate_size // sizes.size

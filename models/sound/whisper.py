@@ -50,7 +50,10 @@ class WhisperTowerConfig(TowerConfig):
         return bool(self.alignment_heads)
 
     def with_generation(self, fields: ConfigFields) -> WhisperTowerConfig:
-        """Return the configuration with the alignment heads of a generation_config.json. Raises ModelConfigError."""
+        """Return the configuration with the `alignment_heads` of a generation_config.json, () where it has none, in
+        place of its own. Raises ModelConfigError for anything but pairs (layer, head) of the decoder, at most as many
+        as it has heads.
+        """
         given = fields.value("alignment_heads", None) or ()
         sizes = self.decoder_layers, self.decoder_heads
         if not (
@@ -69,7 +72,9 @@ class WhisperTowerConfig(TowerConfig):
 
 
 def read_whisper_tower(fields: ConfigFields) -> WhisperTowerConfig:
-    """Read the tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the tower's sizes from a config.json. Raises ModelConfigError, also if `median_filter_width`, 7 by default,
+    is even or above 31.
+    """
     sizes, layers = read_encoder(fields.with_defaults(num_mel_bins=80)), fields.integer("decoder_layers")
     frames, width = 2 * sizes.num_positions, fields.integer("median_filter_width", 7)
     if width % 2 == 0 or width > _MAX_FILTER:

@@ -43,6 +43,7 @@ def segment_attention(
 
     Args:
       q, k, v: [P, N, H], P a multiple of `block`.
+      scale: factor of the products of queries and keys.
       segment: i32[P], number of each patch's segment, -1 for padding, which sees nothing and gets zeros. Patches of a
         segment are neighbours.
       block: patches whose queries are taken at a time, the tower's unit.
@@ -82,7 +83,7 @@ def window_attention(
     it: the cost is P times that length.
 
     Args:
-      q, k, v, segment: as for segment_attention; P a multiple of the block, too.
+      q, k, v, segment: as for segment_attention; P a multiple of the block, too. scale: as there.
       window: i32[P], the number of each patch's window; windows of one segment have different ones.
       longest: the most patches that a window has.
     """
@@ -130,7 +131,7 @@ def _bounds(segment: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _same(own: jax.Array, others: jax.Array) -> jax.Array:
     """Return bool[..., B, K]: whether patches `own` [..., B] and `others` [..., K], given by segment, have the same
-    segment.
+    segment; false for padding, -1.
     """
     return (own[..., :, None] == others[..., None, :]) & (own[..., :, None] >= 0)
 
@@ -144,7 +145,7 @@ def _with_neighbours(x: jax.Array, size: int) -> jax.Array:
 
 
 def _nothing_seen(query: jax.Array) -> _Running:
-    """Return the running softmax of queries [..., B, H] before any key."""
+    """Return the running softmax of queries [..., B, H] before any key: a largest score of _HIDDEN, and zeros."""
     zeros = jnp.zeros(query.shape[:-1], jnp.float32)
     return _Running(zeros + _HIDDEN, zeros, jnp.zeros(query.shape, jnp.float32))
 
@@ -153,7 +154,7 @@ def _with_keys(
     running: _Running, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, scale: float
 ) -> _Running:
     """Return the running softmax of queries [..., B, H] after further keys and values [..., K, H], restricted to
-    `seen`, bool [..., B, K].
+    `seen`, bool[..., B, K]. scale: factor of the products of queries and keys.
     """
     scores = jnp.einsum("...qh,...kh->...qk", query, key, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen, scores, _HIDDEN)

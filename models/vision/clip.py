@@ -51,7 +51,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str, VitConfig]:
-    """Return the model_type (if absent, `default`) and the sizes in `vision_config`. Raises ModelConfigError."""
+    """Return the model_type of `vision_config`, CLIP or SIGLIP (`default` if absent), and its sizes, transformers'
+    where it lacks them. Raises ModelConfigError, also for another type.
+    """
     kind = fields.part("vision_config").text("model_type", default)
     if kind not in DEFAULTS:
         raise fields.part("vision_config").fail("model_type", " or ".join(DEFAULTS))
@@ -86,8 +88,9 @@ class ClipEncoder(nnx.Module):
         self.last_norm = norm
 
     def __call__(self, patches: jax.Array) -> jax.Array:
-        """Encode the patches of U units, each by itself: f32[U * N, F] -> [U * N, D * number of states taken], N being
-        vit.num_patches."""
+        """Encode the patches of U units, each by itself, f32[U * N, F], N being vit.num_patches: return their hidden
+        states after each of the numbers of layers wanted, joined, [U * N, D * numbers], without the class token.
+        """
         vit, num_units = self.vit, len(patches) // self.vit.num_patches
         with jax.named_scope("patches"):
             x = self.patches(patches).reshape(num_units, vit.num_patches, vit.hidden_size)

@@ -39,7 +39,10 @@ class Gemma3TowerConfig(TowerConfig):
 
 
 def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json; a unit becomes `mm_tokens_per_image` embeddings, 256 by
+    default. Raises ModelConfigError, also for a tower other than SigLIP, and where that number is no square whose side
+    divides the number of patches of a unit's side.
+    """
     kind, vit = read_clip_or_siglip(fields, SIGLIP)
     if kind != SIGLIP:
         raise fields.fail("vision_config", f"of model_type {SIGLIP}")

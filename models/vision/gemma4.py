@@ -87,7 +87,8 @@ class Gemma4TowerConfig(TowerConfig):
 
 
 def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gemma4TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError.
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError, also for heads whose elements are no
+    multiple of 4.
 
     both_ways: whether layers with windows let the tokens of an image see later ones of it. filler_id: as of
       Gemma4TowerConfig.
@@ -126,7 +127,9 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
 
 
 def _read_theta(vision: ConfigFields) -> float:
-    """Read the base of the rotary frequencies. Raises ModelConfigError, also for another kind of rope."""
+    """Read the base of the rotary frequencies from `rope_parameters` of a vision_config, 100 by default. Raises
+    ModelConfigError, also for another kind of rope.
+    """
     rope = vision.mapping("rope_parameters") or {}
     if rope.get("rope_type", "axial") not in ("axial", "default"):
         raise vision.fail("rope_parameters", 'a mapping with the rope_type "axial" or "default"')
@@ -149,7 +152,7 @@ class ClippedLinear(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Multiply [P, in] -> [P, out]."""
+        """Limit x [P, in], multiply, and limit the product [P, out]."""
         (least_in, least_out), (most_in, most_out) = self.least[...], self.most[...]
         y = self.product(jnp.clip(x, least_in.astype(x.dtype), most_in.astype(x.dtype)))
         return jnp.clip(y, least_out.astype(y.dtype), most_out.astype(y.dtype))
@@ -199,7 +202,9 @@ class Gemma4TowerAttention(nnx.Module):
         self.head_dim, self.eps = head_dim, config.norm_eps
 
     def __call__(self, x: jax.Array, turns: Sequence[tuple[jax.Array, jax.Array]], attend: Attend) -> jax.Array:
-        """Map x [P, D] -> [P, D]. turns: cos and sin of the patches by column and by row, f32[P, H / 4] each."""
+        """Compute out(attend(q, k, v)) for x [P, D] -> [P, D]: q and k are normed, then rotated, v is normed. turns:
+        cos and sin of the patches by column and by row, f32[P, H / 4] each. attend: function of q, k and v.
+        """
         q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
         with jax.named_scope("rope"):
             q, k = _rotated(self.q_norm(q), turns), _rotated(self.k_norm(k), turns)
@@ -209,7 +214,9 @@ class Gemma4TowerAttention(nnx.Module):
 
 
 def _rotated(x: jax.Array, turns: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Rotate the first half of heads x [P, N, H] by the first of `turns`, and the second half by the other."""
+    """Rotate the first half of the elements of heads x [P, N, H] by the first of `turns`, (cos, sin) f32[P, H / 4]
+    each, and the second half by the other.
+    """
     halves = zip(jnp.split(x, 2, axis=-1), turns, strict=True)
     return jnp.concatenate([apply_rope(half, *turn) for half, turn in halves], axis=-1)
 
@@ -224,7 +231,7 @@ class Gemma4TowerMLP(nnx.Module):
         self.down = Products(config, ffn, [("mlp.down_proj", size, 1)], ("ffn", "embed"), build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [P, D] -> [P, D]."""
+        """Compute down(gelu(gate(x)) * up(x)), [P, D] -> [P, D], the activation in float32."""
         gate, up = (part.astype(jnp.float32) for part in jnp.split(self.up(x), 2, axis=-1))
         return self.down((gelu_tanh(gate) * up).astype(x.dtype))
 

@@ -56,7 +56,9 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
-    """Read the tower's sizes from a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    """Read the tower's sizes from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
+    for another out_hidden_size, and an image_size that is not 1 to 1024 times patch_size.
+    """
     sizes = read_sizes(fields, depth=24, hidden_size=1536, num_heads=12, patch_size=14, hidden_act="silu")
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
@@ -96,7 +98,7 @@ class Glm4vTower(nnx.Module):
         self.merger = Glm4vMerger(config, hidden_size, build)
 
     def _norm(self, source: str, build: Build) -> RMSNorm:
-        """Make one of the tower's norms. source: its checkpoint module."""
+        """Make an RMS norm over the tower's hidden size. source: its checkpoint module."""
         return RMSNorm(self.config.hidden_size, self.config.norm_eps, source=source, build=build)
 
     def _make_layer(self, ffn_size: int, build: Build) -> TowerLayer:
@@ -167,6 +169,6 @@ class Glm4vMerger(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [R, D] -> [R, D]."""
+        """Compute mlp(gelu(norm(proj(x)))), [R, D] -> [R, D]."""
         x = self.norm(self.proj(x))
         return self.mlp(gelu(x.astype(jnp.float32)).astype(x.dtype))

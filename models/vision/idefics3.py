@@ -46,7 +46,9 @@ class Idefics3TowerConfig(TowerConfig):
 
 
 def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError, also if `scale_factor`, 2 by default,
+    does not divide the number of patches of a unit's side.
+    """
     vit = read_vit(fields.part("vision_config", **_DEFAULTS))
     factor = read_merge(fields, "scale_factor", fields.integer("scale_factor", 2), vit)
     return Idefics3TowerConfig(

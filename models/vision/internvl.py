@@ -80,7 +80,9 @@ class InternVLTowerConfig(TowerConfig):
 
 
 def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json; its hidden states are those that `vision_feature_layer` (-1 by
+    default) selects. Raises ModelConfigError, also for a norm_type or selection strategy that is not supported.
+    """
     vision = fields.part("vision_config", **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)
     vision.require(use_absolute_position_embeddings=True)
@@ -129,7 +131,9 @@ class _Layer(nnx.Module):
         self.attention_scale, self.mlp_scale = (declare((size,), build.dtype, decl) for decl in decls)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Map [U * S, D] of U = num_units units -> [U * S, D]."""
+        """Compute x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), for x [U * S, D] of U = num_units
+        units, each of which attends to itself.
+        """
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units) * self.attention_scale[...]
         with jax.named_scope("mlp"):

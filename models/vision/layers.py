@@ -26,8 +26,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def tower_axis(axis: str, build: Build) -> str:
-    """Return the logical axis by which a tower's weight is split, or one that is never split if devices do not share
-    it.
+    """Return `axis`, the logical axis by which a tower's weight is split; "embed", which is never split, if each device
+    has the whole tower (build.whole_parts).
     """
     return "embed" if TOWER in build.whole_parts else axis
 
@@ -49,7 +49,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def rope_frequencies(size: int, theta: float) -> np.ndarray:
-    """Return the radians per position of the size / 2 pairs of `size` elements, float64."""
+    """Return the radians per position of the size / 2 pairs of `size` elements, f64[size / 2]: theta ** (-2 i / size)
+    for pair i.
+    """
     return theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
 
@@ -58,7 +60,8 @@ def axial_rope(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute cos and sin, f32[P, H / 2] each, of patches at rows and columns i32[P].
 
-    As many pairs as there are `row_freqs` rotate by the row, and the rest by the column.
+    Frequencies are radians per position, H / 2 of rows and columns together. As many pairs as there are `row_freqs`
+    rotate by the row, and the rest by the column.
     """
     turned = zip((rows, columns), (row_freqs, column_freqs), strict=True)
     angles = jnp.concatenate(
@@ -91,7 +94,7 @@ def stretched(
 
 def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
     """Return the four of `side` learned positions around each of `places` i32[P], on sides of `sizes` i32[P] patches,
-    with their weights: pairs i32[P], f32[P].
+    with their weights: pairs i32[P], f32[P]. Beyond an edge, its own position is taken again.
     """
     spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
     low = jnp.floor(spot)
@@ -150,8 +153,8 @@ class TowerAttention(nnx.Module):
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        """Map x [P, D] -> [P, D]. turns: cos and sin of the patches, as `apply_rope` takes them; attend: (q, k, v) ->
-        output.
+        """Compute out(attend(q, k, v)) for x [P, D] -> [P, D], q and k rotated. turns: cos and sin of the patches, as
+        `apply_rope` takes them; attend: (q, k, v), [P, N, H] each, -> [P, N, H].
         """
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
@@ -185,7 +188,9 @@ class TowerMLP(nnx.Module):
         self.gated = len(sources) > 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [P, D] -> [P, D]."""
+        """Compute down(activation(up(x))), or down(activation(gate(x)) * up(x)) with a gate, [P, D] -> [P, D], the
+        activation in float32.
+        """
         inner = self.up(x)
         if self.gated:
             gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
@@ -233,13 +238,15 @@ class PatchMerger(nnx.Module):
         self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=True, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [P, D of the tower] -> [P / merge, D of the model]."""
+        """Norm the patches x [P, D of the tower], join every `merge` of them, and compute down(gelu(up(x))) -> [P /
+        merge, D of the model].
+        """
         x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
         return self.down(gelu(self.up(x).astype(jnp.float32)).astype(x.dtype))
 
 
 def joined_qkv(name: str, size: int) -> tuple[Source, ...]:
-    """Return the sources of q, k and v of a module that has all three, one after the other.
+    """Return the sources of q, k and v of a module that has all three, one after the other, in this order.
 
     name: of the checkpoint's module. size: rows of each.
     """

@@ -71,7 +71,9 @@ class Llama4TowerConfig(TowerConfig):
 
 
 def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError, also for sizes of the adapter and
+    projector that do not fit what comes before them, and for heads whose elements are no multiple of 4.
+    """
     vision = fields.part("vision_config", **_DEFAULTS)
     vision.require(hidden_act="gelu", vision_feature_select_strategy="default", multi_modal_projector_bias=False)
     vit = read_vit(vision, has_class_token=True)
@@ -131,7 +133,9 @@ class _Layer(nnx.Module):
         self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Map [U * S, D] of U = num_units units -> [U * S, D]."""
+        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
+        attends to itself.
+        """
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units)
         with jax.named_scope("mlp"):

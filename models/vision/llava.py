@@ -56,7 +56,9 @@ class LlavaTowerConfig(TowerConfig):
 
 
 def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
+    """Read the vision tower's sizes from a config.json. `vision_feature_layer`, -2 by default, may list several hidden
+    states. Raises ModelConfigError, also for a vision_feature_select_strategy that does not fit CLIP or SigLIP.
+    """
     kind, vit = read_clip_or_siglip(fields)
     if fields.text("vision_feature_select_strategy", "default") != _STRATEGIES[kind]:
         raise fields.fail("vision_feature_select_strategy", f"{_STRATEGIES[kind]!r} for a {kind}")
@@ -75,7 +77,9 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
 
 
 def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
-    """Read LLaVA-NeXT's tower, whose units have room for end-of-line embeddings. Raises ModelConfigError."""
+    """Read LLaVA-NeXT's tower: LLaVA's, whose units have room for end-of-line embeddings, one for each line of patches.
+    Raises ModelConfigError.
+    """
     tower = read_llava(fields)
     lines = tower.vit.grid
     return replace(tower, unit=tower.vit.num_patches + lines, num_newlines=lines)
@@ -95,7 +99,7 @@ class Projector(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [R, in] -> [R, D]."""
+        """Compute linear_2(activation(linear_1(x))), [R, in] -> [R, D], the activation in float32."""
         return self.down(self.activation(self.up(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 

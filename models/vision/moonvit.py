@@ -78,7 +78,9 @@ class MoonVitTowerConfig(TowerConfig):
 
 
 def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
-    """Read MoonViT's sizes from the config.json of Kimi-VL. Raises ModelConfigError."""
+    """Read MoonViT's sizes from the config.json of Kimi-VL. Raises ModelConfigError, also for a vision_config of
+    another model_type.
+    """
     vision = ConfigFields(fields.mapping("vision_config") or {})
     if vision.text("model_type", "moonvit") != "moonvit":
         raise vision.fail("model_type", "moonvit in vision_config")
@@ -86,8 +88,9 @@ def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
 
 
 def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfig:
-    """Read the sizes of Kimi K2.5's tower from its config.json. hidden_size: of the text model. Raises
-    ModelConfigError.
+    """Read the sizes of Kimi K2.5's tower from its config.json, under published or transformers' names. Raises
+    ModelConfigError, also for a setting that the tower does not have. hidden_size: of the text model;
+    `text_hidden_size` must equal it.
     """
     given = fields.mapping("vision_config") or {}
     raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
@@ -122,7 +125,9 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
 
 
 def _read_sizes(vision: ConfigFields) -> MoonVitTowerConfig:
-    """Read the sizes of a tower from a vision_config. Raises ModelConfigError."""
+    """Read the sizes of a tower for images from a vision_config, Kimi-VL's for fields that it lacks. Raises
+    ModelConfigError.
+    """
     size, heads = vision.integer("hidden_size", 1152), vision.integer("num_attention_heads", 16)
     if size % heads or size // heads % 4:
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
@@ -244,6 +249,8 @@ class MoonVitTower(nnx.Module):
 
 
 def sinusoids(count: int, size: int) -> np.ndarray:
-    """Return f32[count, size]: sines of positions at size / 2 frequencies, and their cosines."""
+    """Return f32[count, size]: the sines of positions 0 to count - 1 at the size / 2 frequencies of rope with base
+    THETA, then their cosines.
+    """
     angles = np.arange(count)[:, None] * rope_frequencies(size, THETA)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

@@ -72,7 +72,8 @@ class PixtralTowerConfig(TowerConfig):
 
 
 def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> PixtralTowerConfig:
-    """Read the vision tower's sizes from the config.json of Pixtral, or of a Mistral 3 model with images.
+    """Read the vision tower's sizes from the config.json of Pixtral, or of a Mistral 3 model with images; an absent
+    vision_config means all defaults.
 
     norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
     None for Pixtral, whose projector neither normalises nor merges. Raises ModelConfigError.
@@ -115,7 +116,7 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
 
 
 def _activation(fields: ConfigFields, name: str) -> str:
-    """Read the field `name`, a name of ACTIVATIONS. Raises ModelConfigError."""
+    """Read the field `name`, a name of ACTIVATIONS, "gelu" if it is absent. Raises ModelConfigError for another."""
     found = fields.text(name, "gelu")
     if found not in ACTIVATIONS:
         raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
@@ -193,7 +194,9 @@ class PixtralProjector(nnx.Module):
         self.activation = ACTIVATIONS[config.projector_activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [P, D of the tower] -> [P / merge, D of the model]."""
+        """Norm and merge the patches x [P, D of the tower] if the config `joins`, and compute down(activation(up(x)))
+        -> [P / merge, D of the model], the activation in float32.
+        """
         width, joined = x.shape[1], x
         if self.norm is not None and self.merging is not None:
             # The checkpoint has a channel's patches side by side, as torch's unfold gives them.

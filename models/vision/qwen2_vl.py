@@ -126,7 +126,9 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
 
 
 def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
-    """Read the tower's sizes from a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    """Read the tower's sizes from a vision_config, for a text model of this hidden size; MLPs have `mlp_ratio`, 4 by
+    default, times its width. Raises ModelConfigError, also if the file's `hidden_size`, that of the text, is another.
+    """
     defaults = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "patch_size": 14, "hidden_act": "quick_gelu"}
     sizes = read_sizes(fields, width="embed_dim", **defaults)
     if fields.integer("hidden_size", hidden_size) != hidden_size:
@@ -140,7 +142,8 @@ def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
 def read_qwen2_5_vl(
     fields: ConfigFields, hidden_size: int, kind: type[Qwen2_5VLTowerConfig] = Qwen2_5VLTowerConfig
 ) -> Qwen2_5VLTowerConfig:
-    """Read Qwen2.5-VL's tower from a vision_config, for a model of this hidden size. Raises ModelConfigError.
+    """Read Qwen2.5-VL's tower from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
+    if `out_hidden_size` is another, or a window's side is not 1 to 64 patches.
 
     kind: the tower's own class of sizes.
     """
@@ -168,7 +171,9 @@ def read_qwen2_5_vl(
 
 
 def read_qwen2_5_omni(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
-    """Read Qwen2.5-Omni's tower from a vision_config; as read_qwen2_5_vl."""
+    """Read Qwen2.5-Omni's tower from a vision_config, as read_qwen2_5_vl with kind Qwen2_5OmniTowerConfig. Raises
+    ModelConfigError.
+    """
     return read_qwen2_5_vl(fields, hidden_size, Qwen2_5OmniTowerConfig)
 
 
@@ -215,7 +220,9 @@ class Qwen2VLTower(nnx.Module):
         )
 
     def make_merger(self, hidden_size: int, names: tuple[str, str, str], build: Build, *, joined: bool = False) -> Any:
-        """Make a merger of patches. names: of its norm and its two products; joined: as of PatchMerger."""
+        """Make a merger of patches, [P, D of the tower] -> [P / merge, hidden_size]. names: of its norm and its two
+        products; joined: as of PatchMerger.
+        """
         size, merge = self.config.hidden_size, self.config.merge
         norm, *products = (f"{VISUAL}.{name}" for name in names)
         return PatchMerger(
@@ -229,7 +236,9 @@ class Qwen2VLTower(nnx.Module):
         )
 
     def _norm(self, source: str, build: Build, size: int | None = None) -> nnx.Module:
-        """Make a norm over `size` elements, the tower's hidden size for None. source: its checkpoint module."""
+        """Make a norm, of class `norm_class`, over `size` elements, the tower's hidden size for None. source: its
+        checkpoint module.
+        """
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
@@ -248,7 +257,9 @@ class Qwen2VLTower(nnx.Module):
         return self.run(x, turns, named)
 
     def embed(self, patches: jax.Array, columns: dict[str, jax.Array]) -> jax.Array:
-        """Return the first layer's input, [P, D of the tower], for patches f32[P, F]; columns: i32[P] by name."""
+        """Project patches: return the first layer's input, [P, D of the tower], for patches f32[P, F]; columns: i32[P]
+        by name.
+        """
         del columns
         return self.patches(patches)
 
@@ -264,15 +275,15 @@ class Qwen2VLTower(nnx.Module):
             return self.merger(x)
 
     def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
-        """Return the function by which the patches of layer number `layer` attend: here to those of the
-        same segment.
+        """Return the function by which the patches of layer number `layer` attend: here to those of the same segment.
+        columns: i32[P] by name.
         """
         del layer
         return partial(segment_attention, segment=columns["segment"], scale=self._scale)
 
     @property
     def _scale(self) -> float:
-        """Return the factor of products of queries and keys."""
+        """Return the factor of products of queries and keys: elements of a head ** -0.5."""
         return (self.config.hidden_size // self.config.num_heads) ** -0.5
 
 

@@ -46,7 +46,9 @@ class Qwen3OmniTowerConfig(Qwen3VLTowerConfig):
 def read_qwen3_vl(
     fields: ConfigFields, hidden_size: int, kind: type[Qwen3VLTowerConfig] = Qwen3VLTowerConfig
 ) -> Qwen3VLTowerConfig:
-    """Read the tower's sizes from a vision_config, for a model of this hidden size. Raises ModelConfigError.
+    """Read the tower's sizes from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
+    if `out_hidden_size` is another, `num_position_embeddings` is no square, or `deepstack_visual_indexes` are no
+    ascending layers.
 
     kind: the tower's own class of sizes.
     """
@@ -79,7 +81,9 @@ def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
 
 
 def read_qwen3_omni(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
-    """Read Qwen3-Omni's tower from a vision_config; as read_qwen3_vl."""
+    """Read Qwen3-Omni's tower from a vision_config, as read_qwen3_vl with kind Qwen3OmniTowerConfig. Raises
+    ModelConfigError.
+    """
     return read_qwen3_vl(fields, hidden_size, Qwen3OmniTowerConfig)
 
 
@@ -104,7 +108,9 @@ class Qwen3VLTower(Qwen2VLTower):
         self.mergers = nnx.List([self._deepstack_merger(n, hidden_size, build) for n in range(config.num_parts - 1)])
 
     def _deepstack_merger(self, number: int, hidden_size: int, build: Build) -> Any:
-        """Make the merger for the states of layer deepstack_layers[number]."""
+        """Make the merger for the states of layer deepstack_layers[number], whose norm is over all patches that it
+        joins. hidden_size: of the text model.
+        """
         owner, names = self.deepstack_names
         norm, first, second = (f"{owner}.{number}.{name}" for name in names)
         return self.make_merger(hidden_size, (norm, first, second), build, joined=True)
@@ -118,7 +124,7 @@ class Qwen3VLTower(Qwen2VLTower):
         """Interpolate learned positions to images of other sizes, bilinearly with aligned corners: f32[P, D of the
         tower].
 
-        columns: i32[P] by name.
+        columns: i32[P] by name, of which "row", "column", "height" and "width" are read.
         """
         side = self.config.side
         rows, row_shares = _between(columns["row"], columns["height"], side)

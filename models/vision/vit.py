@@ -80,8 +80,8 @@ class VitConfig:
 
 
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
-    """Read the sizes, which all configurations spell alike. more: further arguments of VitConfig. Raises
-    ModelConfigError.
+    """Read the sizes from a vision_config, where all configurations spell them alike. more: further arguments of
+    VitConfig. Raises ModelConfigError, also if heads do not divide the hidden size, or a unit is smaller than a patch.
     """
     vision.require(num_channels=3)
     size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
@@ -105,7 +105,7 @@ def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
 
 def _side(vision: ConfigFields, name: str) -> int:
     """Return the side of a square in pixels from the field `name`, which may have the side twice. Raises
-    ModelConfigError for two different values.
+    ModelConfigError for two different values, and for one that is not from 1 to MAX_SIDE.
     """
     value = vision.value(name)
     sides = value if isinstance(value, (list, tuple)) else [value]
@@ -117,7 +117,7 @@ def _side(vision: ConfigFields, name: str) -> int:
 
 
 def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
-    """Read the field `name`, a name of ACTIVATIONS. Raises ModelConfigError for another."""
+    """Read the field `name`, a name of ACTIVATIONS, `default` if it is absent. Raises ModelConfigError for another."""
     found = fields.text(name, default)
     if found not in ACTIVATIONS:
         raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
@@ -136,7 +136,9 @@ def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
 def linear(
     in_size: int, source: str, out_size: int, axes: tuple[str, str], build: Build, *, bias: bool = True
 ) -> Linear:
-    """Make a product of a tower from one checkpoint module; `axes`: logical axes of (in, out), as of Linear."""
+    """Make a product of a tower, in_size -> out_size, from the checkpoint module `source`. axes: logical axes of (in,
+    out), as of Linear; they are not split if each device has the whole tower.
+    """
     split = (tower_axis(axes[0], build), tower_axis(axes[1], build))
     return Linear(in_size, (Source(source, out_size),), axes=split, bias=bias, build=build)
 
@@ -187,7 +189,7 @@ class VitAttention(nnx.Module):
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | None = None) -> jax.Array:
     """Attend within each unit: softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape. is_key: bool[U, S],
-    positions that are attended to; None for all.
+    positions that are attended to, None for all; a unit without any gets the mean of its values.
 
     Scores exist for one unit at a time, and for a part of its queries if it has many.
     """
@@ -226,7 +228,7 @@ class VitMLP(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [R, D] -> [R, D]."""
+        """Compute fc2(activation(fc1(x))), [R, D] -> [R, D], the activation in float32."""
         return self.fc2(self.activation(self.fc1(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 
@@ -241,7 +243,9 @@ class VitLayer(nnx.Module):
         self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Map x [U * S, D], of U = num_units units, to [U * S, D]."""
+        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
+        attends to itself.
+        """
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), num_units)
         with jax.named_scope("mlp"):
@@ -249,15 +253,17 @@ class VitLayer(nnx.Module):
 
 
 def table(rows: int, size: int, source: str, build: Build, *, flat: bool = False) -> nnx.Param:
-    """Declare learned vectors that are added to hidden states, [rows, size]; flat: [1, rows * size], of a tensor [1,
-    ...].
+    """Declare the tensor `source` of learned vectors that are added to hidden states, [rows, size]; flat: [1, rows *
+    size], of a tensor [1, ...].
     """
     shape = (1, rows * size) if flat else (rows, size)
     return declare(shape, build.dtype, ParamDecl((None, None), (Source(source, shape[0]),), init_std=0.02))
 
 
 def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...]) -> list[jax.Array]:
-    """Run x [U * S, D] through layers; return the hidden states after the first n of them, for each n of `wanted`."""
+    """Run x [U * S, D] through layers; return the hidden states after the first n of them, for each n of `wanted`, x
+    for 0.
+    """
     states = {0: x}
     for number, layer in enumerate(layers, 1):
         with jax.named_scope(f"layer_{number - 1}"):
