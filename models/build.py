@@ -83,7 +83,10 @@ class Build:
         return len({*self._schemes(sources).values()}) == 1
 
     def _schemes(self, sources: Sequence[Source]) -> dict[str, Scheme]:
-        """Return the Scheme of each of the modules, by its name in the checkpoint."""
+        """Return the Scheme of each of the modules, by its name in the checkpoint.
+
+        `{layer}` in a source's name stands for the number of the layer being built.
+        """
         names = [source.name.replace("{layer}", str(self.layer)) for source in sources]
         return {name: self.scheme(name) for name in names}
 

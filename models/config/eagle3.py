@@ -65,7 +65,8 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
       layer: fields of its layer, as keyword arguments of ModelConfig.
       model: the target, whose hidden states it reads.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for a field that is missing, of a wrong type or out of its limits, and for a draft
+    vocabulary larger than the vocabulary.
     """
     draft_vocab_size = fields.integer("draft_vocab_size", layer["vocab_size"])
     if draft_vocab_size > layer["vocab_size"]:

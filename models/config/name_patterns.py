@@ -58,11 +58,13 @@ class NamePattern:
         self._root = _Parser(source).parse()
 
     def fullmatch(self, name: str, effort: Effort) -> bool:
-        """Whether the expression matches the whole name. Raises PatternError where that takes too many steps."""
+        """Whether the expression matches the whole name. Spends steps of `effort`; raises PatternError where they do
+        not suffice.
+        """
         return bool(self._root.ends(1, _Text(name, effort)) >> len(name))
 
     def match(self, name: str, effort: Effort) -> bool:
-        """Whether the expression matches a beginning of the name. Raises PatternError as `fullmatch` does."""
+        """Whether the expression matches a beginning of the name. `effort` and errors are as of `fullmatch`."""
         return self._root.ends(1, _Text(name, effort)) != 0
 
 
@@ -116,6 +118,8 @@ class _Node:
     def ends(self, starts: int, text: _Text) -> int:
         """Return the set of positions where the part may end if it begins at one of `starts`. Sets are integers, a bit
         for each position.
+
+        Spends a step of text.effort for each part tried; raises PatternError after the last.
         """
         raise NotImplementedError
 
@@ -207,7 +211,9 @@ class _Zero(_Node):
         return starts & (text.flip(where) if text.backward else where)
 
     def holds(self, text: _Text) -> int:
-        """Return the set of positions, of a name that is no mirror image, at which it holds."""
+        """Return the set of positions, of a name that is no mirror image, at which it holds. Raises PatternError if
+        effort runs out.
+        """
         raise NotImplementedError
 
 
@@ -246,7 +252,9 @@ class _Parser:
         return self._choice(0)
 
     def _choice(self, flags: int) -> _Node:
-        """Parse up to the end or an unmatched ")"; flags: of `re`. Raises PatternError for what is not supported."""
+        """Parse alternatives up to the end or an unmatched ")", which is not taken. flags: of `re`. Raises PatternError
+        for what is not supported, and for groups nested too deep.
+        """
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise PatternError(f"a regular expression of at most {_MAX_DEPTH} groups in each other")

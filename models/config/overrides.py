@@ -85,7 +85,7 @@ def _is_inside(raw: Mapping[str, Any], name: str, value: Any) -> bool:
 
 
 def _is_inner(name: str, value: Any) -> bool:
-    """Whether a field is a nested configuration, such as text_config."""
+    """Whether a field is a nested configuration, such as text_config; quantization_config is none."""
     return name.endswith("_config") and name != "quantization_config" and isinstance(value, Mapping)
 
 
@@ -108,7 +108,7 @@ def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     """Return the fields of one mapping of a config.json with `changes` applied; rope fields keep the mapping's
     spelling.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for a rope that is no mapping, or that is given twice.
     """
     merged = {**_shortened(fields, changes), **{name: value for name, value in changes.items() if name not in _ROPE}}
     if not changes.keys() & {*_ROPE}:

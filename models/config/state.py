@@ -297,7 +297,8 @@ class SelectiveScan:
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
-    """Read the fields that configurations with Mamba-2 share. Raises ModelConfigError.
+    """Read the fields that configurations with Mamba-2 share. Raises ModelConfigError for fields that are missing or
+    wrong, and for heads that are not inner_size elements together.
 
     inner_size: elements of a token's inputs, of all heads. norm: StateSpace.norm.
     """
@@ -321,7 +322,9 @@ def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None)
 
 
 def read_dt_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Read `time_step_limit`, the bounds of time steps; no bounds where it is absent. Raises ModelConfigError."""
+    """Read `time_step_limit`, the bounds of time steps; no bounds where it is absent. Raises ModelConfigError for
+    anything but two numbers, 0 <= low < high.
+    """
     given = fields.value("time_step_limit", [0.0, float("inf")])
     limits = [_dt_limit(each) for each in given] if isinstance(given, (list, tuple)) else []
     if len(limits) != 2 or not 0 <= limits[0] < limits[1]:

@@ -84,7 +84,10 @@ class LayerPages(NamedTuple):
     update_schedule: Any
 
     def in_pool(self, page_size: int) -> RaggedBatch:
-        """Return the batch with page ids and slots counted from the beginning of the pool."""
+        """Return the batch with page ids and slots counted from the beginning of the pool.
+
+        page_size: in tokens. Padding slots stay -1.
+        """
         slots = self.ragged.slot_mapping
         return self.ragged._replace(
             page_table=self.ragged.page_table + self.first_page,

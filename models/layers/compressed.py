@@ -237,7 +237,9 @@ class _Pages(NamedTuple):
     keys: CompressedKeys
 
     def read(self, seqs: jax.Array, blocks: jax.Array, *, of_index: bool = False) -> jax.Array:
-        """Read the keys f32[B, b, H], or those of the indexer, of blocks i32[B, b] of sequences i32[B]."""
+        """Read the keys f32[B, b, H], or those of the indexer, of blocks i32[B, b] of sequences i32[B]. Where a block
+        is -1 what is read is of any block: callers mask it.
+        """
         page_size, rate = self.kv.page_size, self.keys.rate or 1
         last = (jnp.maximum(blocks, 0) + 1) * rate - 1
         columns = jnp.minimum(last // page_size, self.ragged.page_table.shape[1] - 1)
@@ -253,7 +255,7 @@ class _Pages(NamedTuple):
 def _folded(
     softmax: tuple[jax.Array, ...], q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float
 ) -> tuple[jax.Array, ...]:
-    """Add keys [B, b, H], those `seen` bool[B, b], to the online softmax of queries [B, N, H].
+    """Add keys [B, b, H], those `seen` bool[B, b], to the online softmax of queries [B, N, H], and return it.
 
     softmax: largest logit and total f32[B, N], and sums of values f32[B, N, H].
     """
@@ -374,7 +376,9 @@ class CompressedAttention(nnx.Module):
         return o, (kv, tuple(left)) if has_blocks else tuple(left)
 
     def _write(self, contributed: _Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
-        """Make the keys of the blocks that this step completes, and write them to the pool."""
+        """Make the keys of the blocks that this step completes, and write them to the pool; return it and what reads
+        its blocks.
+        """
         blocks, keys = contributed.blocks, self.keys
         slots, ragged = keys.num_slots(kv.page_size), where.in_pool(kv.page_size)
         num_tokens, most = blocks.positions.shape[0], len(blocks.last)
@@ -455,8 +459,9 @@ class CompressedAttention(nnx.Module):
         of_index: list[jax.Array],
         pages: _Pages,
     ) -> tuple[jax.Array, ...]:
-        """Add the keys of complete blocks, or of those that the indexer selects, to the online softmax of queries
-        [B, N, H]. tokens: their sequences and positions.
+        """Add the keys of complete blocks, or of those that the indexer selects, to the online softmax of queries [B,
+        N, H], and return it. tokens: their sequences and positions. of_index: queries and weights of the indexer, []
+        without one.
         """
         (seqs, positions), index = tokens, self.keys.index
         counts = (positions + 1) // (self.keys.rate or 1)

@@ -114,6 +114,8 @@ class DecoderStep:
         """Run the stage's layer number `index` on hidden states x [T, D]; return those after it.
 
         To be called once for each layer, from 0 on. The pages and states that the layer writes are then in `cache`.
+        Sections act on the layer and on the states before and after it. Raises ValueError for a kv_source that is in
+        another stage.
         """
         if index == 0:
             self._observe(0, x)
@@ -228,7 +230,9 @@ def _layer_pages(
 
 
 def _spread(ragged: RaggedBatch, step: int, page_size: int) -> RaggedBatch:
-    """Return the batch with page ids multiplied by `step`, and slots changed accordingly."""
+    """Return the batch with page ids multiplied by `step`, and slots moved to the same offset of those pages; padding
+    slots stay -1.
+    """
     slots = ragged.slot_mapping
     moved = (slots // page_size * step) * page_size + slots % page_size
     return ragged._replace(page_table=ragged.page_table * step, slot_mapping=jnp.where(slots < 0, -1, moved))

@@ -75,7 +75,11 @@ def least_tokens(latent: Latent) -> int | None:
 
 
 def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
-    """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`."""
+    """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`.
+
+    On one of PLATFORMS, with a pool that is not quantized and pages that divide BLOCK tokens, for latent attention to
+    all keys, and from `least_tokens` tokens on.
+    """
     latent = attention.latent
     if latent is None or attention.index is not None or (least := least_tokens(latent)) is None or num_tokens < least:
         return False

@@ -372,6 +372,7 @@ class MixtureOfExperts(nnx.Module):
         order, with the weights that their scores give them. Weights are scores without the correction bias, which
         decides the experts alone. With `norm_weights` they are divided by their sum: those of softmax scores are then
         the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`. adapters: of x's rows.
+        With `notes_experts` the module keeps the experts as its PickedExperts.
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)
@@ -402,7 +403,9 @@ class MixtureOfExperts(nnx.Module):
         return jnp.where(given >= 0, given, ids)
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute router logits f32[T, E] of tokens x [T, D]."""
+        """Compute router logits f32[T, E] of tokens x [T, D]; with `notes_logits` the module keeps them as its
+        RouterLogits.
+        """
         x = x.astype(self.router_dtype)
         # By default accelerators multiply float32 in fewer bits, which would defeat storing it.
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
