@@ -277,8 +277,8 @@ def family_of(architecture: str) -> tuple[str, str | None]:
 
 
 def usual_pooling(architecture: str, fields: ConfigFields) -> str:
-    """Return the type of pooling if the checkpoint names none: an encoder's own choice, else LAST. Raises
-    ModelConfigError.
+    """Return the type of pooling if the checkpoint names none: an encoder's own choice, that of `pooling` for
+    BIDIRECTIONAL classes, else LAST. Raises ModelConfigError.
     """
     if architecture in BIDIRECTIONAL:
         if (kind := fields.text("pooling", "mean")) not in POOLINGS:
@@ -289,7 +289,9 @@ def usual_pooling(architecture: str, fields: ConfigFields) -> str:
 
 
 def model_for_hf(architecture: str) -> type[CausalLM]:
-    """Find the class that has an architecture's layers. Raises ModelConfigError."""
+    """Find the class that has an architecture's layers. Raises ModelConfigError for one that is not registered; the
+    text names the nearest.
+    """
     family, _ = family_of(architecture)
     known = {**MODELS, **ENCODERS}
     if family not in known:
@@ -298,7 +300,9 @@ def model_for_hf(architecture: str) -> type[CausalLM]:
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
-    """Find the class that reads files of this general.architecture. Raises ModelConfigError."""
+    """Find the class that reads files of this general.architecture. Raises ModelConfigError for one that no class
+    reads; the text names the nearest.
+    """
     by_name = {model.gguf_architecture: model for model in MODELS.values() if model.gguf_architecture is not None}
     if architecture not in by_name:
         raise ModelConfigError(_unsupported(architecture, by_name))
@@ -348,7 +352,9 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
 
 
 def sees_all(fields: ConfigFields) -> bool:
-    """Whether the tokens of a pooling model with a decoder's layers see their whole prompt. Raises ModelConfigError."""
+    """Whether the tokens of a pooling model with a decoder's layers see their whole prompt: by their class, or by
+    `is_causal`. Raises ModelConfigError.
+    """
     return hf_architecture(fields) in BIDIRECTIONAL or not fields.boolean("is_causal", True)
 
 
@@ -388,7 +394,7 @@ def read_gguf(
     rope_factors: RopeFactors = _NO_FACTORS,
     pooler: Pooler | None = None,
 ) -> ModelConfig:
-    """Read the ModelConfig of GGUF metadata. Raises ModelConfigError.
+    """Read the ModelConfig of GGUF metadata. Raises ModelConfigError, also for an architecture that is not registered.
 
     Two facts are tensors and not metadata in that format, so the caller passes them: whether the file lacks an output
     head (tie_word_embeddings), and the content of the tensors that scale rope, if any. pooler: as in `read_hf`.
@@ -437,7 +443,7 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
 
 
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:
-    """Build the EAGLE-3 head (jaxengine.models.layers.eagle3), abstract as in `build_model`."""
+    """Build the EAGLE-3 head (jaxengine.models.layers.eagle3), abstract and with errors as in `build_model`."""
     return build_abstract(Eagle3, config, build)
 
 

@@ -62,7 +62,9 @@ def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str,
 
 
 def _target(name: Any) -> str:
-    """Convert a key of `extra_config` to a name for rules: a module's name, or else a pattern of what occurs in it."""
+    """Convert a key of `extra_config` to a name for rules: a module's name, or else a pattern of what occurs in it.
+    Raises ModelConfigError for what is neither.
+    """
     if isinstance(name, str) and not _NAME.fullmatch(name):
         name = f"re:.*(?:{name})"
     check_name("extra_config", name)
@@ -70,7 +72,9 @@ def _target(name: Any) -> str:
 
 
 def _stored(settings: Mapping[str, Any]) -> Stored | None:
-    """Return the storage format of a module with these fields; None for plain weights. Raises ModelConfigError."""
+    """Return the storage format of a module with these fields; None for plain weights. Raises ModelConfigError for
+    unsupported values.
+    """
     bits, kind = settings.get("bits"), settings.get("data_type")
     if (type(bits) is int and bits >= 16) or kind == "float":
         return None

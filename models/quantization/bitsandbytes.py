@@ -87,7 +87,7 @@ class TableEntries(InOrder):
     def _largest(self, module: StoredModule, state: Mapping[str, Any]) -> np.ndarray:
         """Return absmax of all blocks, f32 [blocks], decoded if it is quantised itself.
 
-        state: the module's quantisation state as stored.
+        state: the module's quantisation state as stored. Raises ModelFileError for tensors of another dtype.
         """
         if not self.nested:
             return module.read("weight.absmax")

@@ -81,7 +81,7 @@ def _kv_dtype(scheme: Any) -> str | None:
 
 def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     """Return the storage format of one of the config_groups; `settings` have its format if it has none itself. Raises
-    ModelConfigError.
+    ModelConfigError for what is not supported.
     """
     refuse(group, "output_activations")
     weights = group.get("weights")
@@ -120,7 +120,9 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
 
 
 def _strategy(weights: Mapping[str, Any]) -> Any:
-    """Read `strategy`, or the default that its absence implies."""
+    """Read `strategy`, or the default that its absence implies: tensor without a group_size, channel if that is -1,
+    else group.
+    """
     if (said := weights.get("strategy")) is not None:
         return said
     group = weights.get("group_size")
@@ -156,7 +158,9 @@ def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) ->
 
 
 def _activation(settings: Any) -> Activation | None:
-    """Parse `input_activations`: how rows are rounded; None for not at all. Raises ModelConfigError."""
+    """Parse `input_activations`: how rows are rounded; None for not at all. Raises ModelConfigError for other roundings
+    than of 8 bits, symmetric, by tensor if static and by token or group if dynamic.
+    """
     if settings is None:
         return None
     if not isinstance(settings, Mapping):

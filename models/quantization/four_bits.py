@@ -76,7 +76,7 @@ def _dynamic_rules(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], G
 
 
 def _gptq(settings: Mapping[str, Any]) -> Gptq:
-    """Return the storage format of modules with these settings. Raises ModelConfigError."""
+    """Return the storage format of modules with these settings. Raises ModelConfigError for unsupported ones."""
     bits, sym = one_of(settings, "bits", (2, 3, 4, 8)), one_of(settings, "sym", (True, False), True)
     versions = [
         one_of(settings, field, ("gptq", "gptq_v2"), "")

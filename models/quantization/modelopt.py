@@ -94,7 +94,7 @@ def _algorithm(settings: Mapping[str, Any], other: str) -> str:
 
 def _kv_dtype(settings: Mapping[str, Any]) -> str | None:
     """Return the dtype of keys and values, from the newer field or the older; None for the model's. Raises
-    ModelConfigError.
+    ModelConfigError for anything but static e4m3.
     """
     scheme, said = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     if scheme is not None:

@@ -80,7 +80,7 @@ class StoredModule(NamedTuple):
 
     def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         """Read a part of the module's tensor `kind`, which must hold `dtype`; None: floating-point numbers, converted
-        to f32. Raises ModelFileError for another dtype.
+        to f32. Raises ModelFileError for another dtype, and as WeightSource.read.
         """
         array = self.source.read(self.tensor(kind), rows, columns)
         if dtype is not None:
@@ -204,7 +204,9 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def input_scale(module: StoredModule) -> str:
-    """Return the name of the tensor with a static scale of rows."""
+    """Return the name of the tensor with a static scale of rows: input_scale, or activation_scale if only that is
+    present.
+    """
     return module.first_of("input_scale", "activation_scale")
 
 

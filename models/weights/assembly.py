@@ -70,7 +70,9 @@ class Assembly:
             self._blocks.append((block, [*parts.values()]))
 
     def add(self, read: ReadRows, names: Collection[str] | None = None) -> None:
-        """Add the rows that the weight has of some tensors, which `read` knows. names: None for all tensors."""
+        """Add the rows that the weight has of some tensors, which `read` knows. names: None for all tensors. Raises
+        what `read` raises.
+        """
         decl = self._param.decl
         for block, parts in self._blocks:
             for expert in range(block.experts.start, block.experts.stop):
@@ -85,7 +87,9 @@ class Assembly:
                     start += share
 
     def finish(self) -> jax.Array:
-        """Return the weight on its devices; waits for the transfers. Rows that were not added are zeros."""
+        """Return the weight on its devices; waits for the transfers. Rows that were not added are zeros. The assembly
+        has nothing left afterwards.
+        """
         arrays = []
         for _, parts in self._blocks:
             for part in parts:

@@ -129,7 +129,9 @@ def _beginnings(name: str) -> list[str]:
 
 
 def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarray], float, float]:
-    """Round a module; return its tensors by suffix, and the sums of squares of the rounding error and of the matrix."""
+    """Round a module; return its tensors by suffix, and the sums of squares of the rounding error and of the matrix.
+    Raises ModelFileError for numbers that are not finite.
+    """
     rows, size = slice(0, module.shape[0]), module.shape[1]
     weight = module.read("weight")
     codes, (scales, zeros) = rounded.codes(module, rows, slice(0, size)), rounded.scales(module, rows)

@@ -61,7 +61,9 @@ def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
 
 @cache
 def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
-    """Compile the function from tensor keys to a weight of this declaration."""
+    """Return the jitted function from tensor keys to a weight of this declaration, split over the mesh; one for equal
+    arguments. parts: number of parts of each axis.
+    """
     fill = partial(_fill, shape=shape, dtype=dtype, decl=decl, parts=parts)
     if mesh is None:
         return jax.jit(fill)

@@ -113,7 +113,8 @@ def load_params(
 
 
 def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool = False) -> tuple[WeightSource, bool]:
-    """Check a checkpoint's names and shapes, as `load_params` does and with its errors.
+    """Check a checkpoint's names and shapes, as `load_params` does and with its errors; of weights only what formats
+    need for that is read.
 
     Returns a view of it with the tensors that the model declares, and whether a tied head is stored too.
     """
@@ -186,7 +187,9 @@ def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> 
 
 
 def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
-    """Return a checkpoint under the model's names, with a tensor for each expert."""
+    """Return a checkpoint under the model's names, with a tensor for each expert. Raises ModelFileError for tensors
+    that get one name, constants of another value, and stacks of experts or adapters that do not fit.
+    """
     encoder, names = model.config.encoder, model.checkpoint_names
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
     if (experts := model.config.experts) is None:
@@ -223,7 +226,7 @@ class _Loader:
     chunk_bytes: int | None = None
 
     def load(self, param: DeclaredParam) -> jax.Array:
-        """Load a weight onto its devices, and wait for it. Raises ModelFileError."""
+        """Load a weight onto its devices, and wait for it. Raises ModelFileError as `read_rows` does."""
         if self.chunk_bytes is not None:
             assembly = Assembly(param, self.mesh, self.memory, self.chunk_bytes)
             assembly.add(self.read_rows)
@@ -248,8 +251,9 @@ class _Loader:
         return array if self.memory is None else self.memory.copy(array)
 
     def _read_block(self, param: DeclaredParam, block: Block) -> np.ndarray:
-        """Read a block in the checkpoint's orientation and the weight's dtype: [experts, rows, columns], or fewer
-        axes."""
+        """Read a block in the checkpoint's orientation and the weight's dtype: [experts, rows, columns], or fewer axes.
+        Rows of padding are zeros. Raises ModelFileError as `read_rows` does.
+        """
         decl, only = param.decl, param.decl.sources[0]
         parts = num_parts(param, self.mesh)[decl.joined_axis]
         if len(decl.sources) == 1 and only.num_contributed == only.rows and decl.num_experts is None:
@@ -313,7 +317,7 @@ def _columns(param: DeclaredParam, host: np.ndarray, columns: slice) -> np.ndarr
 
 
 def _whole(model: CausalLM) -> CausalLM:
-    """Build the full model of which this is a stage."""
+    """Build the full model, abstract, of which this is a stage; the model itself if it has all layers."""
     if len(model.stage.layers) == model.config.num_layers:
         return model
     return build_abstract(type(model), model.config, replace(model.build, stage=None))
@@ -368,7 +372,8 @@ def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tupl
 
 def is_unread(model: CausalLM, name: str) -> bool:
     """Whether checkpoints of the model may have a tensor of this name that it ignores: of a part that is not served, of
-    keys and values that a layer takes from another one, or one of IGNORABLE_SUFFIXES.
+    a tower, a head or next-token layers, of keys and values that a layer takes from another one, a scale of cached keys
+    and values, or one of IGNORABLE_SUFFIXES.
     """
     config = model.config
     towers = unread_towers(model.checkpoint_names, config.towers)

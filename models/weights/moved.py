@@ -20,8 +20,8 @@ def on_device(array: Any) -> jax.Array:
 
 
 def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
-    """Whether this process's part of an array has only finite numbers. chunk_bytes: size of copies in host memory at a
-    time.
+    """Whether this process's part of an array has only finite numbers; integers are. chunk_bytes: size of copies in
+    host memory at a time.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True

@@ -75,7 +75,9 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
 def adapter_of(
     config: AdapterConfig, source: WeightSource, targets: AdapterTargets, max_rank: int, dtype: Any
 ) -> AdapterWeights:
-    """Make an adapter for a model of its configuration and its tensors. Raises as `read_adapter`."""
+    """Make an adapter for a model of its configuration and its tensors. Reads all matrices of `source` and does not
+    close it. dtype and ModelFileErrors are those of `read_adapter`.
+    """
     dtype, faults = jnp.dtype(dtype), Faults()
     tensors = AdapterTensors(source, dtype, faults)
     stored, joined = _stored_modules(tensors, config, targets, faults)
@@ -118,7 +120,9 @@ def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dty
 
 
 def _weights_file(folder: Path) -> Path:
-    """Find the weights of an adapter's folder. Raises ModelFileError."""
+    """Find the weights of an adapter's folder. Raises ModelFileError where there are none, or only pickle files, and
+    for a link out of the folder.
+    """
     path = inside(folder, WEIGHTS_FILE)
     if path.exists():
         return path

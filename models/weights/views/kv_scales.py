@@ -49,7 +49,8 @@ class KVScales(NamedTuple):
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Return scales f32 with which magnitudes up to `largest` [layers, K] fit into codes of `dtype`, one of _HEADROOM.
+    """Return scales f32 with which magnitudes up to `largest` [layers, K] fit into codes of `dtype`, one of _HEADROOM,
+    else KeyError.
 
     They are 1 where all numbers were zero, or so small that devices would flush their scale to 0 and divide by it.
     """
@@ -134,7 +135,8 @@ def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
 
 
 def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], shape: KVShape) -> np.ndarray | None:
-    """Read the scales of keys or of values, f32[layers, K]; None where no layer has any. Raises ModelFileError.
+    """Read the scales of keys or of values, f32[layers, K]; None where no layer has any. Raises ModelFileError where
+    some layers alone have one, and for invalid ones.
 
     names: the source's. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
     """

@@ -45,7 +45,7 @@ class RenamedSource(WrappedSource):
         return self._stored.keys()
 
     def stored_name(self, name: str) -> str:
-        """Return the name of a tensor in the checkpoint."""
+        """Return the checkpoint's name of a tensor that is given by the model's. Raises KeyError for an unknown one."""
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -197,7 +197,9 @@ class StackedSource(WrappedSource):
             raise ModelFileError(self.path, text, name)
 
     def _read_matrix(self, part: _Part, columns: slice) -> np.ndarray:
-        """Read these columns of an expert's [out, in] in the stack's orientation, [columns, all rows of the stack]."""
+        """Read these columns of an expert's [out, in] in the stack's orientation, [columns, all rows of the stack]; the
+        last ones read are kept for the next call.
+        """
         first, last, _ = columns.indices(part.shape[1])
         key = part.stack, part.expert, first, last
         if self._last is None or self._last[0] != key:
