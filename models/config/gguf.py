@@ -153,7 +153,7 @@ def gguf_experts(
     """Read the experts of every layer. size: the field with their feed-forward size; more: fields that the family
     fixes.
 
-    Raises ModelConfigError. A dense first layer or a shared MLP come in `more`.
+    Raises ModelConfigError for a field that is missing or wrong.
     """
     return ExpertsConfig(
         num_experts=fields.integer("expert_count"),

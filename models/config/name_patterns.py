@@ -34,7 +34,7 @@ class Effort:
         self._limit = self._left = steps
 
     def spend(self) -> None:
-        """Count a step. Raises PatternError after the last one."""
+        """Count a step. Raises PatternError if none was left."""
         self._left -= 1
         if self._left < 0:
             raise PatternError(f"regular expressions that match this model's names in {self._limit:,} steps")
@@ -64,7 +64,9 @@ class NamePattern:
         return bool(self._root.ends(1, _Text(name, effort)) >> len(name))
 
     def match(self, name: str, effort: Effort) -> bool:
-        """Whether the expression matches a beginning of the name. `effort` and errors are as of `fullmatch`."""
+        """Whether the expression matches a beginning of the name. Spends steps of `effort`; raises PatternError where
+        they do not suffice.
+        """
         return self._root.ends(1, _Text(name, effort)) != 0
 
 
@@ -279,7 +281,9 @@ class _Parser:
         return found
 
     def _single(self, flags: int) -> _Node:
-        """Parse a character, a class or an anchor. Raises PatternError for a backreference."""
+        """Parse a character, a class or an anchor, and go on after it. flags: of `re`. Raises PatternError for a
+        backreference.
+        """
         found = self._take(_ESCAPE) or self._take(_CLASS)
         source = found[0] if found else self._source[self._at]
         self._at += 0 if found else 1
@@ -290,7 +294,8 @@ class _Parser:
         return _One(source if found or source == "." else re.escape(source), flags)
 
     def _group(self, flags: int) -> tuple[_Node | None, int]:
-        """Parse a group. Returns it, None for a comment or flags, and the flags that hold after it.
+        """Parse a group, and go on after it. Returns it, None for a comment or flags, and the flags that hold after it.
+        flags: those of `re` that hold before it.
 
         Raises PatternError for a kind that is not supported.
         """
@@ -311,8 +316,8 @@ class _Parser:
         return body, flags
 
     def _quantified(self, part: _Node) -> _Node:
-        """Parse a quantifier, if there is one, and return the part repeated so. Raises PatternError for a possessive
-        one.
+        """Parse a quantifier, if there is one, and return the part repeated so; without one, the part itself. Raises
+        PatternError for a possessive one.
         """
         if (found := self._take(_QUANTIFIER)) is None:
             return part

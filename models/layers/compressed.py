@@ -377,7 +377,7 @@ class CompressedAttention(nnx.Module):
 
     def _write(self, contributed: _Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
         """Make the keys of the blocks that this step completes, and write them to the pool; return it and what reads
-        its blocks.
+        its blocks. Raises ModelConfigError for pages that the blocks cannot have.
         """
         blocks, keys = contributed.blocks, self.keys
         slots, ragged = keys.num_slots(kv.page_size), where.in_pool(kv.page_size)

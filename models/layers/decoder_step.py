@@ -161,8 +161,8 @@ class DecoderStep:
     def _keep(self, number: int, attention: LayerAttention, kv: KVPages) -> None:
         """Store the pool that layer `number` returned, as the pool of the next layer.
 
-        A layer with a kv_source (which reads another layer's keys) wrote nothing. Without pages each layer's keys and
-        values are an array of their own.
+        A layer with a kv_source (which reads another layer's keys) wrote nothing. Without pages (UNPAGED) each layer's
+        keys and values are an array of their own, which is kept for layers that read it.
         """
         if attention.kv_source is not None:
             return

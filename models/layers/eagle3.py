@@ -192,7 +192,8 @@ class Eagle3Source(WrappedSource):
 
     def _is_of(self, model: WeightSource | None) -> bool:
         """Whether the head's embeddings equal those of `model`, of which most checkpoints have a copy. False without a
-        model, or where it has no such tensor of that shape; else both are read, some rows at a time.
+        model, or where it has no such tensor of that shape; else both are read, some rows at a time. Raises
+        ModelFileError where that fails.
         """
         if model is None or EMBEDDING not in model.names() or model.shape(EMBEDDING) != self.shape(EMBEDDING):
             return False

@@ -53,7 +53,7 @@ class Assembly:
 
         mesh: that the weight is split over. memory: for weights of CPUs, None for other devices. chunk_bytes: size of
         all copies of a piece together; a piece has at least one row, and all rows of a device if they are stored in a
-        format of their own.
+        format of their own. Raises ValueError for a mesh that does not split the weight evenly.
         """
         self._param, self._mesh, self._memory, self._chunk_bytes = param, mesh, memory, chunk_bytes
         self._sharding = sharding_of(param, mesh)

@@ -113,8 +113,7 @@ def load_params(
 
 
 def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool = False) -> tuple[WeightSource, bool]:
-    """Check a checkpoint's names and shapes, as `load_params` does and with its errors; of weights only what formats
-    need for that is read.
+    """Check a checkpoint's names and shapes, as `load_params` does and with its errors; no large weight is read.
 
     Returns a view of it with the tensors that the model declares, and whether a tied head is stored too.
     """

@@ -111,7 +111,9 @@ class _Stream:
         self.faults: dict[str, str] = {}
 
     def add(self, name: str, array: Any) -> None:
-        """Take a tensor, and load the weights of which it is the last one. Errors are recorded for `finish`."""
+        """Take a tensor, and load the weights of which it is the last one. Errors, also of a name that comes twice or
+        of what is no array, are recorded for `finish`.
+        """
         if name in self._given:
             self.faults[name] = "is given twice"
         elif (fault := fault_of(array)) is not None:

@@ -128,7 +128,8 @@ def _of_experts(
 def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
     """Combine loaded weights with zeroed adapter pools, if the model has any, into its state.
 
-    params: result of load_params, with all weights. mesh: where pools lie; None for the default device.
+    params: result of load_params, with all weights. mesh: where pools lie; None for the default device. Raises KeyError
+    for a weight that params lack.
     """
     loaded = dict(nnx.to_flat_state(params))
     state = []

@@ -184,7 +184,9 @@ class SafetensorsCheckpoint:
         return file
 
     def _open_index(self, folder: Path) -> None:
-        """Open the files that the folder's index lists. Raises ModelFileError for an invalid index."""
+        """Open the files that the folder's index lists. Each tensor is then read from the file that `_placed` chooses.
+        Raises ModelFileError for an invalid index or file.
+        """
         index_path = folder / INDEX_FILE
         raw = read_bytes(folder, INDEX_FILE, MAX_HEADER_BYTES) or b""
         weight_map = _parse_unique(index_path, raw).get("weight_map")
@@ -285,8 +287,8 @@ class _SafetensorsFile:
         return self._rows[1]
 
     def _fill(self, view: memoryview, offset: int) -> None:
-        """Read bytes from `offset` on until `view` is full. Raises ModelFileError where reading fails, or the file ends
-        before.
+        """Read bytes from `offset` on until `view` is full; they count in `bytes_read`. Raises ModelFileError where
+        reading fails, or the file ends before.
         """
         while len(view):
             try:

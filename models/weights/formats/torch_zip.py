@@ -218,8 +218,7 @@ class _Program:
 
 
 def _count(value: Any) -> int:
-    """Return a size or an offset of the program's. Raises TorchFileError for anything but an integer >= 0 and < 2^48.
-    """
+    """Return a size or an offset of the program's. Raises TorchFileError for anything but integers of 0 to 2^48 - 1."""
     if type(value) is not int or not 0 <= value < 1 << 48:
         raise TorchFileError("has a size that is none")
     return value

@@ -49,8 +49,7 @@ class KVScales(NamedTuple):
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Return scales f32 with which magnitudes up to `largest` [layers, K] fit into codes of `dtype`, one of _HEADROOM,
-    else KeyError.
+    """Return scales f32 with which magnitudes up to `largest` [layers, K] fit into codes of `dtype`, one of _HEADROOM.
 
     They are 1 where all numbers were zero, or so small that devices would flush their scale to 0 and divide by it.
     """
