@@ -414,7 +414,7 @@ def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[ja
 
 def _pool(spec: KVSpec, platform: str, scales: tuple[int, ...]) -> KVPages:
     """Return a zeroed pool of this spec for a platform. scales: number of layers with pages, and KV heads of each; ()
-    for none.
+    for none. Head scales are 1, if the dtype has any.
     """
     kv = alloc(spec, platform=platform)
     if not has_head_scales(spec):

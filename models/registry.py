@@ -310,7 +310,7 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
 
 
 def _unsupported(architecture: str, known: Iterable[str]) -> str:
-    """Return the error for an architecture that is none of those known; it names the nearest one."""
+    """Return the error for an architecture that is none of those known; it names the nearest one, if any is similar."""
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
     known = list(known)
     # The common suffix is no evidence of similarity, so names are compared without it.
@@ -359,7 +359,9 @@ def sees_all(fields: ConfigFields) -> bool:
 
 
 def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tuple[LayerAttention, ...]:
-    """Return the layers' attention with all tokens visible. Raises ModelConfigError for layers that cannot have it."""
+    """Return the layers' attention with all tokens visible. Raises ModelConfigError for layers with windows, chunks,
+    states or ALiBi.
+    """
     if any(each.window is not None or each.chunk is not None or each.state is not None for each in attention):
         raise fields.fail("is_causal", "true or absent for a model with windows, chunks or recurrent states")
     if any(each.slopes is not None for each in attention):

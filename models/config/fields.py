@@ -247,7 +247,9 @@ class ConfigFields:
         return ConfigFields({prefix + field: value for field, value in own.items()}, prefix).with_defaults(**defaults)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Read a token id or a list of at most MAX_TOKEN_IDS; empty for an absent field. Raises ModelConfigError."""
+        """Read a token id or a list of at most MAX_TOKEN_IDS; empty for an absent field. Raises ModelConfigError for
+        anything else.
+        """
         value = self._get(name, ())
         ids: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         wrong = any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_INTEGER for i in ids)

@@ -90,7 +90,11 @@ def _is_inner(name: str, value: Any) -> bool:
 
 
 def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dotted name of each new field, and the overrides with an invalid value of it."""
+    """Yield the dotted name of each new field, and the overrides with an invalid value of it.
+
+    Fields that have the file's own value are left out. Those of nested configurations and of rope mappings come one by
+    one.
+    """
     for name, value in overrides.items():
         if _is_inner(name, value):
             for inner, probe in _probes(raw[name] if _is_inside(raw, name, value) else {}, value):

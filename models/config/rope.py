@@ -285,7 +285,9 @@ def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None)
 
 
 def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Return frequencies f64[n] scaled as in Llama 3.1 (RopeScaling)."""
+    """Return frequencies f64[n] scaled as in Llama 3.1 (RopeScaling): kept where a pair turns high_freq_factor times or
+    more in the original context, divided by `factor` where low_freq_factor times or less, blended between.
+    """
     turns = scaling.original_max_position_embeddings * freqs / (2 * np.pi)  # full turns over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Llama 4 has both equal: nothing lies between what is kept and what is stretched.
@@ -294,7 +296,9 @@ def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp between kept and divided ones (RopeScaling)."""
+    """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp (RopeScaling): kept up to the pair that turns
+    beta_fast times in the original context, divided by `factor` from the one that turns beta_slow times on.
+    """
 
     def dimension_with(turns: float) -> float:
         context = scaling.original_max_position_embeddings

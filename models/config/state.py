@@ -39,7 +39,9 @@ class StateArray(NamedTuple):
     parts: int | None = None
 
     def of_device(self, num_shards: Callable[[str], int]) -> tuple[int, ...]:
-        """Return the shape of one device's part. num_shards: function from a logical axis to its number of shards."""
+        """Return the shape of one device's part: split axes are divided by the number of shards, but by no more than
+        `parts`. num_shards: function from a logical axis to its number of shards.
+        """
         return tuple(
             size if axis is None else size // min(num_shards(axis), self.parts or size)
             for size, axis in zip(self.shape, self.axes, strict=True)

@@ -151,7 +151,7 @@ def describe(known: Mapping[str, Sequence[int]]) -> str:
 
 
 def layers_of(taps: Iterable[Tap]) -> dict[str, list[int]]:
-    """Return the layers of these taps by kind, in the form of `all_taps`."""
+    """Return the layers of these taps by kind, ascending, in the form of `all_taps`; kinds without any are left out."""
     found: dict[str, list[int]] = {}
     for tap in taps:
         found.setdefault(tap.kind, []).append(tap.layer)

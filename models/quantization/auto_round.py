@@ -26,7 +26,11 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read AutoRound's settings. Raises ModelConfigError for unsupported ones."""
+    """Read AutoRound's settings. Raises ModelConfigError for unsupported ones.
+
+    Modules of extra_config have their own settings, all others of the named blocks (without any, all matrices) those of
+    the file. Heads stay plain unless extra_config names them.
+    """
     act_bits = settings.get("act_bits")
     if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
         raise bad("act_bits", act_bits, "16 or more: rows as they are")

@@ -118,7 +118,11 @@ class TableEntries(InOrder):
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read bitsandbytes settings. Raises ModelConfigError for unsupported ones."""
+    """Read bitsandbytes settings. Raises ModelConfigError for unsupported ones.
+
+    The result stores all matrices as NF4 or FP4 entries, but for those that llm_int8_skip_modules lists. Eight bits are
+    refused.
+    """
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         raise bad("load_in_8bit", True, "false: rows of 8 bits with outliers beside them are not supported")
     names = ("load_in_4bit", "_load_in_4bit")

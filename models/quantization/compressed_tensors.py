@@ -39,7 +39,11 @@ _MICROSCALED = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read compressed-tensors settings. Raises ModelConfigError for unsupported ones."""
+    """Read compressed-tensors settings. Raises ModelConfigError for unsupported ones.
+
+    The result has a rule for each target of config_groups, in the order of `_precedence`; modules in `ignore` are
+    plain, and kv_cache_scheme gives the dtype of keys and values.
+    """
     one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
     refuse(settings, "transform_config", "moe_sparsity_config")
     sparsity = settings.get("sparsity_config") or {}

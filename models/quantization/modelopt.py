@@ -50,7 +50,11 @@ _STORED: dict[str, Stored] = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read ModelOpt settings. Raises ModelConfigError for unsupported ones."""
+    """Read ModelOpt settings. Raises ModelConfigError for unsupported ones.
+
+    They may be nested in `quantization`. MIXED_PRECISION has an algorithm for each of quantized_layers; any other is
+    that of all matrices. Modules in `ignore` and exclude_modules, and towers, are plain.
+    """
     inner = settings.get("quantization")
     if inner is not None and not isinstance(inner, Mapping):
         raise bad("quantization", inner, "a mapping")

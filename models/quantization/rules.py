@@ -65,7 +65,9 @@ class Quantization:
         return _chosen(self, module.replace("{expert}", "0"))
 
     def names_of(self, module: str) -> list[str]:
-        """Return the names that the checkpoint may have for a module of the model."""
+        """Return the names that the checkpoint may have for a module of the model: its own and those with prefixes and
+        suffixes changed back, also of the stack of all experts.
+        """
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
@@ -152,7 +154,9 @@ def _fits(entry: str, name: str, effort: Effort) -> bool:
 
 
 def _is_listed(entry: str, name: str, effort: Effort) -> bool:
-    """Whether an entry of Quantization.listed matches a module's name. Raises ModelConfigError as `_begins` does."""
+    """Whether an entry of Quantization.listed matches a module's name: a part of it between dots, or an expression that
+    matches its beginning up to a dot or its end. Raises ModelConfigError as `_begins` does.
+    """
     if entry.startswith("re:"):
         return _fits(entry, name, effort)
     if _REGULAR.search(entry) and _begins(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name, effort):
@@ -190,7 +194,9 @@ def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def check_name(field: str, entry: Any) -> None:
-    """Raise ModelConfigError for an invalid module name, or an expression that NamePattern refuses."""
+    """Raise ModelConfigError for a module name that is no string or has more than _MAX_NAME characters, or an
+    expression that NamePattern refuses.
+    """
     if isinstance(entry, str) and entry.startswith("re:"):
         try:
             _expression(entry[3:])

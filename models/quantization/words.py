@@ -99,8 +99,7 @@ class AwqGemm(PackedInt32):
         return scales.T, self.zeros_of(self._columns(module, "qzeros", rows, slice(None)), scales).T
 
     def _columns(self, module: StoredModule, kind: str, outputs: slice, lines: slice) -> np.ndarray:
-        """Unpack columns `outputs` of a packed tensor: u8 [lines, outputs]. Raises ModelFileError unless it is int32.
-        """
+        """Unpack columns `outputs` of a packed tensor: u8 [lines, outputs]. Raises ModelFileError if it is no int32."""
         words, part = self.word_span(outputs, module.shape[0])
         values = unpacked(module.read(kind, "int32", lines, words), self.bits)
         values = values.reshape(len(values), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER]

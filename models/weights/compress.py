@@ -85,8 +85,9 @@ def compress(
 
 
 def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
-    """Make the quantization_config of matrices rounded by `_rounded`. ignored: names of modules that are not
-    rounded."""
+    """Make the quantization_config of matrices rounded by `_rounded`: pack-quantized integers or float-quantized e4m3,
+    by group or by channel. ignored: names of modules that are not rounded.
+    """
     weights: dict[str, Any] = {"dynamic": False, "symmetric": not rounded.has_zeros}
     if rounded.group is None:
         weights["strategy"] = "channel"

@@ -295,7 +295,9 @@ class _Loader:
 
 
 def _kind_fault(dtype: Any, stored: Any) -> str:
-    """Return why numbers of a stored dtype cannot be a weight's, "" if they can."""
+    """Return why numbers of a stored dtype cannot be a weight's, "" if they can: floating-point numbers of any dtype
+    for such a weight, i64 for i32, else the weight's own dtype.
+    """
     floating = jnp.issubdtype(dtype, jnp.floating)
     if stored == dtype or (floating and jnp.issubdtype(stored, jnp.floating)):
         return ""
@@ -360,7 +362,10 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
 
 
 def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tuple[str, ...]:
-    """Return beginnings of the names of tensors of towers that are not read. towers: those of the model as served."""
+    """Return beginnings of the names of tensors of towers that are not read: what the served ones leave unused, the
+    tower of sounds if none of them hears, and the tower of images if none of them is one. towers: those of the model as
+    served.
+    """
     unread = [beginning for tower in towers for beginning in tower.unused]
     if not any(tower.hears for tower in towers):
         unread += names.sound_tower
@@ -434,7 +439,9 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
-    """Return the factors, in float32, that GGUF files have for a rope; None if it has none."""
+    """Return the factors, in float32, that GGUF files have for a rope; None if it is not scaled. A proportional rope
+    has 1 for pairs that turn and 1e30 for the others.
+    """
     if rope.scaling is None:
         return None
     factors: Any = rope.scaling.factors
@@ -444,7 +451,9 @@ def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
 
 
 def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
-    """Raise ModelFileError unless the model's rope scaling equals one of the tensors in which GGUF files store it."""
+    """Raise ModelFileError unless the model's rope scaling equals one of the tensors in which GGUF files store it. Of a
+    model with proportional rope only that is compared.
+    """
     stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
     ropes = {attention.rope for attention in model.config.attention if attention.rope is not None}
     # Pairs that are not rotated have a huge factor; layers with plain rope do not read the tensor then.

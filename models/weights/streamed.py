@@ -277,7 +277,9 @@ def _digest(source: ArraySource, name: str, chunk_bytes: int | None) -> bytes:
 
 
 def _tensors_of(param: DeclaredParam, model: CausalLM) -> set[str]:
-    """Collect the tensors that a weight is read from; none where a format determines them."""
+    """Collect the tensors that a weight is read from; none where a format determines them. For matrices that are
+    rounded at load they are the plain ones.
+    """
     found = set[str]()
     for source in param.decl.sources:
         module, _, kind = source.name.rpartition(".")
@@ -296,7 +298,9 @@ def _layer_of(name: str) -> str:
 
 
 def _stands_for(name: str, groups: dict[str, _Group]) -> set[str]:
-    """Return the tensors of a group that a tensor represents: itself, or those of all experts that it contains."""
+    """Return the tensors of a group that a tensor represents: itself, or those of all experts that it contains; none if
+    it is of no group.
+    """
     if name in groups:
         return {name} if not name.endswith(_EXPERTS) else set()
     layer, _, end = name.rpartition(".")

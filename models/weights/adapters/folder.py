@@ -166,7 +166,9 @@ def _stored_modules(
 
 
 def _why_not(module: str, targets: AdapterTargets) -> str:
-    """Return why the model takes no adapter of a module, which an adapter has."""
+    """Return why the model takes no adapter of a module, which an adapter has: no such expert or matrix, not supported,
+    or no such module.
+    """
     layer, _, rest = module.partition(".experts.")
     if rest and (experts := targets.experts.get(f"{layer}.experts")) is not None:
         modules = [*experts.joined[GATE_UP], *experts.joined[DOWN]]

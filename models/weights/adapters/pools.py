@@ -87,7 +87,9 @@ class AdapterTargets:
 
 
 def targets_of(models: Iterable[Any]) -> AdapterTargets:
-    """Collect the targets of the stages of one model, abstract or real."""
+    """Collect the targets of the stages of one model, abstract or real: modules with pools, and as `others` the modules
+    of all other weights, with lm_head unless the model pools.
+    """
     shapes: dict[str, tuple[int, int]] = {}
     experts: dict[str, ExpertTargets] = {}
     tensors: set[str] = set()

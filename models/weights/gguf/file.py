@@ -268,7 +268,9 @@ class GGUFFile:
         return None
 
     def _head_count(self, key: str) -> int:
-        """Read a number of heads from the metadata; that of queries if it is absent. Raises ModelFileError."""
+        """Read a number of heads from the metadata; that of queries if it is absent. Raises ModelFileError for anything
+        but an integer >= 1.
+        """
         key = f"{self.architecture}.{key}"
         heads = self.metadata.get(key, self.metadata.get(f"{self.architecture}.{_HEADS_KEY[Q]}"))
         if type(heads) is not int or heads < 1:

@@ -190,7 +190,9 @@ class StackedSource(WrappedSource):
             raise ModelFileError(self.path, text, name)
 
     def _check_scales(self, name: str, blocks: tuple[int, ...]) -> None:
-        """Raise ModelFileError unless the scales `name` and the blocks of this shape belong together."""
+        """Raise ModelFileError unless the scales `name` and the blocks of this shape belong together: [E, rows, n] and
+        [E, rows, n, 16].
+        """
         scales = tuple(self._source.shape(name)) if name in set(self._source.names()) else None
         if blocks[3] != 16 or scales != blocks[:3]:
             text = f"MXFP4 must have blocks [E, rows, n, 16] and scales [E, rows, n], got {blocks} and {scales}"
