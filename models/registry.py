@@ -327,7 +327,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError, also for an architecture that is not
     registered.
 
-    pooler: what a pooling model does with hidden states; None for a model that generates.
+    pooler: what a pooling model does with hidden states; None for a model that generates. With one, the layers of a
+    model whose tokens see their whole prompt are not causal; without, that is an error.
     """
     fields = ConfigFields(with_one_rope(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields))

@@ -150,8 +150,8 @@ class ConfigFields:
         return self.raw.get(self.prefix + name) is not None
 
     def fail(self, name: str, allowed: str) -> ModelConfigError:
-        """Return, for the caller to raise, the error that the field `name` must be `allowed`; it shows the start of its
-        value.
+        """Return, for the caller to raise, the error that the field `name` must be `allowed`; it shows at most 80
+        characters of its value.
         """
         value = self.raw.get(self.prefix + name)
         text = repr(value[:1000] if isinstance(value, (str, list)) else value)

@@ -274,7 +274,8 @@ def require_rope(fields: ConfigFields) -> None:
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = False, interleaved: bool = False) -> Rope:
-    """Read a model's Rope from its config.json. The default of `rope_theta` is 10000. Raises ModelConfigError.
+    """Read a model's Rope from its config.json. The default of `rope_theta` is 10000. Raises ModelConfigError, also for
+    a mapping per layer type.
 
     transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`.
 

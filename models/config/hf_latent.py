@@ -13,7 +13,8 @@ from jaxengine.models.config.rope import read_mscale
 
 
 def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:
-    """Read `hf_fields` of a model with multi-head latent attention.
+    """Read `hf_fields` of a model with multi-head latent attention: each layer has a Latent, one kv head and a softmax
+    scale with the square of YaRN's mscale.
 
     Args:
       interleaved: see Rope.

@@ -331,6 +331,6 @@ class _Parser:
 
 
 def _flags(letters: str | None) -> int:
-    """Return the flags of `re` for these letters. "u" is the default, and `re` refuses "L"."""
+    """Return the flags of `re` for these letters; 0 for None. "u" is the default, and `re` refuses "L"."""
     known = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL}
     return sum(known.get(letter, 0) for letter in {*(letters or "")})

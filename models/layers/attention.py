@@ -191,7 +191,7 @@ def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
 
 
 def own_slopes(slopes: Sequence[float], count: int) -> jax.Array:
-    """Return the slopes f32[count] of this device's heads, of those of all."""
+    """Return the slopes f32[count] of this device's heads, a part of `slopes`, those of all."""
     return lax.dynamic_slice_in_dim(jnp.asarray(slopes, jnp.float32), shard_index("heads") * count, count)
 
 

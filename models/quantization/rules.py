@@ -177,7 +177,9 @@ def _begins(expression: str, name: str, effort: Effort) -> bool:
 
 @lru_cache(1 << 12)
 def _expression(source: str) -> NamePattern:
-    """Return the NamePattern of an expression, remembered for the latest ones. Raises PatternError."""
+    """Return the NamePattern of an expression, remembered for the latest ones. Raises PatternError for one that it
+    refuses.
+    """
     return NamePattern(source)
 
 

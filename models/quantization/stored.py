@@ -43,7 +43,9 @@ class Activation:
 
     @property
     def microscaled(self) -> bool:
-        """Whether groups are so small that rows are multiplied with scales applied: see `microscaled_rows`."""
+        """Whether groups are so small, of at most 32 with scales that are no plain float32, that rows are multiplied
+        with scales applied: see `microscaled_rows`.
+        """
         return self.group is not None and self.group <= 32 and self.scales != FLOAT32
 
     def __str__(self) -> str:
@@ -144,19 +146,25 @@ class Stored(Protocol):
         ...
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        """Read codes [rows, columns] in `dtype`, in newly allocated memory; int8 for int4."""
+        """Read codes [rows, columns] in `dtype`, in newly allocated memory; int8 for int4. Raises ModelFileError for a
+        tensor of another dtype.
+        """
         ...
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Read scales f32 [rows, n], and zeros of that shape or None."""
+        """Read scales f32 [rows, n], and zeros of that shape or None. Raises ModelFileError for a tensor of another
+        dtype.
+        """
         ...
 
     def order(self, module: StoredModule) -> np.ndarray:
-        """Return the input of each column of codes, i32[in]."""
+        """Return the input of each column of codes, i32[in]. Raises ModelFileError for a tensor of another dtype."""
         ...
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
-        """Read the static scale of all rows where `activation` is static, f32[1]."""
+        """Read the static scale of all rows where `activation` is static, f32[1]. Raises ModelFileError for a tensor of
+        another dtype.
+        """
         ...
 
 

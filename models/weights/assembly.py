@@ -142,5 +142,7 @@ class Assembly:
 
 
 def is_plain(source: Source) -> bool:
-    """Whether each row of the weight is one row of a tensor, independent of other rows."""
+    """Whether each row of the weight is one row of a tensor, independent of other rows: not so of codes, scales and the
+    like of a storage format.
+    """
     return source.name.rpartition(".")[2] not in _OF_FORMATS

@@ -74,7 +74,7 @@ class ByteFile(Protocol):
     size: int
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Read bytes from `offset` on into `view`; return how many, 0 at the end. Raises OSError."""
+        """Read bytes from `offset` on into `view`; return how many, 0 at the end. Raises OSError where that fails."""
         ...
 
     def close(self) -> None: ...

@@ -128,7 +128,8 @@ class StackedSource(WrappedSource):
         return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
 
     def _add(self, name: str, prefix: str, end: str) -> None:
-        """Add the parts of one stack. Raises ModelFileError for another kind, shape or number of experts.
+        """Add the parts of one stack. Raises ModelFileError for another kind, shape or number of experts, for scales
+        that do not fit, and where gate and up cannot be told apart.
 
         prefix, end: its name up to the last dot, and after it.
         """
