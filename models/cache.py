@@ -359,7 +359,9 @@ def _differs(kv: KVPages, place: LayerPlace) -> bool:
 
 
 def first_page(kv: KVPages, place: LayerPlace, num_pages: int) -> int:
-    """Return the row, in the layer's view of the pool, of its page 0; page p is `row_step` * p rows on."""
+    """Return the row, in the layer's view of the pool, of its page 0; page p is `row_step` * p rows on. num_pages:
+    pages of any group that the pool has.
+    """
     row = place.row * num_pages
     return row if row_step(kv, place) == 1 else row * place.parts + place.part
 
@@ -395,7 +397,7 @@ def as_stored(kv: Any, like: Any) -> Any:
 
 def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[jax.Array, jax.Array | None]:
     """Return the largest magnitudes (jaxengine.pallas_kernels.kv.pages.largest) of one layer's pages in a pool of
-    `num_pages` pages.
+    `num_pages` pages: of keys and of values, f32[K] each, None for values that lie in keys.
 
     Raises ValueError for a pool of codes, and as `of_layer` does.
     """

@@ -260,7 +260,7 @@ class Rope:
 
 
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the radians per position of each rotated pair, float64[rotary_dim / 2].
+    """Return the radians per position of each rotated pair, float64[rotary_dim / 2]; scaling: None for none.
 
     With longrope those of its long factors. Raises ModelConfigError if the number of factors differs from that of
     pairs.

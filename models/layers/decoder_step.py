@@ -191,7 +191,7 @@ class DecoderStep:
 
     def _observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
         """Pass to all sections the hidden states x [T, D] after `count` of the stage's layers, and the last one's
-        Notes.
+        Notes, None before the first.
         """
         for section in self._sections:
             section.observe(count, x, notes)
@@ -230,8 +230,8 @@ def _layer_pages(
 
 
 def _spread(ragged: RaggedBatch, step: int, page_size: int) -> RaggedBatch:
-    """Return the batch with page ids multiplied by `step`, and slots moved to the same offset of those pages; padding
-    slots stay -1.
+    """Return the batch with page ids multiplied by `step`, and slots, of pages of page_size tokens, moved to the same
+    offset of those pages; padding slots stay -1.
     """
     slots = ragged.slot_mapping
     moved = (slots // page_size * step) * page_size + slots % page_size

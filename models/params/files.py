@@ -111,7 +111,7 @@ def parse_object(
     """Parse a JSON object of at most MAX_JSON_DEPTH levels. Raises ModelFileError, which names `path`, for anything
     else.
 
-    pairs_hook: json's object_pairs_hook; it may raise ModelFileError itself.
+    pairs_hook: json's object_pairs_hook; it may raise ModelFileError itself; None for none.
     """
     try:
         value = json.loads(source, object_pairs_hook=pairs_hook)

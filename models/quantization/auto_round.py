@@ -54,7 +54,9 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str, ...], Stored | None]]:
-    """Merge rules of plain names that share a storage format, and put them before rules of patterns, in their order."""
+    """Merge rules of plain names that share a storage format, and put them before rules of patterns, in their order.
+    None stands for plain weights.
+    """
     by_stored: dict[Stored | None, list[str]] = {}
     patterns = []
     for name, stored in rules:

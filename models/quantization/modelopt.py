@@ -34,7 +34,9 @@ class Blocks(EightBits):
 
 
 def _nvfp4(name: str, activation: Activation | None) -> Nvfp4:
-    """Return the format NVFP4 under ModelOpt's tensor names, whose global scales are factors."""
+    """Return the format NVFP4 under ModelOpt's tensor names, whose global scales are factors. activation: None for rows
+    that are not rounded.
+    """
     return Nvfp4(name, activation, "weight", "weight_scale_2", "input_scale", divides=False)
 
 

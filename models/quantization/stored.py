@@ -222,7 +222,9 @@ SCALAR: tuple[Shape, ...] = ((1,), ())
 
 
 def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.ndarray:
-    """Convert scales [rows, n] of `group` inputs each, the last of fewer, to `count` scales of equally many inputs."""
+    """Convert scales [rows, n] of `group` inputs each, the last of fewer, to `count` scales of equally many of the
+    `size` inputs. group: None for all inputs.
+    """
     if groups.shape[1] == count:
         return groups
     assert groups.shape[1] == num_groups(size, group)
@@ -231,7 +233,9 @@ def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.n
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int | None) -> np.ndarray:
-    """Dequantise codes [rows, in] with scales and zeros [rows, n] of `group` inputs each: f32 [rows, in]."""
+    """Dequantise codes [rows, in] with scales and zeros [rows, n] of `group` inputs each: f32 [rows, in]. zeros: None
+    for none; group: None for all inputs.
+    """
     size = codes.shape[1]
     values = codes.astype(np.float32) * spread(scales, group, size, size)
     if zeros is not None:

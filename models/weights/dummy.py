@@ -33,7 +33,8 @@ _BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # moments
 def dummy_params(
     model_abstract: CausalLM, *, seed: int = 0, mesh: Mesh | None = None, progress: Progress | None = None
 ) -> nnx.State:
-    """Make the state of `model_abstract` from random weights; mesh and progress as for load.load_params.
+    """Make the state of `model_abstract` from random weights; mesh and progress as for load.load_params: None for the
+    default device, and for no report after each weight.
 
     Raises ValueError for a mesh that does not split a weight evenly.
     """

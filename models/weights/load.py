@@ -114,6 +114,7 @@ def load_params(
 
 def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool = False) -> tuple[WeightSource, bool]:
     """Check a checkpoint's names and shapes, as `load_params` does and with its errors; no large weight is read.
+    partial: as of load_params.
 
     Returns a view of it with the tensors that the model declares, and whether a tied head is stored too.
     """
@@ -149,8 +150,9 @@ def load_group(
 ) -> dict[tuple[Any, ...], jax.Array]:
     """Load some weights of a model; return them by path.
 
-    source: has all tensors of these weights; its other tensors are ignored. Raises ModelFileError for a tensor of a
-    wrong shape or kind. The caller does what `check_source` does for the entire checkpoint.
+    source: has all tensors of these weights; its other tensors are ignored. mesh: None for the default device. Raises
+    ModelFileError for a tensor of a wrong shape or kind. The caller does what `check_source` does for the entire
+    checkpoint.
     """
     held = QuantizedSource(_of_model(model_abstract, source), params, model_abstract.build.scheme)
     for param in params:
@@ -161,7 +163,9 @@ def load_group(
 
 
 def begin_assembly(param: DeclaredParam, mesh: Mesh | None, chunk_bytes: int) -> Assembly:
-    """Begin a weight to which tensors are added as they come. chunk_bytes: most bytes of a copy in host memory."""
+    """Begin a weight to which tensors are added as they come. chunk_bytes: most bytes of a copy in host memory. mesh:
+    None for the default device. Raises ValueError for one that does not split the weight evenly.
+    """
     return Assembly(param, mesh, _memory(mesh), chunk_bytes)
 
 

@@ -155,8 +155,8 @@ class _Stream:
         return states
 
     def _sort(self, stored: str, array: Any) -> None:
-        """Put a tensor into its group, and load what can be; release what nobody needs. Faults are recorded, not
-        raised.
+        """Put a tensor, given by the checkpoint's name, into its group, and load what can be; release what nobody
+        needs. Faults are recorded, not raised.
         """
         name = self._names.renamed(stored)
         tensors = _stands_for(name, self._groups)

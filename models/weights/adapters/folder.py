@@ -137,8 +137,9 @@ def _stored_modules(
     """Return the modules of a file, as a map from the model's names to the file's, and its pairs for all experts of a
     layer.
 
-    faults: collects modules that lack one of both matrices, that the model does not have, or that appear twice. Raises
-    ModelFileError if the pairs for all experts are not those of the configuration.
+    Single experts and other modules are in the map, pairs for all experts in the list. faults: collects modules that
+    lack one of both matrices, that the model does not have, or that appear twice. Raises ModelFileError if the pairs
+    for all experts are not those of the configuration.
     """
     path = tensors.path
     stored: dict[str, str] = {}

@@ -142,7 +142,7 @@ def _reported_once() -> Iterator[None]:
 
 def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) -> nnx.State:
     """Load the state of `model` (or of one of its stages) from a folder of save_checkpoint; each process reads its
-    parts.
+    parts. mesh: None for the first device.
 
     Raises ModelFileError for an invalid folder, for one of another model or dtype, or one arranged for another
     mesh, and ValueError for a mesh that does not split a weight evenly.

@@ -199,7 +199,8 @@ class SafetensorsCheckpoint:
 def _placed(
     index_path: Path, weight_map: Mapping[str, str], files: Mapping[str, _SafetensorsFile]
 ) -> dict[str, _SafetensorsFile]:
-    """Map each tensor of the files to the one that it is read from, as the index says where several have it.
+    """Map each tensor of the files, which are given by name, to the one that it is read from, as the index (weight_map,
+    file names by tensor) says where several have it.
 
     An index that is slightly off counts as far as it can, as in transformers, and a warning says where it is off.
     Raises ModelFileError for a tensor in several files none of which the index names.

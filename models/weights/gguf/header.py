@@ -108,7 +108,9 @@ class _Cursor:
         self._items_left = MAX_ITEMS
 
     def fail(self, what: str, where: str | None = None) -> ModelFileError:
-        """Return the error, for the caller to raise, that the file has a fault; None for `where`: here."""
+        """Return the error, for the caller to raise, that the file has the fault `what`; where: key, name or place of
+        it, None for the present offset.
+        """
         return ModelFileError(self.path, what, where or f"byte {self.position}")
 
     def take(self, num_bytes: int, where: str) -> bytes:

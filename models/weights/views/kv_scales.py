@@ -94,7 +94,7 @@ def to_object(largest: KVScales) -> dict[str, Any]:
 def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
     """Parse the result of `to_object` to largest magnitudes, f64.
 
-    Raises ValueError, whose text says what a file of this model must hold.
+    shape: of the model. Raises ValueError for anything else, whose text says what a file of this model must hold.
     """
     names = [_LARGEST_KEYS, *([] if shape.values_in_keys else [_LARGEST_VALUES])]
     kinds = [_numbers(content.get(name), shape) for name in names]
