@@ -29,5 +29,8 @@ class Adapters(NamedTuple):
 
 
 def are_few(num_used: int, num_slots: int) -> bool:
-    """Whether a step whose requests use `num_used` of `num_slots` pool slots is faster if it reads only those slots."""
+    """Whether a step whose requests use `num_used` of `num_slots` pool slots is faster if it reads only those slots.
+
+    True up to seven eighths of the slots.
+    """
     return 8 * num_used <= 7 * num_slots

@@ -66,7 +66,10 @@ _STEMS = {
 
 
 def usual_name(architecture: str) -> str:
-    """Return the name under which an architecture's family is registered, with its own suffix."""
+    """Return the name under which an architecture's family is registered, with its own suffix.
+
+    A name without another spelling is returned as it is.
+    """
     if architecture in _OTHER_NAMES:
         return _OTHER_NAMES[architecture]
     stem = _stem(architecture, _STEMS)
@@ -74,12 +77,17 @@ def usual_name(architecture: str) -> str:
 
 
 def left_out(architecture: str) -> dict[str, Any]:
-    """Return what transformers takes for fields that a file lacks, where it is not what the family's class takes."""
+    """Return what transformers takes for fields that a file lacks, where it is not what the family's class takes.
+
+    Keys are field names; {} where nothing differs.
+    """
     stem = _stem(architecture, _LEFT_OUT)
     return {} if stem is None else _LEFT_OUT[stem]
 
 
 def _stem(architecture: str, stems: Iterable[str]) -> str | None:
-    """Return the beginning that an architecture's name has; None for none of these."""
+    """Return the first of `stems` with which an architecture's name begins, if For, Model or Encoder follows; None for
+    none of these.
+    """
     ends = ("For", "Model", "Encoder")
     return next((stem for stem in stems if architecture.startswith(tuple(stem + end for end in ends))), None)

@@ -63,8 +63,9 @@ class Build:
     ) -> Weight:
         """Declare a matrix of the model, stored by the scheme of its checkpoint modules (see Scheme.declare).
 
-        shape, axes: [in, out], [num_experts, in, out], or [rows, D] of a `table`, and their logical axes. sources: the
-        modules that form it, joined along `out`, or along a table's rows.
+        shape, axes: [in, out], [num_experts, in, out], or [rows, D] of a `table`, and their logical axes, None for an
+        axis that is not split. num_experts: None for no stack. sources: the modules that form it, joined along `out`,
+        or along a table's rows.
 
         Raises ModelConfigError if one product is made of modules that are stored differently, or that cannot have this
         shape; ValueError if the stored form cannot be split over the mesh.
@@ -83,7 +84,10 @@ class Build:
         return len({*self._schemes(sources).values()}) == 1
 
     def _schemes(self, sources: Sequence[Source]) -> dict[str, Scheme]:
-        """Return the Scheme of each of the modules, by its name in the checkpoint."""
+        """Return the Scheme of each of the modules, by its name in the checkpoint.
+
+        `{layer}` in a source's name stands for the number of the layer being built.
+        """
         names = [source.name.replace("{layer}", str(self.layer)) for source in sources]
         return {name: self.scheme(name) for name in names}
 

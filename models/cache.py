@@ -210,7 +210,8 @@ def _num_rows(parts: Sequence[int]) -> int:
 
 
 def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
-    """Return the page shapes of the layers here, each with the number of layers that share a row.
+    """Return the page shapes of the layers here, each with the number of layers that share a row; {} where none has
+    pages.
 
     Raises ValueError for token scales in layers that differ.
     """
@@ -227,7 +228,10 @@ def _token_elements(spec: KVSpec) -> int:
 
 
 def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
-    """Return the location in the pool of each layer with pages here, by its number in the model."""
+    """Return the location in the pool of each layer with pages here, by its number in the model.
+
+    Raises ValueError for token scales in layers whose pages differ.
+    """
     places, specs = {}, _specs(groups)
     for group in paged_groups(groups):
         row = 0
@@ -242,12 +246,18 @@ def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
 def num_places(groups: Sequence[Paged | State]) -> int:
     """Return the number of pool rows that a page takes: as many as the largest group fills, one for each layer if all
     are of one size.
+
+    At least 1. Raises ValueError as `layer_places` does.
     """
     return max([1, *(1 + place.row for place in layer_places(groups).values())])
 
 
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
-    """Return the spec of one device's pool that holds `num_pages` pages of any group."""
+    """Return the spec of one device's pool that holds `num_pages` pages of any group.
+
+    Where no layer has pages it is Paged.nothing of a group; where they differ, one of rows with one kv head that is as
+    wide as all of them need. Raises ValueError as `layer_places` does.
+    """
     if not (specs := _specs(groups)):
         return next(group.nothing for group in paged_groups(groups) if group.nothing is not None)
     (spec, parts), *others = specs.items()
@@ -271,7 +281,10 @@ def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
 
 
 def page_bytes_of_group(groups: Sequence[Paged | State], *, platform: str) -> int:
-    """Return the bytes of a page on one device, in all layers of its group; 0 where no layer here has pages."""
+    """Return the bytes of a page on one device, in all layers of its group; 0 where no layer here has pages.
+
+    platform: the one whose layout the page has. Raises ValueError as `layer_places` does.
+    """
     return page_bytes(pool_spec(groups, 1), layout_of(platform)) * num_places(groups) if _specs(groups) else 0
 
 
@@ -313,6 +326,8 @@ def device_kv(shapes: KVPages) -> KVPages:
 def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
     """Return the pool with the spec and the scales of one layer, given by its place and its index among this stage's
     layers with pages. Its data is that of the pool: `as_viewed` gives it the layer's shape.
+
+    Raises ValueError for a layer that shares rows on TPUs and whose pages are no whole number of tiles.
     """
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
     own = replace(kv, k_scale=k_scale, v_scale=v_scale)
@@ -344,7 +359,9 @@ def _differs(kv: KVPages, place: LayerPlace) -> bool:
 
 
 def first_page(kv: KVPages, place: LayerPlace, num_pages: int) -> int:
-    """Return the row, in the layer's view of the pool, of its page 0; page p is `row_step` * p rows on."""
+    """Return the row, in the layer's view of the pool, of its page 0; page p is `row_step` * p rows on. num_pages:
+    pages of any group that the pool has.
+    """
     row = place.row * num_pages
     return row if row_step(kv, place) == 1 else row * place.parts + place.part
 
@@ -367,7 +384,10 @@ def as_viewed(kv: Any) -> Any:
 
 
 def as_stored(kv: Any, like: Any) -> Any:
-    """Undo `as_viewed`: return the data in the shape of the pool `like`."""
+    """Undo `as_viewed`: return the data in the shape of the pool `like`.
+
+    Tuples are treated element by element; anything else than a pool is returned unchanged.
+    """
     if type(kv) is tuple:
         return tuple(as_stored(each, its) for each, its in zip(kv, like, strict=True))
     if not isinstance(kv, KVPages) or kv.layout == SEQUENCES or kv.data.shape == like.data.shape:
@@ -377,7 +397,9 @@ def as_stored(kv: Any, like: Any) -> Any:
 
 def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[jax.Array, jax.Array | None]:
     """Return the largest magnitudes (jaxengine.pallas_kernels.kv.pages.largest) of one layer's pages in a pool of
-    `num_pages` pages.
+    `num_pages` pages: of keys and of values, f32[K] each, None for values that lie in keys.
+
+    Raises ValueError for a pool of codes, and as `of_layer` does.
     """
     first = jnp.int32(place.row * num_pages)
     if not _differs(kv, place):
@@ -394,7 +416,7 @@ def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[ja
 
 def _pool(spec: KVSpec, platform: str, scales: tuple[int, ...]) -> KVPages:
     """Return a zeroed pool of this spec for a platform. scales: number of layers with pages, and KV heads of each; ()
-    for none.
+    for none. Head scales are 1, if the dtype has any.
     """
     kv = alloc(spec, platform=platform)
     if not has_head_scales(spec):

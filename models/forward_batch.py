@@ -97,6 +97,9 @@ class StepLayout:
         return name in self._fields
 
     def view(self, buffer: Any, name: str) -> Any:
-        """Return the field `name` of a message, in its shape: a view for numpy, a static slice under jit."""
+        """Return the field `name` of a message, in its shape: a view for numpy, a static slice under jit.
+
+        Raises KeyError for a name that messages lack.
+        """
         where, shape = self._fields[name]
         return buffer[where].reshape(shape)

@@ -277,8 +277,8 @@ def family_of(architecture: str) -> tuple[str, str | None]:
 
 
 def usual_pooling(architecture: str, fields: ConfigFields) -> str:
-    """Return the type of pooling if the checkpoint names none: an encoder's own choice, else LAST. Raises
-    ModelConfigError.
+    """Return the type of pooling if the checkpoint names none: an encoder's own choice, that of `pooling` for
+    BIDIRECTIONAL classes, else LAST. Raises ModelConfigError.
     """
     if architecture in BIDIRECTIONAL:
         if (kind := fields.text("pooling", "mean")) not in POOLINGS:
@@ -289,7 +289,9 @@ def usual_pooling(architecture: str, fields: ConfigFields) -> str:
 
 
 def model_for_hf(architecture: str) -> type[CausalLM]:
-    """Find the class that has an architecture's layers. Raises ModelConfigError."""
+    """Find the class that has an architecture's layers. Raises ModelConfigError for one that is not registered; the
+    text names the nearest.
+    """
     family, _ = family_of(architecture)
     known = {**MODELS, **ENCODERS}
     if family not in known:
@@ -298,7 +300,9 @@ def model_for_hf(architecture: str) -> type[CausalLM]:
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
-    """Find the class that reads files of this general.architecture. Raises ModelConfigError."""
+    """Find the class that reads files of this general.architecture. Raises ModelConfigError for one that no class
+    reads; the text names the nearest.
+    """
     by_name = {model.gguf_architecture: model for model in MODELS.values() if model.gguf_architecture is not None}
     if architecture not in by_name:
         raise ModelConfigError(_unsupported(architecture, by_name))
@@ -306,7 +310,7 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
 
 
 def _unsupported(architecture: str, known: Iterable[str]) -> str:
-    """Return the error for an architecture that is none of those known; it names the nearest one."""
+    """Return the error for an architecture that is none of those known; it names the nearest one, if any is similar."""
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
     known = list(known)
     # The common suffix is no evidence of similarity, so names are compared without it.
@@ -323,7 +327,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError, also for an architecture that is not
     registered.
 
-    pooler: what a pooling model does with hidden states; None for a model that generates.
+    pooler: what a pooling model does with hidden states; None for a model that generates. With one, the layers of a
+    model whose tokens see their whole prompt are not causal; without, that is an error.
     """
     fields = ConfigFields(with_one_rope(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields))
@@ -348,12 +353,16 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
 
 
 def sees_all(fields: ConfigFields) -> bool:
-    """Whether the tokens of a pooling model with a decoder's layers see their whole prompt. Raises ModelConfigError."""
+    """Whether the tokens of a pooling model with a decoder's layers see their whole prompt: by their class, or by
+    `is_causal`. Raises ModelConfigError.
+    """
     return hf_architecture(fields) in BIDIRECTIONAL or not fields.boolean("is_causal", True)
 
 
 def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tuple[LayerAttention, ...]:
-    """Return the layers' attention with all tokens visible. Raises ModelConfigError for layers that cannot have it."""
+    """Return the layers' attention with all tokens visible. Raises ModelConfigError for layers with windows, chunks,
+    states or ALiBi.
+    """
     if any(each.window is not None or each.chunk is not None or each.state is not None for each in attention):
         raise fields.fail("is_causal", "true or absent for a model with windows, chunks or recurrent states")
     if any(each.slopes is not None for each in attention):
@@ -388,7 +397,7 @@ def read_gguf(
     rope_factors: RopeFactors = _NO_FACTORS,
     pooler: Pooler | None = None,
 ) -> ModelConfig:
-    """Read the ModelConfig of GGUF metadata. Raises ModelConfigError.
+    """Read the ModelConfig of GGUF metadata. Raises ModelConfigError, also for an architecture that is not registered.
 
     Two facts are tensors and not metadata in that format, so the caller passes them: whether the file lacks an output
     head (tie_word_embeddings), and the content of the tensors that scale rope, if any. pooler: as in `read_hf`.
@@ -437,7 +446,7 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
 
 
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:
-    """Build the EAGLE-3 head (jaxengine.models.layers.eagle3), abstract as in `build_model`."""
+    """Build the EAGLE-3 head (jaxengine.models.layers.eagle3), abstract and with errors as in `build_model`."""
     return build_abstract(Eagle3, config, build)
 
 

@@ -109,7 +109,7 @@ class CompressedKeys:
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations for one token by which keys of blocks are made."""
+        """Return the floating-point operations for one token by which keys of blocks are made; 0 without blocks."""
         return 4 * self.span * sum(self.widths) // (self.rate or 1)
 
     def num_slots(self, page_size: int) -> int:

@@ -65,7 +65,8 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
       layer: fields of its layer, as keyword arguments of ModelConfig.
       model: the target, whose hidden states it reads.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for a field that is missing, of a wrong type or out of its limits, and for a draft
+    vocabulary larger than the vocabulary.
     """
     draft_vocab_size = fields.integer("draft_vocab_size", layer["vocab_size"])
     if draft_vocab_size > layer["vocab_size"]:
@@ -83,9 +84,11 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
 
 
 def _streams(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """Read Eagle3Config.streams: the listed ones, else those that heads are trained on by default.
+    """Read Eagle3Config.streams: the listed ones, else those that heads are trained on by default, (2, L // 2, L - 3)
+    of L layers.
 
-    num_layers: layers of the target model. Raises ModelConfigError.
+    num_layers: layers of the target model. Raises ModelConfigError for anything but a list of whole numbers >= 0, and
+    where use_aux_hidden_state is false.
 
     Lists are of two kinds. Some count the layers before a hidden state, others name the layer that produced it,
     from 0 on; the latter begin with 1, where the former begin with 2.

@@ -41,7 +41,9 @@ class EncoderConfig(NamedTuple):
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:
-    """Read the activation's name, the first of ACTIVATIONS where it is absent. Raises ModelConfigError."""
+    """Read the activation's name, the first of ACTIVATIONS where it is absent. Raises ModelConfigError for one that is
+    not among them.
+    """
     activation = fields.text(name, ACTIVATIONS[0])
     if activation not in ACTIVATIONS:
         raise fields.fail(name, ", ".join(ACTIVATIONS))

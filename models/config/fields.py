@@ -150,8 +150,8 @@ class ConfigFields:
         return self.raw.get(self.prefix + name) is not None
 
     def fail(self, name: str, allowed: str) -> ModelConfigError:
-        """Return, for the caller to raise, the error that the field `name` must be `allowed`; it shows the start of its
-        value.
+        """Return, for the caller to raise, the error that the field `name` must be `allowed`; it shows at most 80
+        characters of its value.
         """
         value = self.raw.get(self.prefix + name)
         text = repr(value[:1000] if isinstance(value, (str, list)) else value)
@@ -159,7 +159,10 @@ class ConfigFields:
         return ModelConfigError(f"{self.prefix + name} must be {allowed}, got {shown}")
 
     def _get(self, name: str, default: Any) -> Any:
-        """Return the field `name`, a numpy scalar as a Python value. See the class for `default` and errors."""
+        """Return the field `name`, a numpy scalar as a Python value; the default where it is absent or null.
+
+        Raises ModelConfigError for such a field if `default` is _REQUIRED.
+        """
         value = self.raw.get(self.prefix + name)
         if value is not None:
             # GGUF readers hand out numpy scalars; configuration objects hold Python values only.
@@ -169,11 +172,17 @@ class ConfigFields:
         return default
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read the field `name`, whatever its type."""
+        """Read the field `name`, whatever its type; an absent or null one is the default. Raises ModelConfigError
+        without a default.
+        """
         return self._get(name, default)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> Any:
-        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one."""
+        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one.
+
+        An absent or null field is the default, unchecked. Raises ModelConfigError without a default, and for any other
+        value.
+        """
         value = self._get(name, default)
         if value is default:
             return value
@@ -183,7 +192,11 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read a number above zero that float32 holds, as a float."""
+        """Read a number above zero that float32 holds, as a float.
+
+        An absent or null field is the default, unchecked. Raises ModelConfigError without a default, and for any other
+        value.
+        """
         value = self._get(name, default)
         if value is default:
             return value
@@ -195,14 +208,18 @@ class ConfigFields:
         return float(value)
 
     def boolean(self, name: str, default: Any = _REQUIRED) -> bool:
-        """Read true or false; the default, too, must be one of them."""
+        """Read true or false; an absent or null field is the default. Raises ModelConfigError for anything else, also
+        as the default.
+        """
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, "true or false")
         return value
 
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read a string."""
+        """Read a string; an absent or null field is the default, unchecked. Raises ModelConfigError without a default,
+        and for any other value.
+        """
         value = self._get(name, default)
         if value is default:
             return value
@@ -211,7 +228,7 @@ class ConfigFields:
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
-        """Read a mapping; None where it is absent or null."""
+        """Read a mapping; None where it is absent or null. Raises ModelConfigError for anything else."""
         value = self._get(name, None)
         if value is not None and not isinstance(value, Mapping):
             raise self.fail(name, "a mapping")
@@ -230,7 +247,9 @@ class ConfigFields:
         return ConfigFields({prefix + field: value for field, value in own.items()}, prefix).with_defaults(**defaults)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Read a token id or a list of at most MAX_TOKEN_IDS; empty for an absent field. Raises ModelConfigError."""
+        """Read a token id or a list of at most MAX_TOKEN_IDS; empty for an absent field. Raises ModelConfigError for
+        anything else.
+        """
         value = self._get(name, ())
         ids: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         wrong = any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_INTEGER for i in ids)

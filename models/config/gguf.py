@@ -25,7 +25,7 @@ EXPERT_SIZE = "expert_feed_forward_length"
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> str:
-    """Read llama.cpp's name of the model's architecture. Raises ModelConfigError if there is none."""
+    """Read llama.cpp's name of the model's architecture. Raises ModelConfigError if there is none, or no string."""
     return ConfigFields(metadata).text("general.architecture")
 
 
@@ -67,7 +67,10 @@ class GGUFConfig(NamedTuple):
 
     @property
     def fields(self) -> ConfigFields:
-        """Return the metadata of the architecture itself: `llama.block_count` is the field `block_count`."""
+        """Return the metadata of the architecture itself: `llama.block_count` is the field `block_count`.
+
+        Raises ModelConfigError if the metadata name no architecture.
+        """
         return ConfigFields(self.metadata, f"{gguf_architecture(self.metadata)}.")
 
 
@@ -92,7 +95,7 @@ def gguf_fields(
         the family reads yarn_log_multiplier itself.
       attention: further fields of every layer's LayerAttention.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for a field that is missing, wrong or not supported, as experts are without `experts`.
     """
     metadata, fields = gguf.metadata, gguf.fields
     general = ConfigFields(metadata)
@@ -158,7 +161,7 @@ def gguf_experts(
     """Read the experts of every layer. size: the field with their feed-forward size; more: fields that the family
     fixes.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for a field that is missing or wrong.
     """
     return ExpertsConfig(
         num_experts=fields.integer("expert_count"),
@@ -193,7 +196,11 @@ def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsCo
 
 
 def _ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Read all tokens that end an answer. A chat model may end its turn with a token of its own."""
+    """Read all tokens that end an answer. A chat model may end its turn with a token of its own.
+
+    Each comes once; a chat model's only if it is below vocab_size. Raises ModelConfigError for ids that are no integers
+    >= 0.
+    """
     general = ConfigFields({**metadata, EOS_LIST: listed_ends(metadata)})
     ids = [number for key in (*END_KEYS, EOS_LIST) for number in general.token_ids(key)]
     named = (number for number in named_turn_ends(metadata) if number < vocab_size)
@@ -236,7 +243,8 @@ def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> in
 def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
     """Read (kind of rope scaling, its factor): "none" for a file without it, None for one without a factor.
 
-    As in llama.cpp a factor without a kind is linear, `rope.scale_linear` is its old name, and 0 means none.
+    As in llama.cpp a factor without a kind is linear, `rope.scale_linear` is its old name, and 0 means none. Raises
+    ModelConfigError for a kind that is no string or a factor that is no number >= 0.
     """
     names = ("rope.scaling.factor", "rope.scale_linear")
     name = next((name for name in names if fields.has(name)), names[0])
@@ -296,6 +304,9 @@ def _rope_scaling(
 
 
 def _sliding_window(fields: ConfigFields, max_positions: int) -> int | None:
-    """Read the window; None if there is none, or if no sequence of max_positions tokens is longer."""
+    """Read the window; None if there is none, or if no sequence of max_positions tokens is longer.
+
+    Raises ModelConfigError for what is no integer >= 0.
+    """
     window = fields.integer("attention.sliding_window", 0, minimum=0)
     return None if window == 0 or window >= max_positions else window

@@ -14,7 +14,9 @@ def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     """Read `gguf_fields` of a model with multi-head latent attention.
 
     Current files give the sizes of attention over latents, with one kv head, and those of a head in addition; older
-    ones give the latter only. options: as for gguf_fields. Raises ModelConfigError.
+    ones give the latter only. Each layer has a Latent, one kv head and a softmax scale with the square of YaRN's
+    mscale. options: as for gguf_fields. Raises ModelConfigError as gguf_fields does, and for heads without elements
+    that are not rotated.
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
     rope_dim = fields.integer("rope.dimension_count")

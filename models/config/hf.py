@@ -27,7 +27,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config_json(folder: Path | str) -> dict[str, Any]:
-    """Parse the config.json of a checkpoint folder, with quantization settings from the file next to it.
+    """Parse the config.json of a checkpoint folder, with quantization settings from hf_quant_config.json next to it if
+    it has none.
 
     Raises ModelFileError when it is absent or not a JSON object.
     """
@@ -44,8 +45,9 @@ def with_one_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     `rope_parameters`, as transformers 5 does.
 
     Such a file results from applying the YaRN recipe of model cards in a folder that transformers 5 wrote.
-    `rope_scaling` replaces `rope_parameters`, whose `rope_theta` it keeps; if that has a mapping for each kind of
-    layers, it is merged into the one for FULL layers. Nested configurations, such as text_config, are treated alike.
+    `rope_scaling` replaces `rope_parameters`; a warning is logged if their `rope_theta` is lost by that. If they have a
+    mapping for each kind of layers, `rope_scaling` is merged into the one for FULL layers. Nested configurations, such
+    as text_config, are treated alike.
 
     Raises ModelConfigError if one of both is not a mapping.
     """
@@ -56,6 +58,8 @@ def with_one_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `rope_scaling` of one mapping of fields into its `rope_parameters`, as `with_one_rope` says; mappings
     within it stay.
+
+    Logs a warning if a rope_theta is lost. Raises ModelConfigError if one of both is not a mapping.
     """
     fields, merged = ConfigFields(raw), dict(raw)
     if not fields.has("rope_parameters") or not fields.has("rope_scaling"):
@@ -82,7 +86,8 @@ _XLM = "XLMRoberta"
 
 def hf_architecture(fields: ConfigFields) -> str:
     """Read `architectures`, a list of one class name, and return that, or the class that the file means with it: as
-    jinaai/jina-embeddings-v3 is published, it says XLM-RoBERTa, with rope. Raises ModelConfigError.
+    jinaai/jina-embeddings-v3 is published, it says XLM-RoBERTa, with rope. Raises ModelConfigError for anything but
+    such a list.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -128,7 +133,8 @@ def hf_fields(
       eps: name of the field with the epsilon of norms.
       attention: further fields of every layer's LayerAttention.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for a field that is missing, wrong or not supported; ValueError for windows or ropes that
+    are not one for each layer.
     """
     if fields.text(activation.field, activation.values[0]) not in activation.values:
         raise fields.fail(activation.field, repr(activation.values[0]))
@@ -268,7 +274,8 @@ def require_rope(fields: ConfigFields) -> None:
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = False, interleaved: bool = False) -> Rope:
-    """Read a model's Rope from its config.json. Raises ModelConfigError.
+    """Read a model's Rope from its config.json. The default of `rope_theta` is 10000. Raises ModelConfigError, also for
+    a mapping per layer type.
 
     transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`.
 

@@ -22,7 +22,7 @@ class LoraSpec:
 
     @property
     def may_group(self) -> bool:
-        """Whether there are so many slots that a product may read only those used by a step's rows (the
+        """Whether there are so many slots (more than 16) that a product may read only those used by a step's rows (the
         grouped form).
         """
         return self.max_loras > _FEW

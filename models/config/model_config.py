@@ -136,7 +136,11 @@ class ModelConfig:
                 raise ModelConfigError(f"token ids must lie in [0, vocab_size = {self.vocab_size}), got {token_id}")
 
     def _check_heads(self) -> None:
-        """Raise ModelConfigError for layers that cannot share a pool, or a kv_source that has no such keys."""
+        """Raise ModelConfigError for layers that cannot share a pool, or a kv_source that has no such keys.
+
+        With a state or a latent all layers must have equal kv heads and head sizes. A kv_source is an earlier layer
+        with pages, and the same heads, sizes and reach.
+        """
         heads = sorted({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention})
         if len(heads) > 1 and (self.keeps_states or any(layer.latent is not None for layer in self.attention)):
             raise ModelConfigError(

@@ -34,7 +34,7 @@ class Effort:
         self._limit = self._left = steps
 
     def spend(self) -> None:
-        """Count a step. Raises PatternError after the last one."""
+        """Count a step. Raises PatternError if none was left."""
         self._left -= 1
         if self._left < 0:
             raise PatternError(f"regular expressions that match this model's names in {self._limit:,} steps")
@@ -58,11 +58,15 @@ class NamePattern:
         self._root = _Parser(source).parse()
 
     def fullmatch(self, name: str, effort: Effort) -> bool:
-        """Whether the expression matches the whole name. Raises PatternError where that takes too many steps."""
+        """Whether the expression matches the whole name. Spends steps of `effort`; raises PatternError where they do
+        not suffice.
+        """
         return bool(self._root.ends(1, _Text(name, effort)) >> len(name))
 
     def match(self, name: str, effort: Effort) -> bool:
-        """Whether the expression matches a beginning of the name. Raises PatternError as `fullmatch` does."""
+        """Whether the expression matches a beginning of the name. Spends steps of `effort`; raises PatternError where
+        they do not suffice.
+        """
         return self._root.ends(1, _Text(name, effort)) != 0
 
 
@@ -116,6 +120,8 @@ class _Node:
     def ends(self, starts: int, text: _Text) -> int:
         """Return the set of positions where the part may end if it begins at one of `starts`. Sets are integers, a bit
         for each position.
+
+        Spends a step of text.effort for each part tried; raises PatternError after the last.
         """
         raise NotImplementedError
 
@@ -207,7 +213,9 @@ class _Zero(_Node):
         return starts & (text.flip(where) if text.backward else where)
 
     def holds(self, text: _Text) -> int:
-        """Return the set of positions, of a name that is no mirror image, at which it holds."""
+        """Return the set of positions, of a name that is no mirror image, at which it holds. Raises PatternError if
+        effort runs out.
+        """
         raise NotImplementedError
 
 
@@ -246,7 +254,9 @@ class _Parser:
         return self._choice(0)
 
     def _choice(self, flags: int) -> _Node:
-        """Parse up to the end or an unmatched ")"; flags: of `re`. Raises PatternError for what is not supported."""
+        """Parse alternatives up to the end or an unmatched ")", which is not taken. flags: of `re`. Raises PatternError
+        for what is not supported, and for groups nested too deep.
+        """
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise PatternError(f"a regular expression of at most {_MAX_DEPTH} groups in each other")
@@ -271,7 +281,9 @@ class _Parser:
         return found
 
     def _single(self, flags: int) -> _Node:
-        """Parse a character, a class or an anchor. Raises PatternError for a backreference."""
+        """Parse a character, a class or an anchor, and go on after it. flags: of `re`. Raises PatternError for a
+        backreference.
+        """
         found = self._take(_ESCAPE) or self._take(_CLASS)
         source = found[0] if found else self._source[self._at]
         self._at += 0 if found else 1
@@ -282,7 +294,8 @@ class _Parser:
         return _One(source if found or source == "." else re.escape(source), flags)
 
     def _group(self, flags: int) -> tuple[_Node | None, int]:
-        """Parse a group. Returns it, None for a comment or flags, and the flags that hold after it.
+        """Parse a group, and go on after it. Returns it, None for a comment or flags, and the flags that hold after it.
+        flags: those of `re` that hold before it.
 
         Raises PatternError for a kind that is not supported.
         """
@@ -303,8 +316,8 @@ class _Parser:
         return body, flags
 
     def _quantified(self, part: _Node) -> _Node:
-        """Parse a quantifier, if there is one, and return the part repeated so. Raises PatternError for a possessive
-        one.
+        """Parse a quantifier, if there is one, and return the part repeated so; without one, the part itself. Raises
+        PatternError for a possessive one.
         """
         if (found := self._take(_QUANTIFIER)) is None:
             return part
@@ -318,6 +331,6 @@ class _Parser:
 
 
 def _flags(letters: str | None) -> int:
-    """Return the flags of `re` for these letters. "u" is the default, and `re` refuses "L"."""
+    """Return the flags of `re` for these letters; 0 for None. "u" is the default, and `re` refuses "L"."""
     known = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL}
     return sum(known.get(letter, 0) for letter in {*(letters or "")})

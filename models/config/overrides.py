@@ -85,12 +85,16 @@ def _is_inside(raw: Mapping[str, Any], name: str, value: Any) -> bool:
 
 
 def _is_inner(name: str, value: Any) -> bool:
-    """Whether a field is a nested configuration, such as text_config."""
+    """Whether a field is a nested configuration, such as text_config; quantization_config is none."""
     return name.endswith("_config") and name != "quantization_config" and isinstance(value, Mapping)
 
 
 def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dotted name of each new field, and the overrides with an invalid value of it."""
+    """Yield the dotted name of each new field, and the overrides with an invalid value of it.
+
+    Fields that have the file's own value are left out. Those of nested configurations and of rope mappings come one by
+    one.
+    """
     for name, value in overrides.items():
         if _is_inner(name, value):
             for inner, probe in _probes(raw[name] if _is_inside(raw, name, value) else {}, value):
@@ -108,7 +112,7 @@ def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     """Return the fields of one mapping of a config.json with `changes` applied; rope fields keep the mapping's
     spelling.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for a rope that is no mapping, or that is given twice.
     """
     merged = {**_shortened(fields, changes), **{name: value for name, value in changes.items() if name not in _ROPE}}
     if not changes.keys() & {*_ROPE}:

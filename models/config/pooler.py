@@ -116,7 +116,9 @@ class Pooler:
     splade: Splade | None = None
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of elements of an embedding, for a model with hidden states of this size."""
+        """Return the number of elements of an embedding, for a model with hidden states of this size: the vocabulary's
+        with splade, else that of the last Dense module, if any.
+        """
         if self.splade is not None:
             return self.splade.num_tokens
         return self.dense[-1].out_features if self.dense else hidden_size

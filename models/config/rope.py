@@ -83,7 +83,8 @@ class RopeScaling:
         """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope.
 
         None also for rope_type dynamic, which differs only beyond max_position_embeddings, a length that no engine
-        exceeds. max_position_embeddings: the model's, default of the original context. Raises ModelConfigError.
+        exceeds. max_position_embeddings: the model's, default of the original context. Raises ModelConfigError for
+        another type, and fields that are missing or wrong.
         """
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
@@ -124,7 +125,9 @@ class RopeScaling:
 
 
 def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling:
-    """Read the scaling of rope_type longrope. Raises ModelConfigError, also for two attention factors."""
+    """Read the scaling of rope_type longrope. Raises ModelConfigError, also for an attention factor for each set
+    (short_mscale, long_mscale).
+    """
     for name in ("short_mscale", "long_mscale"):
         if fields.has(name):
             raise fields.fail(name, "absent: attention_factor says it for both")
@@ -147,7 +150,7 @@ def longrope_attention_factor(factor: float, original_max_position_embeddings: i
 
 
 def _factors(fields: ConfigFields, name: str) -> tuple[float, ...]:
-    """Read a list of at most MAX_HEAD_DIM numbers. Raises ModelConfigError."""
+    """Read a list of at most MAX_HEAD_DIM numbers. Raises ModelConfigError for anything else."""
     values = fields.value(name)
     if not isinstance(values, list) or len(values) > MAX_HEAD_DIM or any(type(f) not in (int, float) for f in values):
         raise fields.fail(name, f"a list of at most {MAX_HEAD_DIM} numbers")
@@ -172,7 +175,9 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
 
 
 def read_mscale(fields: ConfigFields, name: str) -> float:
-    """Read `mscale` or `mscale_all_dim` of YaRN; 0.0 where it is 0 or absent. Raises ModelConfigError."""
+    """Read `mscale` or `mscale_all_dim` of YaRN; 0.0 where it is 0 or absent. Raises ModelConfigError for anything but
+    a number >= 0.
+    """
     return fields.number(name) if fields.value(name, 0) != 0 else 0.0
 
 
@@ -225,7 +230,7 @@ class Rope:
         """Return the rope for an engine whose sequences have at most this many tokens.
 
         With longrope it takes one set of factors, as vLLM does. A choice by each sequence's own length, as in
-        transformers, would rotate keys that are in the cache already.
+        transformers, would rotate keys that are in the cache already. Other ropes are returned unchanged.
         """
         scaling = self.scaling
         if scaling is None or scaling.rope_type != "longrope":
@@ -247,12 +252,15 @@ class Rope:
         return sections
 
     def frequencies(self) -> np.ndarray:
-        """Return the radians per position of each rotated pair, float64[rotary_dim / 2]."""
+        """Return the radians per position of each rotated pair, float64[rotary_dim / 2].
+
+        Raises ModelConfigError for factors of another number.
+        """
         return rope_frequencies(self.rotary_dim, self.theta, self.scaling)
 
 
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the radians per position of each rotated pair, float64[rotary_dim / 2].
+    """Return the radians per position of each rotated pair, float64[rotary_dim / 2]; scaling: None for none.
 
     With longrope those of its long factors. Raises ModelConfigError if the number of factors differs from that of
     pairs.
@@ -277,7 +285,9 @@ def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None)
 
 
 def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Return frequencies f64[n] scaled as in Llama 3.1 (RopeScaling)."""
+    """Return frequencies f64[n] scaled as in Llama 3.1 (RopeScaling): kept where a pair turns high_freq_factor times or
+    more in the original context, divided by `factor` where low_freq_factor times or less, blended between.
+    """
     turns = scaling.original_max_position_embeddings * freqs / (2 * np.pi)  # full turns over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Llama 4 has both equal: nothing lies between what is kept and what is stretched.
@@ -286,7 +296,9 @@ def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp between kept and divided ones (RopeScaling)."""
+    """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp (RopeScaling): kept up to the pair that turns
+    beta_fast times in the original context, divided by `factor` from the one that turns beta_slow times on.
+    """
 
     def dimension_with(turns: float) -> float:
         context = scaling.original_max_position_embeddings

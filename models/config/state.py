@@ -39,7 +39,9 @@ class StateArray(NamedTuple):
     parts: int | None = None
 
     def of_device(self, num_shards: Callable[[str], int]) -> tuple[int, ...]:
-        """Return the shape of one device's part. num_shards: function from a logical axis to its number of shards."""
+        """Return the shape of one device's part: split axes are divided by the number of shards, but by no more than
+        `parts`. num_shards: function from a logical axis to its number of shards.
+        """
         return tuple(
             size if axis is None else size // min(num_shards(axis), self.parts or size)
             for size, axis in zip(self.shape, self.axes, strict=True)
@@ -297,7 +299,8 @@ class SelectiveScan:
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
-    """Read the fields that configurations with Mamba-2 share. Raises ModelConfigError.
+    """Read the fields that configurations with Mamba-2 share. Raises ModelConfigError for fields that are missing or
+    wrong, and for heads that are not inner_size elements together.
 
     inner_size: elements of a token's inputs, of all heads. norm: StateSpace.norm.
     """
@@ -321,7 +324,9 @@ def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None)
 
 
 def read_dt_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Read `time_step_limit`, the bounds of time steps; no bounds where it is absent. Raises ModelConfigError."""
+    """Read `time_step_limit`, the bounds of time steps; no bounds where it is absent. Raises ModelConfigError for
+    anything but two numbers, 0 <= low < high.
+    """
     given = fields.value("time_step_limit", [0.0, float("inf")])
     limits = [_dt_limit(each) for each in given] if isinstance(given, (list, tuple)) else []
     if len(limits) != 2 or not 0 <= limits[0] < limits[1]:

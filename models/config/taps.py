@@ -62,7 +62,7 @@ class Tap(NamedTuple):
         return self.kind if self.kind == FINAL_NORM else f"{self.kind}:{self.layer}"
 
     def width(self, model: ModelConfig) -> int:
-        """Return how many numbers a token has at the tap."""
+        """Return how many numbers a token has at the tap. One for each expert for ROUTER, else the hidden size."""
         if self.kind != ROUTER:
             return model.hidden_size
         assert model.experts is not None
@@ -70,7 +70,9 @@ class Tap(NamedTuple):
 
 
 def split_names(value: Any) -> tuple[str, ...]:
-    """Return names given as a list, or as text with commas. Raises TypeError for anything else, or for none."""
+    """Return names given as a list, or as text with commas, without spaces around them. Raises TypeError for anything
+    else, or for none.
+    """
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"a list of names is needed, got {type(value).__name__}")
@@ -128,7 +130,7 @@ def read_taps(
 
 def _wanted(match: re.Match[str], layers: Sequence[int], every: Sequence[int]) -> Sequence[int]:
     """Return the layers that a matched name stands for, known or not. layers: those that `*` means; every: all layers,
-    of which -1 is the last.
+    of which -1 is the last; a negative number beyond the first gives none.
     """
     if match[2]:
         return layers
@@ -139,14 +141,17 @@ def _wanted(match: re.Match[str], layers: Sequence[int], every: Sequence[int]) -
 
 
 def describe(known: Mapping[str, Sequence[int]]) -> str:
-    """Return the names of taps for people, such as "residual:0-2, router_logits:1, final_norm"."""
+    """Return the names of taps for people, such as "residual:0-2, router_logits:1, final_norm".
+
+    Kinds without layers are left out.
+    """
     return ", ".join(
         kind if kind == FINAL_NORM else f"{kind}:{_spans(layers)}" for kind, layers in known.items() if layers
     )
 
 
 def layers_of(taps: Iterable[Tap]) -> dict[str, list[int]]:
-    """Return the layers of these taps by kind, in the form of `all_taps`."""
+    """Return the layers of these taps by kind, ascending, in the form of `all_taps`; kinds without any are left out."""
     found: dict[str, list[int]] = {}
     for tap in taps:
         found.setdefault(tap.kind, []).append(tap.layer)

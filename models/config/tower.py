@@ -50,12 +50,17 @@ class TowerConfig:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return the prefixes of the model's names of tower tensors that this model does not use."""
+        """Return the prefixes of the model's names of tower tensors that this model does not use.
+
+        None here; a subclass may have some.
+        """
         return ()
 
     @property
     def aligns(self) -> bool:
-        """Whether it is known which heads of the decoder's cross-attention follow a sound as its transcript does."""
+        """Whether it is known which heads of the decoder's cross-attention follow a sound as its transcript does; False
+        unless a subclass says so.
+        """
         return False
 
     @property
@@ -66,11 +71,14 @@ class TowerConfig:
         return self.unit
 
     def with_generation(self, fields: Any) -> TowerConfig:
-        """Return the configuration with what the model's generation_config.json adds, its ConfigFields. Raises
-        ModelConfigError.
+        """Return the configuration with what the model's generation_config.json adds, its ConfigFields. Here that is
+        nothing: a subclass may read it, and raise ModelConfigError.
         """
         return self
 
     def make(self, hidden_size: int, build: Any) -> Any:
-        """Build the tower, a flax.nnx module, for a model of this hidden size and a jaxengine.models.build.Build."""
+        """Build the tower, a flax.nnx module, for a model of this hidden size and a jaxengine.models.build.Build.
+
+        Raises NotImplementedError here: each tower's own class overrides it.
+        """
         raise NotImplementedError(f"{type(self).__name__} is no tower of its own")

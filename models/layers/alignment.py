@@ -56,7 +56,9 @@ class NotedSounds(Sounds):
     def aligned(self, row: jax.Array, num_positions: int, num_layers: int, span: Span, width: int) -> jax.Array:
         """Return f32[T, S]: the mean, over heads, of their smoothed weights. Only the `span` of it has a meaning.
 
-        row: i32[], of the pool. num_positions: S. num_layers: of the decoder. width: as of `smoothed`.
+        row: i32[], of the pool. num_positions: S. num_layers: of the decoder. width: as of `smoothed`. The layers must
+        have been observed in this trace. Devices that split the heads add up their shares, so that each has the same
+        result.
         """
         num_tokens, num_heads, head_dim = next(iter(self._queries.values())).shape
         # Devices that split the heads compute all, and add up their own.

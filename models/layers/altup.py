@@ -50,7 +50,9 @@ class Streams(nnx.Module):
         return jnp.tanh(routed).astype(x.dtype)
 
     def predict(self, x: jax.Array) -> jax.Array:
-        """Map [T, A, D] to the predictions f32[T, A, D]."""
+        """Map [T, A, D] to the predictions f32[T, A, D]: each plus a mixture of all, by shares that the active one
+        gives.
+        """
         shares = self.predictor(self._modes(x[:, self.active]), out_dtype=jnp.float32)
         shares = shares.reshape(x.shape[0], x.shape[1], x.shape[1])
         wide = x.astype(jnp.float32)
@@ -81,7 +83,10 @@ class Projections(nnx.Module):
         )
 
     def __call__(self, first: jax.Array, others: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return f32[T, D] of each of A - 1 hidden states [T, D], with the root mean square of `first` [T, D]."""
+        """Return f32[T, D] of each of A - 1 hidden states [T, D], with the root mean square of `first` [T, D].
+
+        Raises ValueError for another number of them.
+        """
         wide = [product(x).astype(jnp.float32) for product, x in zip(self.products, others, strict=True)]
         target = _mean_square(first.astype(jnp.float32))
         return [x * jnp.sqrt(target / jnp.maximum(_mean_square(x), _LEAST_SQUARE)) for x in wide]

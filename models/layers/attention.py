@@ -84,7 +84,10 @@ class LayerPages(NamedTuple):
     update_schedule: Any
 
     def in_pool(self, page_size: int) -> RaggedBatch:
-        """Return the batch with page ids and slots counted from the beginning of the pool."""
+        """Return the batch with page ids and slots counted from the beginning of the pool.
+
+        page_size: in tokens. Padding slots stay -1.
+        """
         slots = self.ragged.slot_mapping
         return self.ragged._replace(
             page_table=self.ragged.page_table + self.first_page,
@@ -138,13 +141,15 @@ def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, n
 
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
-    """Compute the factor f32[T] of queries at positions i32[T]."""
+    """Compute the factor f32[T] of queries at positions i32[T], by the formula of TemperatureTuning."""
     steps = jnp.floor((positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
     return 1.0 + tuning.attn_scale * jnp.log1p(steps)
 
 
 def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
-    """Return StepInputs.schedule of layers with this spec, the result of `_spec_of`."""
+    """Return StepInputs.schedule of layers with this spec, the result of `_spec_of`: a schedule of selection for an
+    indexer, of whole prompts where the platform attends to them so, else of paged attention.
+    """
     ragged, num_tokens, platform = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.platform
     if isinstance(spec, str):
         return selection_schedule(ragged, num_tokens=num_tokens, page_size=step.kv.page_size, platform=platform)
@@ -186,7 +191,7 @@ def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
 
 
 def own_slopes(slopes: Sequence[float], count: int) -> jax.Array:
-    """Return the slopes f32[count] of this device's heads, of those of all."""
+    """Return the slopes f32[count] of this device's heads, a part of `slopes`, those of all."""
     return lax.dynamic_slice_in_dim(jnp.asarray(slopes, jnp.float32), shard_index("heads") * count, count)
 
 

@@ -182,8 +182,8 @@ class Compressor(nnx.Module):
         self.norm = RMSNorm(width, eps, source=f"{source}.norm", build=build)
 
     def __call__(self, values: jax.Array, gates: jax.Array, seen: jax.Array) -> jax.Array:
-        """Make keys f32[B, H] from the contributions [B, span, columns] of tokens, of which those not `seen`
-        bool[B, span] are before the sequence's beginning.
+        """Make keys f32[B, H] from the contributions [B, span, columns] of tokens, values and their gates, of which
+        those not `seen` bool[B, span] are before the sequence's beginning.
         """
         gates, values, bias = gates.astype(jnp.float32), values.astype(jnp.float32), self.bias[...]
         if self.overlapping:  # the first columns are for the block after a token's own
@@ -237,7 +237,9 @@ class _Pages(NamedTuple):
     keys: CompressedKeys
 
     def read(self, seqs: jax.Array, blocks: jax.Array, *, of_index: bool = False) -> jax.Array:
-        """Read the keys f32[B, b, H], or those of the indexer, of blocks i32[B, b] of sequences i32[B]."""
+        """Read the keys f32[B, b, H], or with of_index those of the indexer, of blocks i32[B, b] of sequences i32[B].
+        Where a block is -1 what is read is of any block: callers mask it.
+        """
         page_size, rate = self.kv.page_size, self.keys.rate or 1
         last = (jnp.maximum(blocks, 0) + 1) * rate - 1
         columns = jnp.minimum(last // page_size, self.ragged.page_table.shape[1] - 1)
@@ -253,7 +255,8 @@ class _Pages(NamedTuple):
 def _folded(
     softmax: tuple[jax.Array, ...], q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float
 ) -> tuple[jax.Array, ...]:
-    """Add keys [B, b, H], those `seen` bool[B, b], to the online softmax of queries [B, N, H].
+    """Add keys [B, b, H], those `seen` bool[B, b], to the online softmax of queries [B, N, H], and return it. scale: of
+    logits.
 
     softmax: largest logit and total f32[B, N], and sums of values f32[B, N, H].
     """
@@ -273,7 +276,7 @@ def _selected(
     """Return the blocks i32[B, k] with the highest scores of the first `counts` i32[B] of each sequence; -1 where it
     has fewer. Of equal scores the lowest block comes first, and all come in order where it has no more than k.
 
-    q, weights: of the indexer, [B, I, J] and f32[B, I].
+    q, weights: of the indexer, [B, I, J] and f32[B, I]. seqs: i32[B]. top_k: k.
     """
     at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
@@ -374,7 +377,9 @@ class CompressedAttention(nnx.Module):
         return o, (kv, tuple(left)) if has_blocks else tuple(left)
 
     def _write(self, contributed: _Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
-        """Make the keys of the blocks that this step completes, and write them to the pool."""
+        """Make the keys of the blocks that this step completes, and write them to the pool; return it and what reads
+        its blocks. Raises ModelConfigError for pages that the blocks cannot have.
+        """
         blocks, keys = contributed.blocks, self.keys
         slots, ragged = keys.num_slots(kv.page_size), where.in_pool(kv.page_size)
         num_tokens, most = blocks.positions.shape[0], len(blocks.last)
@@ -421,7 +426,7 @@ class CompressedAttention(nnx.Module):
         self, q: jax.Array, window: _Recent, pages: _Pages | None, index: tuple[jax.Array, jax.Array] | None
     ) -> jax.Array:
         """Attend q [T, N, H] to the window's keys and to blocks that are complete, a few tokens at a time: f32 [T, N,
-        H]. index: queries and weights of the indexer.
+        H]. pages: None without blocks. index: queries and weights of the indexer, None without one.
         """
         blocks, (num_tokens, num_heads, dim) = window.blocks, q.shape
         size = min(_TOKENS, num_tokens)
@@ -455,8 +460,9 @@ class CompressedAttention(nnx.Module):
         of_index: list[jax.Array],
         pages: _Pages,
     ) -> tuple[jax.Array, ...]:
-        """Add the keys of complete blocks, or of those that the indexer selects, to the online softmax of queries
-        [B, N, H]. tokens: their sequences and positions.
+        """Add the keys of complete blocks, or of those that the indexer selects, to the online softmax of queries [B,
+        N, H], and return it. tokens: their sequences and positions. of_index: queries and weights of the indexer, []
+        without one.
         """
         (seqs, positions), index = tokens, self.keys.index
         counts = (positions + 1) // (self.keys.rate or 1)

@@ -112,17 +112,24 @@ class Decoder(nnx.Module):
         return self.embed_tokens(batch.token_ids)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
-        """Embed tokens, i32[T] -> [T, D]: what the first layer gets."""
+        """Embed tokens, i32[T] -> [T, D]: what the first layer gets, the table's rows times the configuration's
+        embedding_multiplier.
+        """
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
         """Compute each layer's further input besides the hidden state, [T, L, P] with P the configuration's
-        `layer_input_size`, from the first layer's input x [T, D]. Only for families with such inputs.
+        `layer_input_size`, from the first layer's input x [T, D]. Families with such inputs override it; raises
+        NotImplementedError in the others.
         """
         raise NotImplementedError(f"{type(self).__name__} has no inputs of single layers")
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute logits, [R, D] -> f32[R, V], each device for its part of the vocabulary; see `own_logits`."""
+        """Compute logits, [R, D] -> f32[R, V], each device for its part of the vocabulary; see `own_logits`.
+
+        The matrix is the token table if the checkpoint ties the head to it, else the LM head; logit_scale multiplies
+        the product.
+        """
         tied = self.config.tie_word_embeddings
         logits = self.embed.logits(hidden) if tied else self.lm_head(hidden, out_dtype=jnp.float32)
         return scaled(logits, self.config.logit_scale)
@@ -135,7 +142,9 @@ class Decoder(nnx.Module):
 
         The pool is flat (jaxengine.models.cache). If layers keep states, a Cache of pool and states goes in and comes
         out. hidden: [T, D] of the previous stage; None in the first stage, which embeds the batch. A stage that is not
-        the last returns hidden states without the norm. A batch with one page table has all layers in one group.
+        the last returns hidden states without the norm. A batch with one page table has all layers in one group. Raises
+        ValueError for another number of page tables than of groups, a pool whose pages the largest group's layers do
+        not divide, and a layer whose kv_source is in another stage.
         """
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
@@ -152,7 +161,9 @@ class Decoder(nnx.Module):
             return self.norm(x), step.cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
+        """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows; whole on one device. -inf where
+        padding of the vocabulary is no token.
+        """
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
@@ -161,7 +172,8 @@ class Decoder(nnx.Module):
         tokens.
 
         Groups with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: dtype of the
-        pages. hybrid: as of jaxengine.models.cache.group_layers.
+        pages. hybrid: as of jaxengine.models.cache.group_layers. Raises ModelConfigError for a page_size that a layer's
+        compressed keys cannot have.
         """
         specs = {
             layer: KVSpec(

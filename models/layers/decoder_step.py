@@ -114,6 +114,8 @@ class DecoderStep:
         """Run the stage's layer number `index` on hidden states x [T, D]; return those after it.
 
         To be called once for each layer, from 0 on. The pages and states that the layer writes are then in `cache`.
+        Sections act on the layer and on the states before and after it. Raises ValueError for a kv_source that is in
+        another stage.
         """
         if index == 0:
             self._observe(0, x)
@@ -159,8 +161,8 @@ class DecoderStep:
     def _keep(self, number: int, attention: LayerAttention, kv: KVPages) -> None:
         """Store the pool that layer `number` returned, as the pool of the next layer.
 
-        A layer with a kv_source (which reads another layer's keys) wrote nothing. Without pages each layer's keys and
-        values are an array of their own.
+        A layer with a kv_source (which reads another layer's keys) wrote nothing. Without pages (UNPAGED) each layer's
+        keys and values are an array of their own, which is kept for layers that read it.
         """
         if attention.kv_source is not None:
             return
@@ -189,7 +191,7 @@ class DecoderStep:
 
     def _observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
         """Pass to all sections the hidden states x [T, D] after `count` of the stage's layers, and the last one's
-        Notes.
+        Notes, None before the first.
         """
         for section in self._sections:
             section.observe(count, x, notes)
@@ -228,7 +230,9 @@ def _layer_pages(
 
 
 def _spread(ragged: RaggedBatch, step: int, page_size: int) -> RaggedBatch:
-    """Return the batch with page ids multiplied by `step`, and slots changed accordingly."""
+    """Return the batch with page ids multiplied by `step`, and slots, of pages of page_size tokens, moved to the same
+    offset of those pages; padding slots stay -1.
+    """
     slots = ragged.slot_mapping
     moved = (slots // page_size * step) * page_size + slots % page_size
     return ragged._replace(page_table=ragged.page_table * step, slot_mapping=jnp.where(slots < 0, -1, moved))

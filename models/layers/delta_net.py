@@ -153,7 +153,9 @@ class GatedDeltaNet(nnx.Module):
         return mixed, z, beta, decay
 
     def _decays(self, inputs: jax.Array) -> jax.Array:
-        """Compute the logarithms of decays, f32[T, N] or [T, N, H], from their inputs f32[T, N] or [T, N * H]."""
+        """Compute the logarithms of decays, f32[T, N] or [T, N, H], from their inputs f32[T, N] or [T, N * H]:
+        -exp(A_log) * softplus(input), or lower_bound * sigmoid(exp(A_log) * input) where there is a bound.
+        """
         rate = jnp.exp(self.log_a[...])
         if self.state.by_element:
             inputs, rate = inputs.reshape(*inputs.shape[:1], self.num_v_heads, -1), rate[:, None]

@@ -21,7 +21,8 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 def log_buckets(num_buckets: int, farthest: int, reach: int) -> np.ndarray:
     """Return the bucket i32[2 * reach + 1] of each position of a query less that of its key, -reach to reach, from 0 to
-    2 * num_buckets - 1: one for each near distance and, further away, one for ever wider ranges.
+    2 * num_buckets - 1: one for each near distance and, further away, one for ever wider ranges. Distances from
+    `farthest` on have the last bucket of their sign.
     """
     distance, half = np.arange(-reach, reach + 1), num_buckets // 2
     far = np.maximum(np.abs(distance), half).astype(np.float32) / np.float32(half)
@@ -67,7 +68,11 @@ class DisentangledAttention(DistanceAttention):
         self.distances, self.buckets, self.farthest, self.longest = distances, buckets, farthest, longest
 
     def added(self, num_tokens: int) -> dict[str, Any]:
-        """Return keys and queries of the distances in a step, as `relative`."""
+        """Return keys and queries of the distances in a step, as `relative`.
+
+        [2 * n - 1, N, H] each, for the positions of a key less that of its query, ascending; n is num_tokens, or
+        `longest` if that is less.
+        """
         ranges = log_buckets(self.buckets, self.farthest, min(num_tokens, self.longest) - 1)[::-1]
         first, end = int(ranges.min()), int(ranges.max()) + 1
         x = self.distances(first, end)

@@ -49,7 +49,9 @@ class DistanceAttention(Attention):
     """Attention of whole prompts whose logits have parts that depend on distances."""
 
     def added(self, num_tokens: int) -> dict[str, Any]:
-        """Return `biases` or `relative` of whole_prompt_attention, for a step of so many tokens."""
+        """Return `biases` or `relative` of whole_prompt_attention, for a step of so many tokens. Subclasses override
+        it; here it raises NotImplementedError.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no parts by distance")
 
     def attend(

@@ -142,7 +142,8 @@ class Eagle3Source(WrappedSource):
 
         model: source of the model's weights, None where they cannot be compared. Embeddings that equal the model's are
         left out, unless the config has own_embedding. partial: the checkpoint updates a head that is loaded; without
-        `d2t` the tokens that it drafts stay as they are.
+        `d2t` the tokens that it drafts stay as they are. Raises ModelFileError for a `d2t` that is missing though not
+        all tokens are drafted, or does not name as many distinct tokens.
         """
         super().__init__(source)
         self._stored = {renamed(name, _PREFIXES): name for name in source.names()}
@@ -168,8 +169,9 @@ class Eagle3Source(WrappedSource):
     def _read_columns(self, config: Eagle3Config) -> np.ndarray:
         """Compute Eagle3.columns, i32[V]: for each token of the vocabulary 1 + its index among the drafts, else 0.
 
-        d2t holds for each draft its token id less its index; without it the drafts are the whole vocabulary. Raises
-        ModelFileError if it is missing though there are fewer drafts, or does not name distinct tokens.
+        Takes d2t out of the stored names. It holds for each draft its token id less its index; without it the drafts
+        are the whole vocabulary. Raises ModelFileError if it is missing though there are fewer drafts, or does not name
+        distinct tokens.
         """
         count, vocab_size, stored = config.draft_vocab_size, config.vocab_size, self._stored.pop("d2t", None)
         ids = np.arange(count, dtype=np.int64)
@@ -189,7 +191,10 @@ class Eagle3Source(WrappedSource):
         return columns
 
     def _is_of(self, model: WeightSource | None) -> bool:
-        """Whether the head's embeddings equal those of `model`, of which most checkpoints have a copy."""
+        """Whether the head's embeddings equal those of `model`, of which most checkpoints have a copy. False without a
+        model, or where it has no such tensor of that shape; else both are read, some rows at a time. Raises
+        ModelFileError where that fails.
+        """
         if model is None or EMBEDDING not in model.names() or model.shape(EMBEDDING) != self.shape(EMBEDDING):
             return False
         count = len(self._columns)

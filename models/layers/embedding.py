@@ -21,7 +21,10 @@ class Embedding(nnx.Module):
         self.weight = build.for_table().weight((self.num_rows, hidden_size), (rows,), ("vocab", "embed"), table=True)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Look up tokens: i32[T] -> [T, D]."""
+        """Look up tokens: i32[T] -> [T, D].
+
+        Devices that split the vocabulary gather each other's tokens, look up those they have, and add up the rows.
+        """
         shards = num_shards("vocab")
         if shards == 1:
             return self.weight.rows(token_ids)

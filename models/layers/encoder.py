@@ -75,7 +75,8 @@ def encoder_fields(
 
     encoder: read already. vocab_size counts each token once for each of its token types, and max_position_embeddings
     leaves out the positions before the first of a table. rope: of all layers; None for none. bias: whether attention's
-    projections have biases. names: further arguments of hf_fields, `activation` and `eps`. Raises ModelConfigError.
+    projections have biases. names: further arguments of hf_fields, `activation` and `eps`. Raises ModelConfigError,
+    also for too many token types.
     """
     ropes = [rope] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=bias, output_bias=bias, **names)
@@ -161,19 +162,21 @@ class Encoder(Decoder):
         return TokenHeads(self.config.hidden_size, heads, "model.classifier", build)
 
     def make_masked(self, build: Build) -> MaskedScores:
-        """Make the head of a masked language model. Raises ModelConfigError for a family whose head is not known."""
+        """Make the head of a masked language model. Families with a known head override it; raises ModelConfigError in
+        the others.
+        """
         raise ModelConfigError(f"{type(self).__name__} has no known head of a masked language model")
 
     @property
     def table(self) -> Embedding:
-        """Return the token table."""
+        """Return the token table. Families override it; raises NotImplementedError in the others."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its table of tokens")
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
         """Return the type of pooling, one of POOLING_TYPES, of a checkpoint that has no file about it; by default CLS.
 
-        fields: of its config.json. Raises ModelConfigError.
+        fields: of its config.json. A family that reads them may raise ModelConfigError.
         """
         return CLS
 

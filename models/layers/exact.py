@@ -189,8 +189,8 @@ def exact_class(family: type) -> type:
         def __call__(
             self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
         ) -> tuple[jax.Array, KVPages | Cache]:
-            """Compute as CausalLM does, in blocks of ROWS tokens; for one stage, and no other sections than states and
-            expert load.
+            """Compute as CausalLM does, in blocks of ROWS tokens; of one stage. Raises ValueError for `hidden` other
+            than None, and for sections besides states and expert load.
             """
             others = sorted(set(batch.sections) - {STATES, EXPERTS})
             if hidden is not None or others:
@@ -232,9 +232,11 @@ def run_exact(
 ) -> jax.Array:
     """Compute logits f32[B, T, V] of rows of tokens i32[B, T], bit for bit those of an engine with exact computation.
 
-    Arguments are those of jaxengine.models.unpaged.run_unpaged; logits are meaningless where segment_ids are negative.
-    model: of a class that is not exact, and that passes `check_exact` and check_unpaged, which are not called here. A
-    page holds one token, and tokens lie in the pool in their order.
+    Arguments are those of jaxengine.models.unpaged.run_unpaged: segment_ids i32[B, T] cut rows into sequences, each row
+    being one where they are None, and positions i32[B, T] are counted from each sequence's first token where they are
+    None. Logits are meaningless where segment_ids are negative. model: of a class that is not exact, and that passes
+    `check_exact` and check_unpaged, which are not called here. A page holds one token, and tokens lie in the pool in
+    their order.
     """
     num_rows, length = token_ids.shape
     count = num_rows * length

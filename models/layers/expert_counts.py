@@ -37,7 +37,9 @@ class ExpertRows(NamedTuple):
 
 
 def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
-    """Simulate routing: tokens of each expert, i64[num_experts], the same for equal arguments."""
+    """Simulate routing of each token to num_per_token experts, all equally likely: tokens of each expert,
+    i64[num_experts], the same for equal arguments.
+    """
     scores = np.random.default_rng(0).random((num_tokens, num_experts))
     picked = np.argpartition(scores, num_per_token - 1, axis=1)[:, :num_per_token]
     return np.bincount(picked.ravel(), minlength=num_experts)

@@ -66,6 +66,9 @@ class LightningAttention(nnx.Module):
 
 
 def lightning_slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:
-    """Return the slopes of a layer's heads: smaller for later heads, and for later layers."""
+    """Return the slopes of a layer's heads: smaller for later heads, and for later layers.
+
+    Head h has 2 ** (-8 (h + 1) / num_heads), times a share that falls from 1 in layer 0 to nearly 0 in the last.
+    """
     share = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
     return tuple(2.0 ** (-8.0 * (head + 1) / num_heads) * share for head in range(num_heads))

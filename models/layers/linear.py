@@ -85,7 +85,7 @@ def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: 
 
 
 def _adapters_of(rows: Rows | None) -> Adapters | None:
-    """Return the adapters of these rows. Raises ValueError for None."""
+    """Return the adapters of these rows; None if they have none. Raises ValueError if `rows` is None."""
     if rows is None:
         raise ValueError("a product that takes adapters must be told what its rows are")
     return rows.adapters

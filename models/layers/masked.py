@@ -55,7 +55,8 @@ class MaskedScores(nnx.Module):
 
 
 def sparse_vectors(model: Any, hidden: jax.Array, row: jax.Array, num_rows: int) -> jax.Array:
-    """Return the SPLADE vectors f32[num_rows, V] of prompts that are whole in a step.
+    """Return the SPLADE vectors f32[num_rows, V] of prompts that are whole in a step: the largest, or the sum, over a
+    prompt's tokens of log(1 + max(logit, 0)), the logarithm taken `num_logs` times.
 
     model: a jaxengine.models.layers.encoder.Encoder whose pooler has `splade`. hidden: [T, D]. row: i32[T], of each
     token; tokens with `num_rows` or more are padding.

@@ -75,7 +75,11 @@ def least_tokens(latent: Latent) -> int | None:
 
 
 def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
-    """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`."""
+    """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`.
+
+    On one of PLATFORMS, with a pool that is not quantized and pages that divide BLOCK tokens, for latent attention to
+    all keys, and from `least_tokens` tokens on.
+    """
     latent = attention.latent
     if latent is None or attention.index is not None or (least := least_tokens(latent)) is None or num_tokens < least:
         return False
@@ -244,7 +248,7 @@ def attend_made(
 
     q: the queries' parts without rope and with it, [T, N, .] each. keys: this step's latents and their rotated parts,
     [T, C + R]. weights: W^UK and W^UV, which expand keys and values. page_table: i32[S, W], of the pool's latents, of
-    all rows of the step. spec: that over latents.
+    all rows of the step. spec: that over latents. made: which rows are expanded, from `made_rows`.
     """
     own_spec, piece_spec = (made_spec(latent, spec, causal=causal) for causal in (True, False))
     heads, dtype = own_spec.num_q_heads, o.dtype
@@ -326,7 +330,8 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
 
 
 def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], member: jax.Array):
-    """Merge results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys to such a pair over both, all f32.
+    """Merge pairs of results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys, all_before and part, to such a
+    pair over both, all f32.
 
     Tokens that are no `member`, bool[T, 1], see the first set alone.
     """

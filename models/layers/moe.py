@@ -325,7 +325,7 @@ class MixtureOfExperts(nnx.Module):
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
     def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute the gate of the shared MLP, f32[T, 1]."""
+        """Compute the gate of the shared MLP, f32[T, 1]. adapters: of x's rows, None for none."""
         assert self.shared_gate is not None
         return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
@@ -372,6 +372,7 @@ class MixtureOfExperts(nnx.Module):
         order, with the weights that their scores give them. Weights are scores without the correction bias, which
         decides the experts alone. With `norm_weights` they are divided by their sum: those of softmax scores are then
         the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`. adapters: of x's rows.
+        With `notes_experts` the module keeps the experts as its PickedExperts.
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)
@@ -402,7 +403,9 @@ class MixtureOfExperts(nnx.Module):
         return jnp.where(given >= 0, given, ids)
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute router logits f32[T, E] of tokens x [T, D]."""
+        """Compute router logits f32[T, E] of tokens x [T, D]; with `notes_logits` the module keeps them as its
+        RouterLogits. adapters: of x's rows, None for none.
+        """
         x = x.astype(self.router_dtype)
         # By default accelerators multiply float32 in fewer bits, which would defeat storing it.
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
@@ -446,5 +449,7 @@ def _taken(rows: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:
-    """Return the adapters for other rows; slots_of: maps the present slots to those rows'. Visits are dropped."""
+    """Return the adapters for other rows; slots_of: maps the present slots to those rows'. Visits are dropped. None for
+    None.
+    """
     return None if adapters is None else adapters._replace(slots=slots_of(adapters.slots), visits=None)

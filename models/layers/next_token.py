@@ -65,7 +65,8 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
         ) -> tuple[jax.Array, KVPages]:
             """Compute hidden states [T, D] from a token's hidden state [T, D] and the next token's embedding [T, D].
 
-            The result replaces `hidden` when predicting the tokens after.
+            The result replaces `hidden` when predicting the tokens after. kv: the layer's own pool, which is returned
+            with its keys and values of these tokens.
             """
             with jax.named_scope("join"):
                 both = jnp.concatenate([self.embed_norm(embeddings), self.hidden_norm(hidden)], axis=-1)
@@ -85,7 +86,9 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
 
 
 def with_next_layer(config: ModelConfig) -> ModelConfig:
-    """Return a model's configuration with its first next-token layer appended."""
+    """Return a model's configuration with its first next-token layer appended, whose attention is that of the last
+    layer; without a tower and further such layers.
+    """
     return replace(config, attention=(*config.attention, config.attention[-1]), num_nextn_predict_layers=0, tower=None)
 
 

@@ -174,7 +174,7 @@ class HeadLayerNorms(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [T, heads of this device, H]."""
+        """Normalise x [T, heads of this device, H], each head by itself and times its own weights, in x's dtype."""
         size = x.shape[1] * x.shape[2]
         weight = lax.dynamic_slice_in_dim(self.weight[...], shard_index("heads") * size, size)
         y = x.astype(jnp.float32)

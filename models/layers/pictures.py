@@ -40,8 +40,8 @@ class Pictures(Section):
             return picture_limits(self.index, positions)
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
-        """Add part `count` of the image embeddings to x, if there is one (DeepStack, Meng et al. 2024,
-        arXiv:2406.04334).
+        """Add part `count` of the image embeddings to x [T, D] at the tokens of images, if there is one (DeepStack,
+        Meng et al. 2024, arXiv:2406.04334).
         """
         if self.rows is None or count * x.shape[1] >= self.rows.shape[1]:
             return x

@@ -38,33 +38,36 @@ class Section:
     """
 
     def embed(self, x: jax.Array) -> jax.Array:
-        """Return the first layer's input [T, D], made from the tokens' embeddings x [T, D]."""
+        """Return the first layer's input [T, D], made from the tokens' embeddings x [T, D]; here x itself."""
         return x
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
         """Return the position after the last key that each token at `positions` sees, i32[T]; None if that is its own
-        key.
+        key, as here.
         """
         return None
 
     def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function that runs a layer, which takes the layer's graph (static) and arrays; return the wrapped
-        function.
+        function; here `run` itself.
         """
         return run
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
-        """Return the module to run as layer number `layer` of the whole model: `module`, or a copy that does more."""
+        """Return the module to run as layer number `layer` of the whole model: `module`, or a copy that does more; here
+        `module`.
+        """
         return module
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
         """Return the hidden states [T, D] to use after layer number count - 1 of the whole model, given that layer's
-        output x.
+        output x; here x itself.
         """
         return x
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Record the hidden states x [T, D] after `count` layers of this stage, with all sections applied.
+        """Record the hidden states x [T, D] after `count` layers of this stage, with all sections applied; here nothing
+        is done.
 
         notes: the Notes of the last of these layers; None before the first.
         """
@@ -89,7 +92,10 @@ class Capture(Section):
         return self._found[count]
 
     def joined(self) -> jax.Array:
-        """Return the hidden states after the n counts, joined: [T, n * D]."""
+        """Return the hidden states after the n counts, joined: [T, n * D].
+
+        Raises KeyError for a count that was not observed.
+        """
         return jnp.concatenate([self._found[count] for count in self.counts], axis=-1)
 
 
@@ -117,7 +123,7 @@ class ExpertLoads(Section):
         self._loads.append(load)
 
     def stacked(self) -> jax.Array:
-        """Return the loads i32[layers with experts, E], in the order of the layers; there must be at least one."""
+        """Return the loads i32[layers with experts, E], in the order of the layers; raises ValueError without any."""
         return jnp.stack(self._loads)
 
 

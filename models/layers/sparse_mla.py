@@ -51,7 +51,9 @@ class Indexer(nnx.Module):
         self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
 
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [T, I, J], the weights of their heads f32[T, I], and keys [T, 1, J]; x: [T, D]."""
+        """Return queries [T, I, J], the weights of their heads f32[T, I], and keys [T, 1, J]; x: [T, D]; q_latent: [T,
+        q_rank]. Queries and keys are rotated if the step has rope.
+        """
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         k = self.k_norm(self.k(x, step.rows))[:, None]
         if step.rope is not None:
@@ -77,7 +79,11 @@ class SparseLatentAttention(LatentAttention):
         self.indexer = Indexer(index, *sizes, source=f"{source}.indexer", build=build) if own else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's latents and keys of the indexer of this layer written)."""
+        """Map x[T, D] to ([T, D], the pool with this step's latents and keys of the indexer of this layer written).
+
+        Without an indexer of its own it attends to `step.selected`, and zeros are written as its keys. With `notes` the
+        module keeps the selection as its SelectedKeys.
+        """
         (q, q_rope), keys, q_latent = self.project(x, step)
         ragged = pages.in_pool(kv.page_size)
         if self.indexer is None:

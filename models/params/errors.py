@@ -28,7 +28,9 @@ class Faults:
             self.add(error)
 
     def check(self) -> None:
-        """Raise the first error, with all others as its `others`."""
+        """Raise the first collected error, a ModelFileError, with all others as its `others`; do nothing if there is
+        none.
+        """
         if self._found:
             first, *more = self._found
             texts = [(each.where or each.path, each.what) for each in more]

@@ -23,7 +23,8 @@ _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def inside(folder: str | os.PathLike[str], name: str) -> Path:
-    """Resolve the file `name` of a model's folder; ModelFileError if it is elsewhere, by its spelling or by a link.
+    """Resolve the file `name` of a model's folder; raises ModelFileError if it is elsewhere, by its spelling or by a
+    link.
 
     One kind of link out is legitimate: the Hugging Face cache keeps files in <model>/blobs, and
     <model>/snapshots/<revision> holds links to them.
@@ -85,7 +86,9 @@ def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes |
 
 
 def read_text(folder: str | os.PathLike[str], name: str, limit: int) -> str | None:
-    """Read a file of UTF-8 text as `read_bytes` does. Raises ModelFileError, also for other text."""
+    """Read a file of UTF-8 text as `read_bytes` does; None where there is no such file. Raises ModelFileError, also for
+    other text.
+    """
     raw = read_bytes(folder, name, limit)
     try:
         return None if raw is None else raw.decode()
@@ -105,9 +108,10 @@ def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON
 def parse_object(
     path: str | os.PathLike[str], source: str, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
-    """Parse a JSON object of at most MAX_JSON_DEPTH levels. Raises ModelFileError, which names `path`.
+    """Parse a JSON object of at most MAX_JSON_DEPTH levels. Raises ModelFileError, which names `path`, for anything
+    else.
 
-    pairs_hook: json's object_pairs_hook; it may raise ModelFileError itself.
+    pairs_hook: json's object_pairs_hook; it may raise ModelFileError itself; None for none.
     """
     try:
         value = json.loads(source, object_pairs_hook=pairs_hook)

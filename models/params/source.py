@@ -105,13 +105,13 @@ class WeightSource(Protocol):
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, known without reading it."""
+        """Return the shape of a tensor, known without reading it. Raises ModelFileError for an invalid file."""
         ...
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         """Read these rows (first axis) and columns (second axis) of a tensor, in its dtype; steps are 1.
 
-        The caller owns the array and releases it before the next read.
+        The caller owns the array and releases it before the next read. Raises ModelFileError for an invalid file.
         """
         ...
 

@@ -26,7 +26,11 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read AutoRound's settings. Raises ModelConfigError for unsupported ones."""
+    """Read AutoRound's settings. Raises ModelConfigError for unsupported ones.
+
+    Modules of extra_config have their own settings, all others of the named blocks (without any, all matrices) those of
+    the file. Heads stay plain unless extra_config names them.
+    """
     act_bits = settings.get("act_bits")
     if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
         raise bad("act_bits", act_bits, "16 or more: rows as they are")
@@ -50,7 +54,9 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str, ...], Stored | None]]:
-    """Merge rules of plain names that share a storage format, and put them before rules of patterns, in their order."""
+    """Merge rules of plain names that share a storage format, and put them before rules of patterns, in their order.
+    None stands for plain weights.
+    """
     by_stored: dict[Stored | None, list[str]] = {}
     patterns = []
     for name, stored in rules:
@@ -62,7 +68,9 @@ def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str,
 
 
 def _target(name: Any) -> str:
-    """Convert a key of `extra_config` to a name for rules: a module's name, or else a pattern of what occurs in it."""
+    """Convert a key of `extra_config` to a name for rules: a module's name, or else a pattern of what occurs in it.
+    Raises ModelConfigError for what is neither.
+    """
     if isinstance(name, str) and not _NAME.fullmatch(name):
         name = f"re:.*(?:{name})"
     check_name("extra_config", name)
@@ -70,7 +78,9 @@ def _target(name: Any) -> str:
 
 
 def _stored(settings: Mapping[str, Any]) -> Stored | None:
-    """Return the storage format of a module with these fields; None for plain weights. Raises ModelConfigError."""
+    """Return the storage format of a module with these fields; None for plain weights. Raises ModelConfigError for
+    unsupported values.
+    """
     bits, kind = settings.get("bits"), settings.get("data_type")
     if (type(bits) is int and bits >= 16) or kind == "float":
         return None

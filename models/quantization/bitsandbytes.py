@@ -87,7 +87,7 @@ class TableEntries(InOrder):
     def _largest(self, module: StoredModule, state: Mapping[str, Any]) -> np.ndarray:
         """Return absmax of all blocks, f32 [blocks], decoded if it is quantised itself.
 
-        state: the module's quantisation state as stored.
+        state: the module's quantisation state as stored. Raises ModelFileError for tensors of another dtype.
         """
         if not self.nested:
             return module.read("weight.absmax")
@@ -118,7 +118,11 @@ class TableEntries(InOrder):
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read bitsandbytes settings. Raises ModelConfigError for unsupported ones."""
+    """Read bitsandbytes settings. Raises ModelConfigError for unsupported ones.
+
+    The result stores all matrices as NF4 or FP4 entries, but for those that llm_int8_skip_modules lists. Eight bits are
+    refused.
+    """
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         raise bad("load_in_8bit", True, "false: rows of 8 bits with outliers beside them are not supported")
     names = ("load_in_4bit", "_load_in_4bit")

@@ -39,7 +39,11 @@ _MICROSCALED = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read compressed-tensors settings. Raises ModelConfigError for unsupported ones."""
+    """Read compressed-tensors settings. Raises ModelConfigError for unsupported ones.
+
+    The result has a rule for each target of config_groups, in the order of `_precedence`; modules in `ignore` are
+    plain, and kv_cache_scheme gives the dtype of keys and values.
+    """
     one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
     refuse(settings, "transform_config", "moe_sparsity_config")
     sparsity = settings.get("sparsity_config") or {}
@@ -81,7 +85,7 @@ def _kv_dtype(scheme: Any) -> str | None:
 
 def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     """Return the storage format of one of the config_groups; `settings` have its format if it has none itself. Raises
-    ModelConfigError.
+    ModelConfigError for what is not supported.
     """
     refuse(group, "output_activations")
     weights = group.get("weights")
@@ -120,7 +124,9 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
 
 
 def _strategy(weights: Mapping[str, Any]) -> Any:
-    """Read `strategy`, or the default that its absence implies."""
+    """Read `strategy`, or the default that its absence implies: tensor without a group_size, channel if that is -1,
+    else group.
+    """
     if (said := weights.get("strategy")) is not None:
         return said
     group = weights.get("group_size")
@@ -156,7 +162,9 @@ def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) ->
 
 
 def _activation(settings: Any) -> Activation | None:
-    """Parse `input_activations`: how rows are rounded; None for not at all. Raises ModelConfigError."""
+    """Parse `input_activations`: how rows are rounded; None for not at all. Raises ModelConfigError for other roundings
+    than of 8 bits, symmetric, by tensor if static and by token or group if dynamic.
+    """
     if settings is None:
         return None
     if not isinstance(settings, Mapping):

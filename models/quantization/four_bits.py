@@ -24,7 +24,10 @@ AWQ, GPTQ = "awq", "gptq"
 
 
 def read_awq(settings: Mapping[str, Any]) -> Quantization:
-    """Read AWQ settings. Raises ModelConfigError for unsupported ones."""
+    """Read AWQ settings. Raises ModelConfigError for unsupported ones.
+
+    The result stores all matrices in the "gemm" layout of 4 bits, but for those that modules_to_not_convert lists.
+    """
     for field in ("version", "format", "checkpoint_format"):  # AutoAWQ's name, and GPTQModel's
         one_of(settings, field, ("gemm", "GEMM"), "gemm")
     if settings.get("backend") == "llm-awq":
@@ -36,7 +39,11 @@ def read_awq(settings: Mapping[str, Any]) -> Quantization:
 
 
 def read_gptq(settings: Mapping[str, Any]) -> Quantization:
-    """Read GPTQ settings. Raises ModelConfigError for unsupported ones."""
+    """Read GPTQ settings. Raises ModelConfigError for unsupported ones.
+
+    The result has the rules of `dynamic`, then one for the modules that modules_in_block_to_quantize names, or for all
+    matrices. Heads stay plain without `lm_head`.
+    """
     refuse(settings, "is_marlin_format")
     one_of(settings, "pack_dtype", ("int32",), "int32")
     inner = _names_of_blocks(settings)
@@ -76,7 +83,9 @@ def _dynamic_rules(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], G
 
 
 def _gptq(settings: Mapping[str, Any]) -> Gptq:
-    """Return the storage format of modules with these settings. Raises ModelConfigError."""
+    """Return the storage format of modules with these settings. Zero points are one less than meant unless the format
+    is gptq_v2. Raises ModelConfigError for unsupported ones.
+    """
     bits, sym = one_of(settings, "bits", (2, 3, 4, 8)), one_of(settings, "sym", (True, False), True)
     versions = [
         one_of(settings, field, ("gptq", "gptq_v2"), "")

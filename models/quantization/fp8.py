@@ -19,7 +19,11 @@ _LARGEST_F32 = float(np.finfo(np.float32).max)
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read fp8 settings. Raises ModelConfigError for unsupported ones."""
+    """Read fp8 settings. Raises ModelConfigError for unsupported ones.
+
+    The result stores matrices as e4m3 with a scale per block, or per tensor without weight_block_size, and rounds rows
+    to e4m3; experts are MXFP4 where expert_dtype says fp4.
+    """
     one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     block = block_size(settings, "weight_block_size")
     static = one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
@@ -39,7 +43,11 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def read_fbgemm(settings: Mapping[str, Any]) -> Quantization:
-    """Read fbgemm_fp8 settings. Raises ModelConfigError for unsupported ones."""
+    """Read fbgemm_fp8 settings. Raises ModelConfigError for unsupported ones.
+
+    The result stores matrices as e4m3 with a scale per channel, and rounds rows, whose largest value counts up to
+    activation_scale_ub (default 1200).
+    """
     bound = settings.get("activation_scale_ub", 1200.0)
     if type(bound) not in (int, float) or not 0 < bound <= _LARGEST_F32:
         raise bad("activation_scale_ub", bound, "a finite number > 0 of float32")

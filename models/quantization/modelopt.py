@@ -34,7 +34,9 @@ class Blocks(EightBits):
 
 
 def _nvfp4(name: str, activation: Activation | None) -> Nvfp4:
-    """Return the format NVFP4 under ModelOpt's tensor names, whose global scales are factors."""
+    """Return the format NVFP4 under ModelOpt's tensor names, whose global scales are factors. activation: None for rows
+    that are not rounded.
+    """
     return Nvfp4(name, activation, "weight", "weight_scale_2", "input_scale", divides=False)
 
 
@@ -50,7 +52,11 @@ _STORED: dict[str, Stored] = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read ModelOpt settings. Raises ModelConfigError for unsupported ones."""
+    """Read ModelOpt settings. Raises ModelConfigError for unsupported ones.
+
+    They may be nested in `quantization`. MIXED_PRECISION has an algorithm for each of quantized_layers; any other is
+    that of all matrices. Modules in `ignore` and exclude_modules, and towers, are plain.
+    """
     inner = settings.get("quantization")
     if inner is not None and not isinstance(inner, Mapping):
         raise bad("quantization", inner, "a mapping")
@@ -94,7 +100,7 @@ def _algorithm(settings: Mapping[str, Any], other: str) -> str:
 
 def _kv_dtype(settings: Mapping[str, Any]) -> str | None:
     """Return the dtype of keys and values, from the newer field or the older; None for the model's. Raises
-    ModelConfigError.
+    ModelConfigError for anything but static e4m3.
     """
     scheme, said = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     if scheme is not None:

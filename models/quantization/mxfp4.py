@@ -61,6 +61,9 @@ class Mxfp4(InOrder):
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read MXFP4 settings of gpt-oss. Raises ModelConfigError for unsupported ones."""
+    """Read MXFP4 settings of gpt-oss. Raises ModelConfigError for unsupported ones.
+
+    The result stores experts alone so, but for those that modules_to_not_convert lists.
+    """
     listed = names_in(settings, "modules_to_not_convert")
     return Quantization(METHOD, ((("re:.*[.]experts[.]",), Mxfp4()),), listed=listed)

@@ -66,5 +66,5 @@ class Rounded(InOrder):
         return scales, np.rint(-low / scales) if self.has_zeros else np.zeros_like(scales)
 
     def _spread(self, groups: np.ndarray, size: int) -> np.ndarray:
-        """Repeat groups [rows, n] to [rows, in]."""
+        """Repeat the numbers of groups, [rows, n], for each of their inputs: [rows, size], the last group cut off."""
         return np.repeat(groups, self.group or size, axis=1)[:, :size]

@@ -268,7 +268,9 @@ class QuantizedTable(nnx.Module):
 
 
 def in_pairs(size: int, group: int) -> bool:
-    """Whether codes of four bits are stored in pairs, for `size` inputs of a device, `group` of which share a scale."""
+    """Whether codes of four bits are stored in pairs, for `size` inputs of a device, `group` of which share a scale: if
+    both are even.
+    """
     return size % 2 == 0 and group % 2 == 0
 
 

@@ -64,5 +64,7 @@ def read_quantization(
 
 
 def rounded(name: str) -> Quantization:
-    """Return the Quantization that rounds all matrices but tables, heads and routers at load, by a name of ROUNDED."""
+    """Return the Quantization that rounds all matrices but tables, heads and routers at load, by a name of ROUNDED.
+    Raises KeyError for another name.
+    """
     return Quantization(name, (((LINEAR,), ROUNDED[name]),))

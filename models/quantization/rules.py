@@ -65,7 +65,9 @@ class Quantization:
         return _chosen(self, module.replace("{expert}", "0"))
 
     def names_of(self, module: str) -> list[str]:
-        """Return the names that the checkpoint may have for a module of the model."""
+        """Return the names that the checkpoint may have for a module of the model: its own and those with prefixes and
+        suffixes changed back, also of the stack of all experts.
+        """
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
@@ -98,7 +100,9 @@ class Everywhere:
 
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
-    """Return the scheme of a module by its name in the model, remembered for each of both."""
+    """Return the scheme of a module by its name in the model, remembered for each of both. Raises ModelConfigError
+    where the expressions of its quantization_config take too many steps together.
+    """
     names, effort = quantization.names_of(module), _effort(quantization)
     if _any_fits(quantization.ignored, names, effort, linear=False):
         return _PLAIN
@@ -113,12 +117,17 @@ def _chosen(quantization: Quantization, module: str) -> Scheme:
 
 @cache
 def _effort(quantization: Quantization) -> Effort:
-    """Return the limit of steps for matching the expressions of one quantization_config, for all modules together."""
+    """Return the limit of steps for matching the expressions of one quantization_config, for all modules together.
+
+    One object for equal configurations, which matching uses up.
+    """
     return Effort()
 
 
 def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *, linear: bool) -> bool:
-    """Whether one of the entries matches a module with these names; linear: whether LINEAR matches it."""
+    """Whether one of the entries matches a module with these names; linear: whether LINEAR matches it. Raises
+    ModelConfigError as `_begins` does.
+    """
     exact, others = _parted(entries)
     if not exact.isdisjoint(names) or (linear and LINEAR in others):
         return True
@@ -136,6 +145,8 @@ def _parted(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
 def _fits(entry: str, name: str, effort: Effort) -> bool:
     """Whether an entry of a rule matches a module's name: an expression that matches its beginning, the name itself, or
     a module that it is in.
+
+    Raises ModelConfigError as `_begins` does.
     """
     if entry.startswith("re:"):
         return _begins(entry[3:], name, effort)
@@ -143,7 +154,9 @@ def _fits(entry: str, name: str, effort: Effort) -> bool:
 
 
 def _is_listed(entry: str, name: str, effort: Effort) -> bool:
-    """Whether an entry of Quantization.listed matches a module's name. Raises ModelConfigError."""
+    """Whether an entry of Quantization.listed matches a module's name: a part of it between dots, or an expression that
+    matches its beginning up to a dot or its end. Raises ModelConfigError as `_begins` does.
+    """
     if entry.startswith("re:"):
         return _fits(entry, name, effort)
     if _REGULAR.search(entry) and _begins(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name, effort):
@@ -153,7 +166,9 @@ def _is_listed(entry: str, name: str, effort: Effort) -> bool:
 
 
 def _begins(expression: str, name: str, effort: Effort) -> bool:
-    """Whether an expression matches a beginning of the name. Raises ModelConfigError."""
+    """Whether an expression matches a beginning of the name. Spends steps of `effort`; raises ModelConfigError where
+    they do not suffice, and for an expression that NamePattern refuses.
+    """
     try:
         return _expression(expression).match(name, effort)
     except PatternError as error:
@@ -162,12 +177,16 @@ def _begins(expression: str, name: str, effort: Effort) -> bool:
 
 @lru_cache(1 << 12)
 def _expression(source: str) -> NamePattern:
-    """Return the NamePattern of an expression, remembered for the latest ones. Raises PatternError."""
+    """Return the NamePattern of an expression, remembered for the latest ones. Raises PatternError for one that it
+    refuses.
+    """
     return NamePattern(source)
 
 
 def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Return the list of names in a field of a quantization_config, () if it is missing. Raises ModelConfigError."""
+    """Return the list of names in a field of a quantization_config, () if it is missing. Raises ModelConfigError for
+    anything but a list of valid names.
+    """
     entries = settings.get(field) or []
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_NAMES:
         raise bad(field, entries, f"a list of at most {_MAX_NAMES} names")
@@ -177,7 +196,9 @@ def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def check_name(field: str, entry: Any) -> None:
-    """Raise ModelConfigError for an invalid module name, or an expression that NamePattern refuses."""
+    """Raise ModelConfigError for a module name that is no string or has more than _MAX_NAME characters, or an
+    expression that NamePattern refuses.
+    """
     if isinstance(entry, str) and entry.startswith("re:"):
         try:
             _expression(entry[3:])
@@ -188,13 +209,15 @@ def check_name(field: str, entry: Any) -> None:
 
 
 def bad(field: str, value: Any, allowed: str) -> ModelConfigError:
-    """Make the error for a field of a quantization_config."""
+    """Return, for the caller to raise, the error that a field of a quantization_config must be `allowed`; it shows the
+    start of its value.
+    """
     return ModelConfigError(f"quantization_config: {field} must be {allowed}, got {repr(value)[:200]}")
 
 
 def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], default: Any = None) -> Any:
     """Return a field of a quantization_config that must have one of the `allowed` values, of the same type too;
-    `default` if it is missing. Raises ModelConfigError.
+    `default` if it is missing. Raises ModelConfigError for any other value, also as the default.
     """
     value = settings.get(field)
     value = default if value is None else value
@@ -206,7 +229,7 @@ def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], defa
 def group_size(settings: Mapping[str, Any], field: str = "group_size", default: int | None = None) -> int | None:
     """Return the number of inputs per scale from a field of a quantization_config; None (stored as -1) for all.
 
-    default: value if the field is missing. Raises ModelConfigError.
+    default: value if the field is missing. Raises ModelConfigError for anything but -1 and whole numbers of 1 to 2^20.
     """
     value = settings.get(field)
     value = default if value is None else value
@@ -219,7 +242,7 @@ def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | Non
     """Return (rows, columns) of the blocks that share a scale from a field of a quantization_config; None if it is
     missing.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError for anything but two whole numbers of 1 to 2^20.
     """
     value = settings.get(field)
     if value is None:
@@ -234,7 +257,9 @@ def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | Non
 
 
 def refuse(settings: Mapping[str, Any], *fields: str) -> None:
-    """Raise ModelConfigError for a field that asks for an unsupported feature."""
+    """Raise ModelConfigError for a field that asks for an unsupported feature: one that is present, and neither empty
+    nor false.
+    """
     for field in fields:
         if settings.get(field):
             raise bad(field, settings[field], "absent or empty: it is not supported")

@@ -25,12 +25,14 @@ class Weight(Protocol):
 
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
         """Multiply x [R, n] by the matrix, over its axis `contract` of size n: [R, size of the other], summed in
-        float32."""
+        float32. Raises ValueError for an axis over which a quantised form cannot be multiplied.
+        """
         ...
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, out_dtype: Any) -> jax.Array:
         """Multiply rows of x [M, in] by the matrix of their group, plus its bias: [M, out] in `out_dtype`, see
-        jaxengine.pallas_kernels.matmul.grouped.
+        jaxengine.pallas_kernels.matmul.grouped. group_sizes: i32[E], rows of each group, in order. bias: [E, out], None
+        for none. Raises ValueError for a quantised table.
         """
         ...
 
@@ -38,16 +40,22 @@ class Weight(Protocol):
         self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
     ) -> jax.Array:
         """Compute activation(gate, up) of the grouped products, [M, F]: see
-        jaxengine.pallas_kernels.matmul.quantized.quantized_gated_matmul.
+        jaxengine.pallas_kernels.matmul.quantized.quantized_gated_matmul. Operands and errors are those of
+        `grouped_matmul`.
         """
         ...
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
-        """Multiply with a table's rows as N stacked matrices: see jaxengine.pallas_kernels.matmul.batched."""
+        """Multiply x [T, N, n] with a table's rows as N stacked matrices, over their axis `contract` of size n: f32[T,
+        N, size of the other] (jaxengine.pallas_kernels.matmul.batched). Raises ValueError for a quantised weight, and
+        for shapes that do not fit.
+        """
         ...
 
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
-        """Look up rows i32[T] of a table -> [T, D]. of_others: ids outside the table may occur, and give zeros."""
+        """Look up rows i32[T] of a table -> [T, D]. of_others: ids outside the table may occur, and give zeros. Raises
+        ValueError for a quantised matrix, which is no table.
+        """
         ...
 
 

@@ -43,7 +43,9 @@ class Activation:
 
     @property
     def microscaled(self) -> bool:
-        """Whether groups are so small that rows are multiplied with scales applied: see `microscaled_rows`."""
+        """Whether groups are so small, of at most 32 with scales that are no plain float32, that rows are multiplied
+        with scales applied: see `microscaled_rows`.
+        """
         return self.group is not None and self.group <= 32 and self.scales != FLOAT32
 
     def __str__(self) -> str:
@@ -80,7 +82,7 @@ class StoredModule(NamedTuple):
 
     def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         """Read a part of the module's tensor `kind`, which must hold `dtype`; None: floating-point numbers, converted
-        to f32. Raises ModelFileError for another dtype.
+        to f32. Raises ModelFileError for another dtype, and as WeightSource.read.
         """
         array = self.source.read(self.tensor(kind), rows, columns)
         if dtype is not None:
@@ -144,19 +146,25 @@ class Stored(Protocol):
         ...
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        """Read codes [rows, columns] in `dtype`, in newly allocated memory; int8 for int4."""
+        """Read codes [rows, columns] in `dtype`, in newly allocated memory; int8 for int4. Raises ModelFileError for a
+        tensor of another dtype.
+        """
         ...
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Read scales f32 [rows, n], and zeros of that shape or None."""
+        """Read scales f32 [rows, n], and zeros of that shape or None. Raises ModelFileError for a tensor of another
+        dtype.
+        """
         ...
 
     def order(self, module: StoredModule) -> np.ndarray:
-        """Return the input of each column of codes, i32[in]."""
+        """Return the input of each column of codes, i32[in]. Raises ModelFileError for a tensor of another dtype."""
         ...
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
-        """Read the static scale of all rows where `activation` is static, f32[1]."""
+        """Read the static scale of all rows where `activation` is static, f32[1]. Raises ModelFileError for a tensor of
+        another dtype.
+        """
         ...
 
 
@@ -204,7 +212,9 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def input_scale(module: StoredModule) -> str:
-    """Return the name of the tensor with a static scale of rows."""
+    """Return the name of the tensor with a static scale of rows: input_scale, or activation_scale if only that is
+    present.
+    """
     return module.first_of("input_scale", "activation_scale")
 
 
@@ -212,7 +222,9 @@ SCALAR: tuple[Shape, ...] = ((1,), ())
 
 
 def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.ndarray:
-    """Convert scales [rows, n] of `group` inputs each, the last of fewer, to `count` scales of equally many inputs."""
+    """Convert scales [rows, n] of `group` inputs each, the last of fewer, to `count` scales of equally many of the
+    `size` inputs. group: None for all inputs.
+    """
     if groups.shape[1] == count:
         return groups
     assert groups.shape[1] == num_groups(size, group)
@@ -221,7 +233,9 @@ def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.n
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int | None) -> np.ndarray:
-    """Dequantise codes [rows, in] with scales and zeros [rows, n] of `group` inputs each: f32 [rows, in]."""
+    """Dequantise codes [rows, in] with scales and zeros [rows, n] of `group` inputs each: f32 [rows, in]. zeros: None
+    for none; group: None for all inputs.
+    """
     size = codes.shape[1]
     values = codes.astype(np.float32) * spread(scales, group, size, size)
     if zeros is not None:

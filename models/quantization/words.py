@@ -50,7 +50,7 @@ class PackedInt32(InOrder):
         return num_groups(size, numbers) * words
 
     def signed(self, values: np.ndarray) -> np.ndarray:
-        """Convert u8 values to signed codes."""
+        """Convert u8 values to signed codes, i8: less half the range."""
         return (values.astype(np.int16) - self.half).astype(np.int8)
 
     def zeros_of(self, points: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -99,7 +99,7 @@ class AwqGemm(PackedInt32):
         return scales.T, self.zeros_of(self._columns(module, "qzeros", rows, slice(None)), scales).T
 
     def _columns(self, module: StoredModule, kind: str, outputs: slice, lines: slice) -> np.ndarray:
-        """Unpack columns `outputs` of a packed tensor: u8 [lines, outputs]."""
+        """Unpack columns `outputs` of a packed tensor: u8 [lines, outputs]. Raises ModelFileError if it is no int32."""
         words, part = self.word_span(outputs, module.shape[0])
         values = unpacked(module.read(kind, "int32", lines, words), self.bits)
         values = values.reshape(len(values), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER]
@@ -158,7 +158,9 @@ class Gptq(PackedInt32):
         return np.argsort(module.read("g_idx", "int32"), kind="stable").astype(np.int32)
 
     def _points(self, module: StoredModule, outputs: slice) -> np.ndarray:
-        """Read zero points u8 [n, outputs] of a slice of the outputs, unsigned and without the format's "one less"."""
+        """Read zero points u8 [n, outputs] of a slice of the outputs, unsigned and without the format's "one less".
+        Raises ModelFileError if they are not int32.
+        """
         span, part = self.word_span(outputs, module.shape[0])
         words = module.read("qzeros", "int32", slice(None), span)
         if self.one_less and self.bits != 3:
@@ -168,7 +170,7 @@ class Gptq(PackedInt32):
 
     def _has_half_points(self, module: StoredModule) -> bool:
         """Whether all zero points are half the range of codes, also as GPTQModel before version 7 wrote those of three
-        bits.
+        bits. Raises ModelFileError if they are not int32.
         """
         if np.all(self._points(module, slice(None)) == self.half):
             return True

@@ -53,7 +53,7 @@ class Assembly:
 
         mesh: that the weight is split over. memory: for weights of CPUs, None for other devices. chunk_bytes: size of
         all copies of a piece together; a piece has at least one row, and all rows of a device if they are stored in a
-        format of their own.
+        format of their own. Raises ValueError for a mesh that does not split the weight evenly.
         """
         self._param, self._mesh, self._memory, self._chunk_bytes = param, mesh, memory, chunk_bytes
         self._sharding = sharding_of(param, mesh)
@@ -70,7 +70,9 @@ class Assembly:
             self._blocks.append((block, [*parts.values()]))
 
     def add(self, read: ReadRows, names: Collection[str] | None = None) -> None:
-        """Add the rows that the weight has of some tensors, which `read` knows. names: None for all tensors."""
+        """Add the rows that the weight has of some tensors, which `read` knows. names: None for all tensors. Raises
+        what `read` raises.
+        """
         decl = self._param.decl
         for block, parts in self._blocks:
             for expert in range(block.experts.start, block.experts.stop):
@@ -85,7 +87,9 @@ class Assembly:
                     start += share
 
     def finish(self) -> jax.Array:
-        """Return the weight on its devices; waits for the transfers. Rows that were not added are zeros."""
+        """Return the weight on its devices; waits for the transfers. Rows that were not added are zeros. The assembly
+        has nothing left afterwards.
+        """
         arrays = []
         for _, parts in self._blocks:
             for part in parts:
@@ -138,5 +142,7 @@ class Assembly:
 
 
 def is_plain(source: Source) -> bool:
-    """Whether each row of the weight is one row of a tensor, independent of other rows."""
+    """Whether each row of the weight is one row of a tensor, independent of other rows: not so of codes, scales and the
+    like of a storage format.
+    """
     return source.name.rpartition(".")[2] not in _OF_FORMATS

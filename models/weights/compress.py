@@ -85,8 +85,9 @@ def compress(
 
 
 def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
-    """Make the quantization_config of matrices rounded by `_rounded`. ignored: names of modules that are not
-    rounded."""
+    """Make the quantization_config of matrices rounded by `_rounded`: pack-quantized integers or float-quantized e4m3,
+    by group or by channel. ignored: names of modules that are not rounded.
+    """
     weights: dict[str, Any] = {"dynamic": False, "symmetric": not rounded.has_zeros}
     if rounded.group is None:
         weights["strategy"] = "channel"
@@ -129,7 +130,9 @@ def _beginnings(name: str) -> list[str]:
 
 
 def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarray], float, float]:
-    """Round a module; return its tensors by suffix, and the sums of squares of the rounding error and of the matrix."""
+    """Round a module; return its tensors by suffix, and the sums of squares of the rounding error and of the matrix.
+    Raises ModelFileError for numbers that are not finite.
+    """
     rows, size = slice(0, module.shape[0]), module.shape[1]
     weight = module.read("weight")
     codes, (scales, zeros) = rounded.codes(module, rows, slice(0, size)), rounded.scales(module, rows)

@@ -33,7 +33,8 @@ _BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # moments
 def dummy_params(
     model_abstract: CausalLM, *, seed: int = 0, mesh: Mesh | None = None, progress: Progress | None = None
 ) -> nnx.State:
-    """Make the state of `model_abstract` from random weights; mesh and progress as for load.load_params.
+    """Make the state of `model_abstract` from random weights; mesh and progress as for load.load_params: None for the
+    default device, and for no report after each weight.
 
     Raises ValueError for a mesh that does not split a weight evenly.
     """
@@ -61,7 +62,9 @@ def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
 
 @cache
 def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
-    """Compile the function from tensor keys to a weight of this declaration."""
+    """Return the jitted function from tensor keys to a weight of this declaration, split over the mesh; one for equal
+    arguments. parts: number of parts of each axis.
+    """
     fill = partial(_fill, shape=shape, dtype=dtype, decl=decl, parts=parts)
     if mesh is None:
         return jax.jit(fill)

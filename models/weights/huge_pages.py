@@ -26,7 +26,11 @@ class HugePages:
         self._free = np.empty(0, np.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Allocate an array of zeros in huge pages: row-major, and aligned so that XLA uses it without a copy."""
+        """Allocate an array of zeros in huge pages: row-major, and aligned so that XLA uses it without a copy.
+
+        Takes it from the current piece or, if that is too full, maps another of 64 MiB or more. Raises OSError where no
+        memory is left.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         free = self._free if size <= len(self._free) else _piece(max(size, _PIECE_BYTES))
@@ -35,7 +39,7 @@ class HugePages:
         return free[:num_bytes].view(dtype).reshape(shape)
 
     def copy(self, array: np.ndarray) -> np.ndarray:
-        """Copy an array of any shape, order and dtype to huge pages, as `zeros` gives them."""
+        """Copy an array of any shape, order and dtype to huge pages, as `zeros` gives them, with its errors."""
         placed = self.zeros(array.shape, array.dtype)
         if array.flags.c_contiguous or not array.size:
             placed[...] = array
@@ -48,7 +52,7 @@ class HugePages:
 
 
 def _piece(size: int) -> np.ndarray:
-    """Map so many bytes of memory, zeros, in huge pages where there are any."""
+    """Map so many bytes of memory, zeros, in huge pages where there are any. Raises OSError where no memory is left."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them

@@ -113,7 +113,8 @@ def load_params(
 
 
 def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool = False) -> tuple[WeightSource, bool]:
-    """Check a checkpoint's names and shapes, as `load_params` does and with its errors.
+    """Check a checkpoint's names and shapes, as `load_params` does and with its errors; no large weight is read.
+    partial: as of load_params.
 
     Returns a view of it with the tensors that the model declares, and whether a tied head is stored too.
     """
@@ -149,8 +150,9 @@ def load_group(
 ) -> dict[tuple[Any, ...], jax.Array]:
     """Load some weights of a model; return them by path.
 
-    source: has all tensors of these weights; its other tensors are ignored. Raises ModelFileError for a tensor of a
-    wrong shape or kind. The caller does what `check_source` does for the entire checkpoint.
+    source: has all tensors of these weights; its other tensors are ignored. mesh: None for the default device. Raises
+    ModelFileError for a tensor of a wrong shape or kind. The caller does what `check_source` does for the entire
+    checkpoint.
     """
     held = QuantizedSource(_of_model(model_abstract, source), params, model_abstract.build.scheme)
     for param in params:
@@ -161,7 +163,9 @@ def load_group(
 
 
 def begin_assembly(param: DeclaredParam, mesh: Mesh | None, chunk_bytes: int) -> Assembly:
-    """Begin a weight to which tensors are added as they come. chunk_bytes: most bytes of a copy in host memory."""
+    """Begin a weight to which tensors are added as they come. chunk_bytes: most bytes of a copy in host memory. mesh:
+    None for the default device. Raises ValueError for one that does not split the weight evenly.
+    """
     return Assembly(param, mesh, _memory(mesh), chunk_bytes)
 
 
@@ -186,7 +190,9 @@ def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> 
 
 
 def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
-    """Return a checkpoint under the model's names, with a tensor for each expert."""
+    """Return a checkpoint under the model's names, with a tensor for each expert. Raises ModelFileError for tensors
+    that get one name, constants of another value, and stacks of experts or adapters that do not fit.
+    """
     encoder, names = model.config.encoder, model.checkpoint_names
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
     if (experts := model.config.experts) is None:
@@ -223,7 +229,7 @@ class _Loader:
     chunk_bytes: int | None = None
 
     def load(self, param: DeclaredParam) -> jax.Array:
-        """Load a weight onto its devices, and wait for it. Raises ModelFileError."""
+        """Load a weight onto its devices, and wait for it. Raises ModelFileError as `read_rows` does."""
         if self.chunk_bytes is not None:
             assembly = Assembly(param, self.mesh, self.memory, self.chunk_bytes)
             assembly.add(self.read_rows)
@@ -248,8 +254,9 @@ class _Loader:
         return array if self.memory is None else self.memory.copy(array)
 
     def _read_block(self, param: DeclaredParam, block: Block) -> np.ndarray:
-        """Read a block in the checkpoint's orientation and the weight's dtype: [experts, rows, columns], or fewer
-        axes."""
+        """Read a block in the checkpoint's orientation and the weight's dtype: [experts, rows, columns], or fewer axes.
+        Rows of padding are zeros. Raises ModelFileError as `read_rows` does.
+        """
         decl, only = param.decl, param.decl.sources[0]
         parts = num_parts(param, self.mesh)[decl.joined_axis]
         if len(decl.sources) == 1 and only.num_contributed == only.rows and decl.num_experts is None:
@@ -292,7 +299,9 @@ class _Loader:
 
 
 def _kind_fault(dtype: Any, stored: Any) -> str:
-    """Return why numbers of a stored dtype cannot be a weight's, "" if they can."""
+    """Return why numbers of a stored dtype cannot be a weight's, "" if they can: floating-point numbers of any dtype
+    for such a weight, i64 for i32, else the weight's own dtype.
+    """
     floating = jnp.issubdtype(dtype, jnp.floating)
     if stored == dtype or (floating and jnp.issubdtype(stored, jnp.floating)):
         return ""
@@ -313,7 +322,7 @@ def _columns(param: DeclaredParam, host: np.ndarray, columns: slice) -> np.ndarr
 
 
 def _whole(model: CausalLM) -> CausalLM:
-    """Build the full model of which this is a stage."""
+    """Build the full model, abstract, of which this is a stage; the model itself if it has all layers."""
     if len(model.stage.layers) == model.config.num_layers:
         return model
     return build_abstract(type(model), model.config, replace(model.build, stage=None))
@@ -357,7 +366,10 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
 
 
 def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tuple[str, ...]:
-    """Return beginnings of the names of tensors of towers that are not read. towers: those of the model as served."""
+    """Return beginnings of the names of tensors of towers that are not read: what the served ones leave unused, the
+    tower of sounds if none of them hears, and the tower of images if none of them is one. towers: those of the model as
+    served.
+    """
     unread = [beginning for tower in towers for beginning in tower.unused]
     if not any(tower.hears for tower in towers):
         unread += names.sound_tower
@@ -368,7 +380,8 @@ def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tupl
 
 def is_unread(model: CausalLM, name: str) -> bool:
     """Whether checkpoints of the model may have a tensor of this name that it ignores: of a part that is not served, of
-    keys and values that a layer takes from another one, or one of IGNORABLE_SUFFIXES.
+    a tower, a head or next-token layers, of keys and values that a layer takes from another one, a scale of cached keys
+    and values, or one of IGNORABLE_SUFFIXES.
     """
     config = model.config
     towers = unread_towers(model.checkpoint_names, config.towers)
@@ -430,7 +443,9 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
-    """Return the factors, in float32, that GGUF files have for a rope; None if it has none."""
+    """Return the factors, in float32, that GGUF files have for a rope; None if it is not scaled. A proportional rope
+    has 1 for pairs that turn and 1e30 for the others.
+    """
     if rope.scaling is None:
         return None
     factors: Any = rope.scaling.factors
@@ -440,7 +455,9 @@ def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
 
 
 def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
-    """Raise ModelFileError unless the model's rope scaling equals one of the tensors in which GGUF files store it."""
+    """Raise ModelFileError unless the model's rope scaling equals one of the tensors in which GGUF files store it. Of a
+    model with proportional rope only that is compared.
+    """
     stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
     ropes = {attention.rope for attention in model.config.attention if attention.rope is not None}
     # Pairs that are not rotated have a huge factor; layers with plain rope do not read the tensor then.

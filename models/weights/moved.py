@@ -20,8 +20,8 @@ def on_device(array: Any) -> jax.Array:
 
 
 def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
-    """Whether this process's part of an array has only finite numbers. chunk_bytes: size of copies in host memory at a
-    time.
+    """Whether this process's part of an array has only finite numbers; integers are. chunk_bytes: size of copies in
+    host memory at a time, None for a whole piece.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
@@ -30,8 +30,8 @@ def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
 
 
 def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 1) -> Iterator[Any]:
-    """Yield slices of an array's first axis with at most chunk_bytes of results, or one row each; one whole slice for
-    None.
+    """Yield slices of an array's first axis with at most chunk_bytes of results, or one row each; one whole slice (...)
+    for None. number_bytes: of an element.
     """
     if chunk_bytes is None or not shape:
         yield ...
@@ -45,7 +45,7 @@ def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Arr
     """Copy `array` to the sharding and layout of `old`, which has its shape and dtype; waits for it.
 
     One device's part at a time goes through host memory: no program is compiled. chunk_bytes: size of further copies in
-    host memory at a time.
+    host memory at a time, None for one of the part.
     """
     parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
     for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():

@@ -26,7 +26,8 @@ _PROJECTION = ("linear.weight", "model.linear.weight")
 def with_own_files(folder: Path, weights: WeightSource, pooler: Pooler, *, partial: bool = False) -> WeightSource:
     """Return a folder's weights under the model's names, with those of Dense modules, which are files of their own.
 
-    partial: files that are not there are left out. Raises ModelFileError.
+    partial: files that are not there are left out. Raises ModelFileError for one that is missing, invalid or outside of
+    the folder.
     """
     stored, weights, found = weights, with_prefix(weights), {}
     for index, each in enumerate(pooler.dense):
@@ -45,7 +46,7 @@ def with_own_files(folder: Path, weights: WeightSource, pooler: Pooler, *, parti
 
 def _file_of(folder: Path, name: str) -> WeightSource | None:
     """Open the file of a module's weight and bias, .safetensors or torch's; None if there is none. Raises
-    ModelFileError.
+    ModelFileError for an invalid one, and a link out of the folder.
     """
     if (folder / f"{name}.safetensors").exists():
         return SafetensorsCheckpoint(inside(folder, f"{name}.safetensors"))

@@ -111,7 +111,9 @@ class _Stream:
         self.faults: dict[str, str] = {}
 
     def add(self, name: str, array: Any) -> None:
-        """Take a tensor, and load the weights of which it is the last one. Errors are recorded for `finish`."""
+        """Take a tensor, and load the weights of which it is the last one. Errors, also of a name that comes twice or
+        of what is no array, are recorded for `finish`.
+        """
         if name in self._given:
             self.faults[name] = "is given twice"
         elif (fault := fault_of(array)) is not None:
@@ -138,7 +140,9 @@ class _Stream:
         raise ModelFileError(PATH, text, name, others=others)
 
     def _rest(self, source: FiniteSource) -> list[nnx.State]:
-        """Load what is left, and release all tensors: each stage's state. Raises ModelFileError."""
+        """Load what is left, and release all tensors: each stage's state. Raises ModelFileError as `load_params` does,
+        and for a tied head that differs.
+        """
         if len({*self._digests.values()}) > 1:
             raise ModelFileError(PATH, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
         chunk_bytes = self._chunk_bytes
@@ -151,7 +155,9 @@ class _Stream:
         return states
 
     def _sort(self, stored: str, array: Any) -> None:
-        """Put a tensor into its group, and load what can be; release what nobody needs."""
+        """Put a tensor, given by the checkpoint's name, into its group, and load what can be; release what nobody
+        needs. Faults are recorded, not raised.
+        """
         name = self._names.renamed(stored)
         tensors = _stands_for(name, self._groups)
         of_tied = self._chunk_bytes is not None and name in (EMBEDDING, HEAD) and HEAD not in self._groups
@@ -183,7 +189,9 @@ class _Stream:
         self._let_go(held)
 
     def _add(self, group: _Group) -> None:
-        """Add the tensors that a group holds to its weights; those that are whole then are loaded."""
+        """Add the tensors that a group holds to its weights; those that are whole then are loaded. Raises
+        ModelFileError as `add_tensors` does.
+        """
         assert self._chunk_bytes is not None
         come = set().union(*(_stands_for(self._names.renamed(stored), self._groups) for stored in group.held))
         source = FiniteSource(ArraySource(group.held))
@@ -199,7 +207,9 @@ class _Stream:
                 self._loaded[index][param.path] = group.begun.pop(key).finish()
 
     def _place(self, group: _Group) -> None:
-        """Load a group's weights, and wait for the arrays, so that their tensors can be released."""
+        """Load a group's weights, and wait for the arrays, so that their tensors can be released. Raises ModelFileError
+        as `load_group` does.
+        """
         for index, (model, mesh) in enumerate(self._stages):
             own = [param for stage, param in group.params if stage == index]
             if own:
@@ -254,7 +264,9 @@ def _is_addable(group: _Group, names: CheckpointNames) -> bool:
 
 
 def _digest(source: ArraySource, name: str, chunk_bytes: int | None) -> bytes:
-    """Digest a matrix's numbers, whatever their dtype, reading rows of so many bytes at a time."""
+    """Return the SHA-256 of a matrix's shape and numbers, whatever their dtype, -0 being 0; rows of chunk_bytes, which
+    must be given, are read at a time.
+    """
     shape, digest = source.shape(name), hashlib.sha256()
     digest.update(repr(shape).encode())
     assert chunk_bytes is not None
@@ -265,7 +277,9 @@ def _digest(source: ArraySource, name: str, chunk_bytes: int | None) -> bytes:
 
 
 def _tensors_of(param: DeclaredParam, model: CausalLM) -> set[str]:
-    """Collect the tensors that a weight is read from; none where a format determines them."""
+    """Collect the tensors that a weight is read from; none where a format determines them. For matrices that are
+    rounded at load they are the plain ones.
+    """
     found = set[str]()
     for source in param.decl.sources:
         module, _, kind = source.name.rpartition(".")
@@ -284,7 +298,9 @@ def _layer_of(name: str) -> str:
 
 
 def _stands_for(name: str, groups: dict[str, _Group]) -> set[str]:
-    """Return the tensors of a group that a tensor represents: itself, or those of all experts that it contains."""
+    """Return the tensors of a group that a tensor represents: itself, or those of all experts that it contains; none if
+    it is of no group.
+    """
     if name in groups:
         return {name} if not name.endswith(_EXPERTS) else set()
     layer, _, end = name.rpartition(".")

@@ -105,22 +105,31 @@ class AdapterConfig:
     def key_of(self, name: str) -> str:
         """Return the name under which patterns match a module of the file: that of its weight, if the weight is what is
         targeted.
+
+        Raises ModelFileError as `wants` does.
         """
         return f"{name}.weight" if not self.wants(name) and self.wants_parameter(f"{name}.weight") else name
 
     def rank_of(self, name: str) -> int:
-        """Return the LoRA rank of the module, or the parameter, with this name in the file."""
+        """Return the LoRA rank of the module, or the parameter, with this name in the file.
+
+        Raises ModelFileError where expressions take too many steps.
+        """
         return self._ranks.find(name, self._r)
 
     def scale_of(self, name: str, rank: int) -> float:
         """Return the factor of B: lora_alpha / rank, or / sqrt(rank) with rslora (Kalajdzievski 2023,
         arXiv:2312.03732).
+
+        Raises ModelFileError where expressions take too many steps.
         """
         return self._alphas.find(name, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def wants(self, name: str) -> bool:
         """Whether PEFT changes the module with this name in the file, if the model has it: target_modules names it, and
         exclude_modules and modules_to_save do not.
+
+        The answer is kept for later calls. Raises ModelFileError where expressions take too many steps.
         """
         if (known := self._wanted.get(name)) is None:
             known = self._matches("target_modules", self._targets, name) and self._is_in_layers(name)
@@ -133,7 +142,9 @@ class AdapterConfig:
         return not self._parameters.isdisjoint(_ends(name))
 
     def check_saved(self, targets: AdapterTargets) -> None:
-        """Raise ModelFileError if modules_to_save names a module of the model, which the adapter then replaces."""
+        """Raise ModelFileError if modules_to_save names a module of the model, which the adapter then replaces, or if
+        expressions take too many steps.
+        """
         for module in (*targets.shapes, *targets.others) if self._saved else ():
             if any(map(self._is_saved, targets.stored_names(module))):
                 what = "modules_to_save names it, which is not supported: merge the adapter into its model"
@@ -146,7 +157,8 @@ class AdapterConfig:
         Names that match no module of this model are ignored. Single experts may be missing, because transformers may
         store them as one parameter, which PEFT does not change by target_modules.
 
-        stored: for each module in the file, by the model's name, the file's name of it.
+        stored: for each module in the file, by the model's name, the file's name of it. Raises ModelFileError where
+        expressions take too many steps.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -164,14 +176,17 @@ class AdapterConfig:
                 yield ModelFileError(self.path, named.format("target_parameters"), module)
 
     def _is_saved(self, name: str) -> bool:
-        """Whether modules_to_save names the module with this name in the file."""
+        """Whether modules_to_save names the module with this name in the file.
+
+        Raises ModelFileError as `_fits` does.
+        """
         return any(self._fits("modules_to_save", each, name) for each in self._saved)
 
     def _is_in_layers(self, name: str) -> bool:
         """Whether the module is in one of layers_to_transform.
 
         True where these limit nothing: without them, for target_modules that are no list, and for a name that is in the
-        list as a whole.
+        list as a whole. Raises ModelFileError as `_fits` does.
         """
         if self._layers is None or not isinstance(self._targets, frozenset) or name in self._targets:
             return True
@@ -183,13 +198,18 @@ class AdapterConfig:
         return False
 
     def _matches(self, field: str, wanted: str | NamePattern | frozenset[str], name: str) -> bool:
-        """Whether a module's name is one of those that `_names` read from a field as `wanted`."""
+        """Whether a module's name is one of those that `_names` read from a field as `wanted`.
+
+        Raises ModelFileError as `_fits` does.
+        """
         if isinstance(wanted, frozenset):
             return not wanted.isdisjoint(_ends(name))
         return isinstance(wanted, str) or self._fits(field, wanted, name)
 
     def _fits(self, field: str, pattern: NamePattern, name: str) -> bool:
-        """Whether an expression matches the whole name. Raises ModelFileError where that takes too many steps."""
+        """Whether an expression of `field` matches the whole name; spends steps of the file's effort. Raises
+        ModelFileError where that takes too many steps.
+        """
         try:
             return pattern.fullmatch(name, self._effort)
         except PatternError as error:
@@ -198,7 +218,7 @@ class AdapterConfig:
     def _names(self, raw: Mapping[str, Any], field: str) -> str | NamePattern | frozenset[str]:
         """Read a field that names modules: a list of names, a regular expression, or "all-linear".
 
-        raw: the adapter_config.json. Raises ModelFileError.
+        raw: the adapter_config.json. Raises ModelFileError for anything else; empty if absent.
         """
         value = raw.get(field)
         if not isinstance(value, str) or not value:
@@ -206,7 +226,9 @@ class AdapterConfig:
         return value if value == _ALL_LINEAR else self._expression(field, value)
 
     def _list(self, raw: Mapping[str, Any], field: str) -> frozenset[str]:
-        """Read a field that is a list of names; empty if absent. Raises ModelFileError."""
+        """Read a field that is a list of names; empty if absent. Raises ModelFileError for anything else, and for too
+        many or too long names.
+        """
         value = raw.get(field) or []
         if not isinstance(value, list) or len(value) > _MAX_NAMES:
             raise ModelFileError(self.path, f"{field} must be a list of names, got {short(value)}", field)
@@ -218,7 +240,7 @@ class AdapterConfig:
 
     def _pattern(self, raw: Mapping[str, Any], field: str, read: Callable[[str, Any], Any]) -> _Patterns:
         """Read a field of numbers by names or regular expressions. read: checks a number, given the field's name.
-        Raises ModelFileError.
+        Raises ModelFileError for anything else, and what `read` raises.
         """
         value = raw.get(field) or {}
         if not isinstance(value, dict) or len(value) > _MAX_NAMES:
@@ -238,13 +260,17 @@ class AdapterConfig:
             raise ModelFileError(self.path, f"{field} must hold {error}, got {short(source)}", field) from None
 
     def _layers_pattern(self, raw: Mapping[str, Any]) -> list[NamePattern]:
-        """Return expressions that match the names of lists of layers; without the option any name matches."""
+        """Return expressions that match the names of lists of layers; without the option any name matches. Raises
+        ModelFileError for an invalid one.
+        """
         value = raw.get(field := "layers_pattern")
         names = sorted(self._list({field: [value]} if isinstance(value, str) and value else raw, field))
         return [self._expression(field, rf".*\.(?:{name})") for name in names or [r"[^.]*"]]
 
     def _layer_numbers(self, raw: Mapping[str, Any]) -> frozenset[int] | None:
-        """Read layers_to_transform: numbers of layers, None for all. Raises ModelFileError."""
+        """Read layers_to_transform: numbers of layers, None for all. Raises ModelFileError for what is no whole number
+        >= 0 or list of such.
+        """
         value = raw.get("layers_to_transform")
         if value is None or value == []:
             return None
@@ -255,13 +281,13 @@ class AdapterConfig:
         return frozenset(value)
 
     def _rank(self, field: str, value: Any) -> int:
-        """Return a field's value, a LoRA rank. Raises ModelFileError for what is none."""
+        """Return a field's value, a LoRA rank of 1 to 2^16. Raises ModelFileError for what is none."""
         if type(value) is not int or not 1 <= value <= 1 << 16:
             raise ModelFileError(self.path, f"{field} must be a whole number of at least 1, got {short(value)}", field)
         return value
 
     def _number(self, field: str, value: Any) -> float:
-        """Return a field's value, a number of a bounded size. Raises ModelFileError for anything else."""
+        """Return a field's value, a number whose magnitude is below 1e9. Raises ModelFileError for anything else."""
         if type(value) not in (int, float) or not abs(value) < 1e9:
             raise ModelFileError(self.path, f"{field} must be a number below 1e9, got {short(value)}", field)
         return float(value)
@@ -297,7 +323,8 @@ class _Patterns:
     def find(self, name: str, default: Any) -> Any:
         """Return the value of the first pattern, in the file's order, that matches the name; `default` if none does.
 
-        A plain pattern matches the name, or a suffix of it after a dot; an expression must match the whole name.
+        A plain pattern matches the name, or a suffix of it after a dot; an expression must match the whole name. Raises
+        what `fits` raises.
         """
         found = (self._names[end] for end in _ends(name) if end in self._names)
         first = min(found, key=lambda each: each[0], default=None)
@@ -310,5 +337,5 @@ class _Patterns:
 
 
 def short(value: Any) -> str:
-    """Shorten a value from a file for an error."""
+    """Return at most 100 characters of a value from a file, for an error."""
     return repr(value if isinstance(value, (str, int, float)) else json.dumps(value, default=str))[:100]

@@ -75,7 +75,9 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
 def adapter_of(
     config: AdapterConfig, source: WeightSource, targets: AdapterTargets, max_rank: int, dtype: Any
 ) -> AdapterWeights:
-    """Make an adapter for a model of its configuration and its tensors. Raises as `read_adapter`."""
+    """Make an adapter for a model of its configuration and its tensors. Reads all matrices of `source` and does not
+    close it. dtype and ModelFileErrors are those of `read_adapter`.
+    """
     dtype, faults = jnp.dtype(dtype), Faults()
     tensors = AdapterTensors(source, dtype, faults)
     stored, joined = _stored_modules(tensors, config, targets, faults)
@@ -118,7 +120,9 @@ def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dty
 
 
 def _weights_file(folder: Path) -> Path:
-    """Find the weights of an adapter's folder. Raises ModelFileError."""
+    """Find the weights of an adapter's folder. Raises ModelFileError where there are none, or only pickle files, and
+    for a link out of the folder.
+    """
     path = inside(folder, WEIGHTS_FILE)
     if path.exists():
         return path
@@ -133,8 +137,9 @@ def _stored_modules(
     """Return the modules of a file, as a map from the model's names to the file's, and its pairs for all experts of a
     layer.
 
-    faults: collects modules that lack one of both matrices, that the model does not have, or that appear twice. Raises
-    ModelFileError if the pairs for all experts are not those of the configuration.
+    Single experts and other modules are in the map, pairs for all experts in the list. faults: collects modules that
+    lack one of both matrices, that the model does not have, or that appear twice. Raises ModelFileError if the pairs
+    for all experts are not those of the configuration.
     """
     path = tensors.path
     stored: dict[str, str] = {}
@@ -162,7 +167,9 @@ def _stored_modules(
 
 
 def _why_not(module: str, targets: AdapterTargets) -> str:
-    """Return why the model takes no adapter of a module, which an adapter has."""
+    """Return why the model takes no adapter of a module, which an adapter has: no such expert or matrix, not supported,
+    or no such module.
+    """
     layer, _, rest = module.partition(".experts.")
     if rest and (experts := targets.experts.get(f"{layer}.experts")) is not None:
         modules = [*experts.joined[GATE_UP], *experts.joined[DOWN]]

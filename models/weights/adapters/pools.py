@@ -87,7 +87,9 @@ class AdapterTargets:
 
 
 def targets_of(models: Iterable[Any]) -> AdapterTargets:
-    """Collect the targets of the stages of one model, abstract or real."""
+    """Collect the targets of the stages of one model, abstract or real: modules with pools, and as `others` the modules
+    of all other weights, with lm_head unless the model pools.
+    """
     shapes: dict[str, tuple[int, int]] = {}
     experts: dict[str, ExpertTargets] = {}
     tensors: set[str] = set()
@@ -128,7 +130,8 @@ def _of_experts(
 def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
     """Combine loaded weights with zeroed adapter pools, if the model has any, into its state.
 
-    params: result of load_params, with all weights. mesh: where pools lie; None for the default device.
+    params: result of load_params, with all weights. mesh: where pools lie; None for the default device. Raises KeyError
+    for a weight that params lack.
     """
     loaded = dict(nnx.to_flat_state(params))
     state = []

@@ -20,7 +20,9 @@ class AdapterTensors:
     """
 
     def __init__(self, checkpoint: WeightSource, dtype: np.dtype, faults: Faults):
-        """Sort the tensors by module. dtype: of matrices that are read. faults: collects tensors with other names."""
+        """Sort the tensors by module. dtype: of matrices that are read. faults: collects tensors with other names; all
+        are raised as one ModelFileError where no other tensors are left.
+        """
         self.path, self.modules = checkpoint.path, dict[str, set[str]]()
         self._checkpoint, self._dtype = checkpoint, dtype
         for tensor in checkpoint.names():

@@ -95,7 +95,9 @@ def as_array(tensor: Any) -> Any:
 
 
 def fault_of(array: Any) -> str | None:
-    """Return what is wrong with an object given as an array; None for nothing."""
+    """Return what is wrong with an object given as an array; None for nothing. Wrong are what is no array with a numpy
+    dtype, masked arrays, and deleted jax arrays.
+    """
     is_array = hasattr(array, "__array__") and hasattr(array, "shape")
     if not is_array or not isinstance(getattr(array, "dtype", None), np.dtype):
         return f"must be an array of numbers, got {type(array).__name__}"

@@ -142,7 +142,7 @@ def _reported_once() -> Iterator[None]:
 
 def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) -> nnx.State:
     """Load the state of `model` (or of one of its stages) from a folder of save_checkpoint; each process reads its
-    parts.
+    parts. mesh: None for the first device.
 
     Raises ModelFileError for an invalid folder, for one of another model or dtype, or one arranged for another
     mesh, and ValueError for a mesh that does not split a weight evenly.
@@ -230,7 +230,7 @@ def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
 
 def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
     """Return the properties that determine the bytes of a weight, as JSON values. For a weight of a single source, the
-    devices do not matter.
+    devices do not matter. Raises ValueError for a mesh that does not split it evenly.
     """
     sources = param.decl.sources
     return {
@@ -242,7 +242,9 @@ def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
 
 
 def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise ModelFileError unless a weight was saved with the wanted arrangement. saved: the folder's layout."""
+    """Raise ModelFileError unless a weight was saved with the wanted arrangement. saved: the folder's layout; wanted:
+    result of `_arrangement`.
+    """
     found = saved["weights"].get(name)
     if found is None:
         raise ModelFileError(folder, "a weight that the model needs is missing", name)

@@ -74,7 +74,7 @@ class ByteFile(Protocol):
     size: int
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Read bytes from `offset` on into `view`; return how many, 0 at the end. Raises OSError."""
+        """Read bytes from `offset` on into `view`; return how many, 0 at the end. Raises OSError where that fails."""
         ...
 
     def close(self) -> None: ...
@@ -130,7 +130,9 @@ class SafetensorsCheckpoint:
         return sum(file.bytes_read for file in self._files)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read these rows and columns in the dtype of the file, in newly allocated memory."""
+        """Read these rows and columns in the dtype of the file, in newly allocated memory. Raises ModelFileError for an
+        unknown tensor, and where the file cannot be read.
+        """
         return self._file(name).read(name, rows, columns)
 
     def close(self) -> None:
@@ -144,7 +146,9 @@ class SafetensorsCheckpoint:
         return self._where[name]
 
     def _open(self, path: Path) -> None:
-        """Open the checkpoint's files. Raises ModelFileError where there are none that are read."""
+        """Open the checkpoint's files. Raises ModelFileError where there are none that are read, and for an invalid
+        one; OSError for a folder that may not be looked into.
+        """
         if path.suffix in PICKLE_SUFFIXES:
             raise ModelFileError(path, "pickle files can run code and are never read: convert to safetensors")
         if not path.is_dir():
@@ -164,19 +168,25 @@ class SafetensorsCheckpoint:
             raise ModelFileError(path, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickle weights are never read")
 
     def _add_named(self, folder: Path, name: str) -> _SafetensorsFile:
-        """Open the file `name` of the folder, wherever its files are."""
+        """Open the file `name` of the folder, wherever its files are. Raises ModelFileError for a name outside of the
+        folder, and as `_add`.
+        """
         path = inside(folder, name)
         return self._add(path, None if self._open_remote is None else partial(self._open_remote, name))
 
     def _add(self, path: Path, open_file: Callable[[], ByteFile] | None = None) -> _SafetensorsFile:
-        """Open a file, by `open_file` or on this machine, and add its tensors."""
+        """Open a file, by `open_file` or on this machine, and add its tensors, in place of others of the same names.
+        Raises ModelFileError for a file that is missing or invalid.
+        """
         file = _SafetensorsFile(path, open_file or partial(LocalFile, path))
         self._files.append(file)
         self._where |= dict.fromkeys(file.tensors, file)
         return file
 
     def _open_index(self, folder: Path) -> None:
-        """Open the files that the folder's index lists. Raises ModelFileError for an invalid index."""
+        """Open the files that the folder's index lists. Each tensor is then read from the file that `_placed` chooses.
+        Raises ModelFileError for an invalid index or file.
+        """
         index_path = folder / INDEX_FILE
         raw = read_bytes(folder, INDEX_FILE, MAX_HEADER_BYTES) or b""
         weight_map = _parse_unique(index_path, raw).get("weight_map")
@@ -189,7 +199,8 @@ class SafetensorsCheckpoint:
 def _placed(
     index_path: Path, weight_map: Mapping[str, str], files: Mapping[str, _SafetensorsFile]
 ) -> dict[str, _SafetensorsFile]:
-    """Map each tensor of the files to the one that it is read from, as the index says where several have it.
+    """Map each tensor of the files, which are given by name, to the one that it is read from, as the index (weight_map,
+    file names by tensor) says where several have it.
 
     An index that is slightly off counts as far as it can, as in transformers, and a warning says where it is off.
     Raises ModelFileError for a tensor in several files none of which the index names.
@@ -240,7 +251,9 @@ class _SafetensorsFile:
             self._file.close()
 
     def read(self, name: str, rows: slice, columns: slice) -> np.ndarray:
-        """Read these rows and columns of a tensor, both ascending without gaps."""
+        """Read these rows and columns of a tensor, both ascending without gaps. Raises ModelFileError where the file
+        cannot be read or ends early.
+        """
         info = self.tensors[name]
         spans = [part.indices(size)[:2] for part, size in zip((rows, columns), info.shape, strict=False)]
         array = np.empty([end - start for start, end in spans] + list(info.shape[2:]), info.dtype)
@@ -266,14 +279,18 @@ class _SafetensorsFile:
         return self._file
 
     def _whole_rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return whole rows of a tensor, which the next call for them finds, as for the columns of another device."""
+        """Return rows [first, last) of a tensor, all columns. They are kept, in place of those before, until the next
+        call for others: columns of another device find them. Raises ModelFileError as `read` does.
+        """
         if self._rows is None or self._rows[0] != (name, first, last):
             self._rows = None
             self._rows = (name, first, last), self.read(name, slice(first, last), WHOLE)
         return self._rows[1]
 
     def _fill(self, view: memoryview, offset: int) -> None:
-        """Read bytes from `offset` on until `view` is full. Raises ModelFileError."""
+        """Read bytes from `offset` on until `view` is full; they count in `bytes_read`. Raises ModelFileError where
+        reading fails, or the file ends before.
+        """
         while len(view):
             try:
                 count = self._opened.read_into(view, offset)
@@ -285,7 +302,9 @@ class _SafetensorsFile:
             view, offset = view[count:], offset + count
 
     def _read_header(self, file_bytes: int) -> dict[str, TensorInfo]:
-        """Read and check the tensors' descriptions, for a file of so many bytes. Raises ModelFileError."""
+        """Read and check the tensors' descriptions, for a file of so many bytes. Raises ModelFileError for a header
+        that is too large, cut short or invalid.
+        """
         if file_bytes < 8:
             raise ModelFileError(self.path, f"must be at least 8 bytes long, got {file_bytes}")
         prefix = bytearray(8)
@@ -317,7 +336,9 @@ class _SafetensorsFile:
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """Parse a header's entry. data_start: offset of the first byte after the header. Raises ModelFileError."""
+    """Parse a header's entry. data_start: offset of the first byte after the header. Raises ModelFileError for anything
+    but a known dtype, a shape, and offsets that span its bytes.
+    """
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ModelFileError(path, "an entry must hold exactly dtype, shape and data_offsets", name)
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -366,7 +387,7 @@ def _without_duplicates(path: Path) -> Callable[[list[tuple[str, Any]]], dict[st
 
 
 def _parse_unique(path: Path, raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object without keys that appear twice. Raises ModelFileError."""
+    """Parse a JSON object without keys that appear twice. Raises ModelFileError for anything else."""
     try:
         source = raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -59,7 +59,9 @@ class _Tensor(NamedTuple):
 def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
     """Read the tensors of a file by name; a tensor that is not in a dict has the name "".
 
-    limit: most bytes of all tensors together, and of all their storages. Raises TorchFileError.
+    limit: most bytes of all tensors together, and of all their storages. Raises TorchFileError for more bytes, and for
+    any file but those that torch.save writes, uncompressed and little-endian, for dense tensors of f16, bf16, f32 or
+    f64.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -88,7 +90,9 @@ def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
 
 
 def _numbers(archive: zipfile.ZipFile, folder: str, storage: _Storage) -> np.ndarray:
-    """Read a storage, a file of the archive's `folder`: [size]. Raises TorchFileError for one of another size."""
+    """Read a storage, a file of the archive's `folder`: [size]. Raises TorchFileError for one of another size, KeyError
+    for one that is missing.
+    """
     dtype, key, size = storage
     entry = archive.getinfo(folder + key)
     if entry.file_size != size * dtype.itemsize:
@@ -97,7 +101,9 @@ def _numbers(archive: zipfile.ZipFile, folder: str, storage: _Storage) -> np.nda
 
 
 def _array(numbers: np.ndarray, tensor: _Tensor) -> np.ndarray:
-    """Return a tensor, an array of its own, given its storage's numbers. Raises TorchFileError."""
+    """Return a tensor, an array of its own, given its storage's numbers. Raises TorchFileError if it reaches past their
+    end.
+    """
     last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.strides, strict=True))
     if math.prod(tensor.shape) and not 0 <= tensor.offset <= tensor.offset + last < len(numbers):
         raise TorchFileError(f"a tensor reads past the end of storage {tensor.storage.key}")
@@ -128,7 +134,9 @@ class _Program:
         self._num_steps = 0
 
     def run(self) -> Any:
-        """Return what the program makes. Raises TorchFileError."""
+        """Return what the program makes. Raises TorchFileError for an instruction or a name that no tensor needs, and
+        for a damaged program.
+        """
         try:
             while (code := self._take(1)) != b".":
                 self._num_steps += 1
@@ -156,7 +164,7 @@ class _Program:
         self._stack.append(value)
 
     def _marked(self) -> list[Any]:
-        """Pop all values since the last mark."""
+        """Pop all values since the last mark, and the mark. Raises IndexError without one."""
         mark = self._marks.pop()
         values, self._stack[mark:] = self._stack[mark:], []
         return values
@@ -210,7 +218,7 @@ class _Program:
 
 
 def _count(value: Any) -> int:
-    """Return a size or an offset of the program's. Raises TorchFileError for what is none."""
+    """Return a size or an offset of the program's. Raises TorchFileError for anything but integers of 0 to 2^48 - 1."""
     if type(value) is not int or not 0 <= value < 1 << 48:
         raise TorchFileError("has a size that is none")
     return value

@@ -218,7 +218,10 @@ FORMATS: dict[int, BlockFormat] = {
 
 
 def split_blocks(block_format: BlockFormat, data: bytes) -> Parts:
-    """Split complete blocks of a quantised type into codes, scales and zeros."""
+    """Split complete blocks of a quantised type into codes, scales and zeros.
+
+    Raises ValueError for a part of a block.
+    """
     assert block_format.parts is not None
     with np.errstate(all="ignore"):
         return block_format.parts(np.frombuffer(data, np.uint8).reshape(-1, block_format.nbytes))
@@ -227,7 +230,8 @@ def split_blocks(block_format: BlockFormat, data: bytes) -> Parts:
 def dequantize(block_format: BlockFormat, data: bytes) -> np.ndarray:
     """Dequantise complete blocks to flat values of dtype `block_format.dtype`; plain types are copied unchanged.
 
-    Infinite or NaN scales give infinite or NaN values, as in ggml, without a warning.
+    Infinite or NaN scales give infinite or NaN values, as in ggml, without a warning. Raises ValueError for a part of a
+    block.
     """
     if block_format.parts is None:
         return np.frombuffer(data, block_format.dtype).copy()

@@ -99,7 +99,9 @@ class GGUFFile:
             file.close()
 
     def _open(self, path: str) -> tuple[dict[str, Any], tuple[TensorInfo, ...]]:
-        """Open one more file; returns its metadata, and its tensors as of that part."""
+        """Open one more file; returns its metadata, and its tensors as of that part. Raises as `open_regular` and
+        `read_header`.
+        """
         descriptor, size = open_regular(path)
         self._files.append(FileIO(descriptor))
         header = read_header(path, descriptor, size)
@@ -120,7 +122,8 @@ class GGUFFile:
         """Serve these matrices, modules of `formats`, as codes, scales and zeros instead of dequantised.
 
         MODULE.weight [out, in] becomes MODULE.codes i8[out, in], MODULE.scales f32[out, n] and, where the format has
-        them, MODULE.zeros f32[out, n]: a weight is codes * scales - zeros.
+        them, MODULE.zeros f32[out, n]: a weight is codes * scales - zeros. Calls add up. Raises KeyError for another
+        module.
         """
         formats = self.formats()
         for module in modules:
@@ -148,7 +151,9 @@ class GGUFFile:
         return values
 
     def _read(self, name: str, kind: str | None, rows: slice, columns: slice) -> np.ndarray:
-        """Read rows and columns, in Hugging Face order, without factors. kind: as for `_shape`."""
+        """Read rows and columns, in Hugging Face order, without factors. kind: as for `_shape`. Raises ModelFileError
+        as `read` does.
+        """
         info, num_heads = self._info(name), self._permuted_heads(name)
         first, last, _ = rows.indices(info.shape[0])
         if num_heads is None:
@@ -160,7 +165,9 @@ class GGUFFile:
         return unpermute_rows(stored, last_head - first_head)[first - start : last - start]
 
     def _read_rows(self, info: TensorInfo, kind: str | None, first: int, last: int, columns: slice) -> np.ndarray:
-        """Read rows [first, last) in the order of the file, some complete rows at a time; kind: as for `_shape`."""
+        """Read rows [first, last) in the order of the file, some complete rows at a time; kind: as for `_shape`. Raises
+        ModelFileError as `_bytes` does.
+        """
         if len(info.shape) == 1:  # blocks may cross entries, so this is one row
             return _decoded(info, kind, self._bytes(info, 0, info.num_bytes)).reshape(-1)[first:last]
         row_bytes = info.num_bytes // info.shape[0]
@@ -181,7 +188,9 @@ class GGUFFile:
         return self._tensors[name]
 
     def _bytes(self, info: TensorInfo, start: int, num_bytes: int) -> bytes:
-        """Read bytes of a tensor, counted from its first. Raises ModelFileError."""
+        """Read bytes of a tensor, counted from its first. Raises ModelFileError if the file is closed, cannot be read
+        or became shorter.
+        """
         if not self._files or self._files[info.part].closed:
             raise ModelFileError(self.path, "the file has been closed", info.name)
         try:
@@ -259,7 +268,9 @@ class GGUFFile:
         return None
 
     def _head_count(self, key: str) -> int:
-        """Read a number of heads from the metadata; that of queries if it is absent. Raises ModelFileError."""
+        """Read a number of heads from the metadata; that of queries if it is absent. Raises ModelFileError for anything
+        but an integer >= 1.
+        """
         key = f"{self.architecture}.{key}"
         heads = self.metadata.get(key, self.metadata.get(f"{self.architecture}.{_HEADS_KEY[Q]}"))
         if type(heads) is not int or heads < 1:
@@ -273,7 +284,7 @@ def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:
 
 
 def _decoded(info: TensorInfo, kind: str | None, data: bytes) -> np.ndarray:
-    """Decode complete blocks to the tensor's values, or to one of their parts."""
+    """Decode complete blocks to the tensor's values, or to one of their parts. kind: as for `_shape`."""
     return dequantize(info.format, data) if kind is None else getattr(split_blocks(info.format, data), kind)
 
 

@@ -108,11 +108,15 @@ class _Cursor:
         self._items_left = MAX_ITEMS
 
     def fail(self, what: str, where: str | None = None) -> ModelFileError:
-        """Return the error, for the caller to raise, that the file has a fault; None for `where`: here."""
+        """Return the error, for the caller to raise, that the file has the fault `what`; where: key, name or place of
+        it, None for the present offset.
+        """
         return ModelFileError(self.path, what, where or f"byte {self.position}")
 
     def take(self, num_bytes: int, where: str) -> bytes:
-        """Read bytes and move on. where: for the error, as in all methods."""
+        """Read bytes and move on. where: for the error, as in all methods. Raises ModelFileError where fewer bytes are
+        left.
+        """
         left = self.size - self.position
         if num_bytes > left:
             raise self.fail(f"{num_bytes} bytes announced, but the file ends after {left}", where)
@@ -121,11 +125,15 @@ class _Cursor:
         return self._view[start : self.position]
 
     def integer(self, num_bytes: int, where: str) -> int:
-        """Read an unsigned integer of this size."""
+        """Read an unsigned integer of this size, little-endian, and move on. Raises ModelFileError at the end of the
+        file.
+        """
         return int.from_bytes(self.take(num_bytes, where), "little")
 
     def count(self, where: str, *, least_bytes: int) -> int:
-        """Read a 64-bit count of items that take at least `least_bytes` bytes each."""
+        """Read a 64-bit count of items that take at least `least_bytes` bytes each. Raises ModelFileError where the
+        rest of the file is too short for them.
+        """
         count = self.integer(8, where)
         left = self.size - self.position
         if count * least_bytes > left:
@@ -133,7 +141,9 @@ class _Cursor:
         return count
 
     def text(self, where: str, limit: int | None = None) -> str:
-        """Read a string of at most `limit` bytes; None for any length."""
+        """Read a string of at most `limit` bytes; None for any length. Raises ModelFileError for a longer one, for one
+        that passes the file's end, and unless it is UTF-8.
+        """
         length = self.integer(8, where)
         if limit is not None and length > limit:
             raise self.fail(f"a name of {length} bytes, at most {limit} are allowed", where)
@@ -143,14 +153,16 @@ class _Cursor:
             raise self.fail(f"text is not UTF-8: {error.reason}", where) from None
 
     def spend(self, items: int, where: str) -> None:
-        """Deduct `items` Python objects from the file's budget."""
+        """Deduct `items` Python objects from the file's budget. Raises ModelFileError where it is used up."""
         self._items_left -= items
         if self._items_left < 0:
             raise self.fail(f"metadata holds more than {MAX_ITEMS} strings and lists", where)
 
 
 def _read_version(cursor: _Cursor) -> int:
-    """Read the file's first bytes; return its version, one of VERSIONS."""
+    """Read the file's first bytes; return its version, one of VERSIONS. Raises ModelFileError for another version,
+    big-endian files, and what is no GGUF file.
+    """
     magic = cursor.take(4, "magic")
     if magic != MAGIC:
         raise cursor.fail(f"not a GGUF file: it starts with {magic!r}", "magic")
@@ -163,7 +175,7 @@ def _read_version(cursor: _Cursor) -> int:
 
 
 def _read_metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
-    """Read so many keys and values."""
+    """Read so many keys and values. Raises ModelFileError for a key that is given twice, and for invalid values."""
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         cursor.spend(1, "metadata")
@@ -175,7 +187,9 @@ def _read_metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
 
 
 def _read_value(cursor: _Cursor, kind: int, where: str, depth: int) -> Any:
-    """Read a value of GGUF's type `kind`. depth: number of arrays around it."""
+    """Read a value of GGUF's type `kind`. depth: number of arrays around it. Raises ModelFileError for an unknown type,
+    and an invalid value.
+    """
     if kind == STRING:
         return cursor.text(where)
     if kind == ARRAY:
@@ -184,7 +198,9 @@ def _read_value(cursor: _Cursor, kind: int, where: str, depth: int) -> Any:
 
 
 def _read_array(cursor: _Cursor, where: str, depth: int) -> np.ndarray | list[Any]:
-    """Read an array: of numbers and bools a numpy array, of strings and arrays a list. depth: 1 for the outermost."""
+    """Read an array: of numbers and bools a numpy array, of strings and arrays a list. depth: 1 for the outermost.
+    Raises ModelFileError for deeper nesting than MAX_NESTING, an unknown type, and more entries than fit.
+    """
     if depth > MAX_NESTING:
         raise cursor.fail(f"arrays nested deeper than {MAX_NESTING}", where)
     kind = cursor.integer(4, where)
@@ -199,7 +215,9 @@ def _read_array(cursor: _Cursor, where: str, depth: int) -> np.ndarray | list[An
 
 
 def _read_scalars(cursor: _Cursor, kind: int, count: int, where: str) -> np.ndarray:
-    """Read `count` values of GGUF's type `kind`, one of SCALARS."""
+    """Read `count` values of GGUF's type `kind`, one of SCALARS. Raises ModelFileError for another type, for a bool
+    that is neither 0 nor 1, and at the end of the file.
+    """
     if kind not in SCALARS:
         raise cursor.fail(f"unknown value type {kind}", where)
     raw = np.frombuffer(cursor.take(count * SCALARS[kind].itemsize, where), np.uint8)
@@ -209,7 +227,9 @@ def _read_scalars(cursor: _Cursor, kind: int, count: int, where: str) -> np.ndar
 
 
 def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
-    """Return the number of which offsets of tensors must be multiples."""
+    """Return the number of which offsets of tensors must be multiples; DEFAULT_ALIGNMENT if the metadata name none.
+    Raises ModelFileError unless it is a power of two from 8 to MAX_ALIGNMENT.
+    """
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     valid = type(alignment) is int and 8 <= alignment <= MAX_ALIGNMENT and alignment.bit_count() == 1
     if not valid:

@@ -57,7 +57,9 @@ def read_formats(
 
 
 def _common(formats: Sequence[BlockFormat]) -> Blocks:
-    """Return the storage format that fits matrices of all of these block formats."""
+    """Return the storage format that fits matrices of all of these block formats: int4 codes if all have four bits,
+    else int8; the greatest common divisor of their groups; zeros if any has them.
+    """
     dtype = "int4" if all(form.four_bits for form in formats) else "int8"
     has_zeros = any(form.has_zeros for form in formats)
     names = " + ".join(sorted({form.name for form in formats}))

@@ -36,5 +36,7 @@ def nibbles(packed: np.ndarray) -> np.ndarray:
 
 
 def one_group(codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None) -> Parts:
-    """Make Parts of blocks with one scale: i8[B, values], f32[B, 1]. minimum: added to the products."""
+    """Make Parts of blocks with one scale: i8[B, values], f32[B, 1]. minimum: f32[B, 1], added to the products; None
+    for signed codes.
+    """
     return Parts(codes[:, None], scale[:, None], None if minimum is None else -minimum[:, None])

@@ -94,7 +94,7 @@ def to_object(largest: KVScales) -> dict[str, Any]:
 def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
     """Parse the result of `to_object` to largest magnitudes, f64.
 
-    Raises ValueError, whose text says what a file of this model must hold.
+    shape: of the model. Raises ValueError for anything else, whose text says what a file of this model must hold.
     """
     names = [_LARGEST_KEYS, *([] if shape.values_in_keys else [_LARGEST_VALUES])]
     kinds = [_numbers(content.get(name), shape) for name in names]
@@ -134,7 +134,8 @@ def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
 
 
 def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], shape: KVShape) -> np.ndarray | None:
-    """Read the scales of keys or of values, f32[layers, K]; None where no layer has any. Raises ModelFileError.
+    """Read the scales of keys or of values, f32[layers, K]; None where no layer has any. Raises ModelFileError where
+    some layers alone have one, and for invalid ones.
 
     names: the source's. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
     """

@@ -95,8 +95,9 @@ def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | Non
 
 
 def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:
-    """Iterate over the blocks that the devices of this process need, each part read once for all devices that share
-    it."""
+    """Iterate over the blocks that the devices of this process need, each part read once for all devices that share it.
+    Raises ValueError as `num_parts` does.
+    """
     decl, sharding = param.decl, sharding_of(param, mesh)
     parts = num_parts(param, mesh)[decl.joined_axis]
     whole = (slice(None),) * len(param.shape)

@@ -40,8 +40,9 @@ class QuantizedSource(WrappedSource):
         *,
         partial: bool = False,
     ):
-        """Check the checkpoint. params: the weights whose tensors it has, all stages' for a full checkpoint. scheme: of
-        the model's Build. partial: weights none of whose tensors are there are left out.
+        """Check the checkpoint, and raise ModelFileError for what is wrong with it. params: the weights whose tensors
+        it has, all stages' for a full checkpoint. scheme: of the model's Build. partial: weights none of whose tensors
+        are there are left out.
         """
         super().__init__(source)
         params = list(params)
@@ -83,7 +84,9 @@ class QuantizedSource(WrappedSource):
         return spread(held, scheme.stored.group, module.shape[1], self._shapes[name][1])[:, columns]
 
     def _add(self, param: DeclaredParam, scheme_of: Callable[[str], Any]) -> None:
-        """Exchange a weight's tensors for those that the model declares, if it is quantised. Raises ModelFileError."""
+        """Exchange a weight's tensors for those that the model declares, if it is quantised, and add its modules to
+        `modules`. Raises ModelFileError as `_exchange` does.
+        """
         if self._begun is not None and self._begun.isdisjoint(_modules_of(param)):
             return
         for declared in param.decl.sources:
@@ -105,7 +108,9 @@ class QuantizedSource(WrappedSource):
                 self._shapes[name] = tuple(shape)
 
     def _exchange(self, scheme: Quantized, module: StoredModule) -> None:
-        """Check a module's tensors and take their names out of `names`. Raises ModelFileError for a fault."""
+        """Check a module's tensors and take their names out of `names`. Raises ModelFileError for a tensor that is
+        missing, of another shape or kind, or not allowed by the format, and for scales or zeros that are not finite.
+        """
         stored = scheme.stored
         for kind, shapes in {**stored.optional(module), **stored.tensors(module)}.items():
             if not module.has(kind):
@@ -160,7 +165,9 @@ class QuantizedSource(WrappedSource):
         return scheme.stored.input_scale(module)
 
     def _dequantized(self, scheme: Quantized, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        """Dequantise f32 [rows, columns] of a module."""
+        """Dequantise f32 [rows, columns] of a module, inputs in the model's order. Raises ModelFileError for tensors of
+        another dtype.
+        """
         stored = scheme.stored
         values = dequantized(stored.codes(module, rows, WHOLE), *stored.scales(module, rows), stored.group)
         if stored.reordered:

@@ -32,7 +32,9 @@ class RenamedSource(WrappedSource):
             self._stored[name] = stored
 
     def _is_constant(self, stored: str, names: CheckpointNames) -> bool:
-        """Whether a tensor is a known constant, which no model reads. Raises ModelFileError for another value."""
+        """Whether a tensor is a known constant, which no model reads. Reads it to compare. Raises ModelFileError for
+        another value.
+        """
         value = next((value for end, value in names.constants.items() if stored.endswith(end)), None)
         if value is None:
             return False
@@ -45,7 +47,7 @@ class RenamedSource(WrappedSource):
         return self._stored.keys()
 
     def stored_name(self, name: str) -> str:
-        """Return the name of a tensor in the checkpoint."""
+        """Return the checkpoint's name of a tensor that is given by the model's. Raises KeyError for an unknown one."""
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:

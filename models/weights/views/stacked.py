@@ -128,7 +128,8 @@ class StackedSource(WrappedSource):
         return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
 
     def _add(self, name: str, prefix: str, end: str) -> None:
-        """Add the parts of one stack. Raises ModelFileError for another kind, shape or number of experts.
+        """Add the parts of one stack. Raises ModelFileError for another kind, shape or number of experts, for scales
+        that do not fit, and where gate and up cannot be told apart.
 
         prefix, end: its name up to the last dot, and after it.
         """
@@ -190,14 +191,18 @@ class StackedSource(WrappedSource):
             raise ModelFileError(self.path, text, name)
 
     def _check_scales(self, name: str, blocks: tuple[int, ...]) -> None:
-        """Raise ModelFileError unless the scales `name` and the blocks of this shape belong together."""
+        """Raise ModelFileError unless the scales `name` and the blocks of this shape belong together: [E, rows, n] and
+        [E, rows, n, 16].
+        """
         scales = tuple(self._source.shape(name)) if name in set(self._source.names()) else None
         if blocks[3] != 16 or scales != blocks[:3]:
             text = f"MXFP4 must have blocks [E, rows, n, 16] and scales [E, rows, n], got {blocks} and {scales}"
             raise ModelFileError(self.path, text, name)
 
     def _read_matrix(self, part: _Part, columns: slice) -> np.ndarray:
-        """Read these columns of an expert's [out, in] in the stack's orientation, [columns, all rows of the stack]."""
+        """Read these columns of an expert's [out, in] in the stack's orientation, [columns, all rows of the stack]; the
+        last ones read are kept for the next call.
+        """
         first, last, _ = columns.indices(part.shape[1])
         key = part.stack, part.expert, first, last
         if self._last is None or self._last[0] != key:
