@@ -78,12 +78,14 @@ def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
 
 
 def _kinds(route: APIRoute) -> tuple[Any, Any]:
-    """Return the types that `answers` declared for the route's complete response and its events."""
+    """Return the types that `answers` declared for the route's complete response and its events, None for no type."""
     return getattr(route.endpoint, "answers", (None, None))
 
 
 def _add_errors(operation: dict[str, Any], error: dict[str, Any]) -> None:
-    """Add the error responses to an operation, in place. error: schema of their body."""
+    """Add the error responses to an operation, in place: those of _WITH_BODY only if it reads a body or parameters. The
+    framework's 422 is removed. error: schema of their body.
+    """
     answers = operation["responses"]
     refuses = answers.pop("422", None) is not None or "requestBody" in operation
     for status, meaning in {**_ALWAYS, **(_WITH_BODY if refuses else {})}.items():

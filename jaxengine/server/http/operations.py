@@ -34,14 +34,16 @@ class Load(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes that every server has."""
+    """Create the routes about health, version and load, which every server has."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get("/health", response_class=Response)
     @routes.get("/ping", operation_id="ping", response_class=Response)
     @routes.post("/ping", operation_id="post_ping", response_class=Response)
     async def health() -> Response:
-        """Whether requests are answered: 503 while the engine is started again, hangs or is being shut down."""
+        """Whether requests are answered: an empty response 200. Raises EngineDeadError (503) while the engine is
+        started again, hangs or is being shut down.
+        """
         await engine.check_health()
         return Response()
 
@@ -73,9 +75,11 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
-        """Drop all cached prefixes, those in host memory too.
+        """Drop all cached prefixes, those in host memory too. Raises RequestError for an argument that is true,
+        EngineDeadError.
 
-        reset_running_requests, reset_external: False; running requests keep their pages, and files stay.
+        reset_running_requests, reset_external: only False is allowed; running requests keep their pages, and files
+        stay.
         """
         given = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
         for name in (name for name, value in given.items() if value):
@@ -89,7 +93,9 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, int]:
-        """Abort requests; their answers have finish_reason "abort"."""
+        """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns how many
+        were given.
+        """
         for request_id in body.request_ids:
             await engine.abort(request_id)
         return {"num_requests": len(body.request_ids)}
@@ -98,12 +104,14 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.post("/start_profile")
         async def start_profile() -> dict[str, bool]:
-            """Start a profile of the engine's process (jax.profiler)."""
+            """Start a profile of the engine's process (jax.profiler). Raises RequestError while one is running."""
             return {"success": bool(await engine.utility("start_profile"))}
 
         @routes.post("/stop_profile")
         async def stop_profile() -> dict[str, bool]:
-            """Write the profile into the folder of profiler_config, on the server's machine."""
+            """Write the profile into the folder of profiler_config, on the server's machine. Raises RequestError
+            without one.
+            """
             return {"success": bool(await engine.utility("stop_profile"))}
 
     @routes.get("/server_info")

@@ -107,7 +107,9 @@ class ChatChoiceWriter:
         return choices
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
-        """Return the prompt's log-probabilities in vLLM's form: by token id for each token."""
+        """Return the prompt's log-probabilities in vLLM's form: for each token a dict by token id, None where there are
+        none.
+        """
         return [json_position(position) for position in positions]
 
     def _versions(self, output: CompletionOutput) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def token_logprobs(
         return None
 
     def one(token_id: int, entry: Logprob) -> dict[str, Any]:
-        """Return a token with its log-probability in OpenAI's form."""
+        """Return a token with its log-probability and its bytes in OpenAI's form."""
         text = entry.decoded_token or ""
         # Half a character has bytes, but no text.
         written = tokenizer.token_bytes(token_id) if tokenizer.is_byte_level else text.encode()

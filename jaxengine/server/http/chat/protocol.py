@@ -165,7 +165,9 @@ class ChatRequest(TextRequest, ConversationRequest):
         return self
 
     def _check_tools(self) -> None:
-        """Raise RequestError for tools and a tool_choice that contradict each other."""
+        """Raise RequestError for tools and a tool_choice that contradict each other, for an empty list of tools or one
+        with equal names, and for structured_outputs with tools that may be called.
+        """
         if self.tools is not None and not self.tools:
             text = f"tools is empty; allowed are 1 to {MAX_TOOLS}, or to omit the field"
             raise RequestError(text, param="tools")
@@ -208,7 +210,9 @@ class ChatRequest(TextRequest, ConversationRequest):
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, given as text or a list of text parts; "" for anything else."""
+    """Return the text of a message's content, given as text or a list of text parts, which are joined by line breaks;
+    "" for anything else.
+    """
     if isinstance(content, str):
         return content
     listed = content if isinstance(content, list) else ()
@@ -217,7 +221,9 @@ def text_of(content: Any) -> str:
 
 
 def renamed(error: RequestError, name: str) -> RequestError:
-    """Return the error with its field replaced by the caller's name for it, `name`."""
+    """Return the error with its field replaced by `name`, the caller's name for it, also at the beginning of the
+    message.
+    """
     message = str(error)
     if error.param and message.startswith(error.param):
         message = name + message[len(error.param) :]

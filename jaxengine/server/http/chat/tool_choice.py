@@ -154,8 +154,8 @@ def _forced_in_own_way(
 
 
 def _forced(body: ChatRequest, schema: Schema, white_space: str | None = " ?") -> dict[str, Any]:
-    """Return structured_outputs for an output of this JSON schema. white_space: pattern of white space; None for the
-    default.
+    """Return structured_outputs for an output of this JSON schema, lenient unless a tool is strict. white_space:
+    pattern of white space; None for the default.
     """
     strict = any(tool.function.strict for tool in body.tools or ())
     return {"json": schema, "whitespace_pattern": white_space, "lenient": not strict}
@@ -168,8 +168,8 @@ def _rules(
     tokenizer: Tokenizer,
     switches: Sequence[str],
 ) -> list[str]:
-    """Return the rules that a format's `grammar` has for calls of `functions`, in Lark's notation.
-    Raises RequestError.
+    """Return the rules that a format's `grammar` has for calls of `functions`, in Lark's notation. switches: as of
+    `tool_use`. Raises RequestError for functions that no grammar can call.
     """
 
     def token_id(word: str) -> int | None:

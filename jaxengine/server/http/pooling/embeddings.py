@@ -25,7 +25,7 @@ _MANY_NUMBERS = 20_000  # they take a few milliseconds to write
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes /v1/embeddings, /pooling and /classify."""
+    """Create the routes /v1/embeddings, /pooling and /classify. Their errors are those of `run`."""
     routes = APIRouter(tags=["pooling"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
@@ -33,7 +33,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Run the body's prompts; return a response whose data is the list of `entry(index, output)`, one for each.
 
         prefix: of the response's id. task: of the pooling parameters; None for the body's, or the model's. Raises
-        RequestError.
+        RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt without a
+        result.
         """
         model = check_model(body.model, names)
         name = body.register(prefix, request)
@@ -62,13 +63,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/pooling", response_class=Response)
     @answers(Listed[Pooled])
     async def create_pooling(body: PoolingRequest, request: Request) -> Response:
-        """Return the model's vector of each prompt."""
+        """Return the model's vector of each prompt, or of each of its tokens, by the request's task."""
         return await run(body, request, "pool", None, _vectors("pooling", "data", body))
 
     @routes.post("/classify", response_class=Response)
     @answers(Listed[Classified])
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        """Return the likeliest label of each prompt, and the probabilities of all."""
+        """Return the likeliest label of each prompt ("LABEL_N" if it has no name), and the probabilities of all."""
         labels = engine.inputs.require_pooling().labels
 
         def entry(index: int, each: PooledAnswer) -> dict[str, Any]:

@@ -31,7 +31,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Listed[Scored])
     async def score(body: ScoreRequest, request: Request) -> Response:
-        """Return the similarity or relevance of pairs of texts."""
+        """Return the similarity or relevance of pairs of texts. Raises RequestError, ApiError (404) for an unknown
+        model or for a pair without a result, OverloadedError, EngineDeadError.
+        """
         model = check_model(body.model, names)
         name = body.register("score", request)
         pairs = _limited(pairs_of(*body.texts()), config)
@@ -47,7 +49,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        """Return documents by their relevance to a query, the best first."""
+        """Return the top_n documents by their relevance to a query, the best first. Raises RequestError, also for an
+        empty query; ApiError, OverloadedError, EngineDeadError.
+        """
         model = check_model(body.model, names)
         name = body.register("rerank", request)
         documents = body.texts()
@@ -76,7 +80,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[str, str]]:
-    """Return the pairs. Raises RequestError if they are more than a request may have prompts."""
+    """Return the pairs. Raises RequestError for more than the server's max_prompts."""
     if len(pairs) > config.max_prompts:
         raise RequestError(f"there are {len(pairs)} pairs of texts; allowed are 1 to {config.max_prompts}")
     return pairs
@@ -86,8 +90,8 @@ async def _scores(
     server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
 ) -> list[ScoringRequestOutput]:
     """Compute the score of each pair, with the tokens of both texts: those of a text that is in several pairs count in
-    each, although an embedder computes it once. name: the request's id in the engine. Raises the errors of
-    PoolingServer.answers.
+    each, although an embedder computes it once. body: its truncation, activation and cache_salt hold for all. name: the
+    request's id in the engine. Raises the errors of PoolingServer.encode_pairs and `answers`.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     if not reads_apart(model):

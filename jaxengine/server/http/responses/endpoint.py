@@ -105,8 +105,8 @@ class _Making:
         self.held.release()
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepare the prompt and append to `ignored` the fields without effect for this model. Raises
-        RequestError.
+        """Prepare the prompt and append to `ignored` the fields without effect for this model. Raises RequestError with
+        ResponsesRequest's field names, OverloadedError.
         """
         try:
             await self._run.prepare()
@@ -162,7 +162,9 @@ class _Making:
         self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
-        """End the response for the engine's finish reason; return the last events."""
+        """End the response for the engine's finish reason; return the last events. "stop" completes it, "length" leaves
+        it incomplete, "abort" cancels it; after a timeout or for any other reason it has failed.
+        """
         if reason == "stop":
             return self.writer.close("completed", self.usage())
         if reason == "length":
@@ -209,7 +211,7 @@ def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, par
 
 
 def _shown_choice(body: ResponsesRequest) -> Any:
-    """Return tool_choice as the response repeats it."""
+    """Return tool_choice as the response repeats it: a text, "auto" by default, or a dict."""
     choice = body.tool_choice or "auto"
     return choice if isinstance(choice, str) else choice.model_dump()
 
@@ -299,7 +301,9 @@ class _Responses:
         return messages, found.num_bytes["conversation"]
 
     async def _whole(self, making: _Making, keeper: Keeper | None) -> Response:
-        """Generate a response to its end, store it if there is a keeper, and return it."""
+        """Generate a response to its end, store it if there is a keeper, and return it. Releases its memory in every
+        case. Raises the errors of `making.events`.
+        """
         with making:
             async with contextlib.aclosing(making.events()) as events:
                 async for _ in events:
@@ -309,7 +313,9 @@ class _Responses:
             return json_response(making.writer.response)
 
     async def _stream(self, making: _Making, keeper: Keeper | None) -> AsyncGenerator[bytes, None]:
-        """Generate a response and yield its events, encoded; it is stored before the event that ends it."""
+        """Generate a response and yield its events, encoded; it is stored before the event that ends it. Releases its
+        memory in every case. Raises the errors of `making.events`.
+        """
         with making:
             async with contextlib.aclosing(making.events()) as events:
                 async for said in events:
@@ -318,7 +324,9 @@ class _Responses:
                     yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
-        """Start a background response; return its queued state at once."""
+        """Store the queued state of a background response, start its generation as a task, and return that state at
+        once. state: the application's. Raises OverloadedError, EngineDeadError if it cannot be stored.
+        """
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
         self._tasks[keeper.owner, making.id] = asyncio.create_task(self._work(making, keeper, state.traffic))
@@ -326,8 +334,8 @@ class _Responses:
         return json_response(queued)
 
     async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
-        """Generate a response in the background and store its states, the last one also after an error or a
-        cancellation.
+        """Generate a response in the background and store its states, the last one also after an error, which is logged
+        and not raised, or a cancellation. It counts as running in `traffic`; its memory is released at the end.
         """
         traffic.num_running += 1
         try:
@@ -349,15 +357,14 @@ class _Responses:
             making.held.release()
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Cancel a background response, at most once: its clean-up must not be cancelled too."""
+        """Cancel a background response, at most once: its clean-up must not be cancelled too. Ignores others."""
         if (task := self._tasks.pop((owner, response_id), None)) is not None:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
-        """Return the number of the conversation's tokens, which may exceed the context. Nothing is generated or
-        stored.
+        """Return the number of the conversation's tokens, which may exceed the context. Nothing is generated or stored.
 
-        Raises RequestError, ApiError.
+        Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError, EngineDeadError.
         """
         await choose_model(self._engine, body.model, self._names)
         request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
@@ -411,7 +418,7 @@ def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: 
 
 
 def _only(values: list[Any]) -> bytes:
-    """Return the JSON of the only value."""
+    """Return the JSON of the only value. Raises ValueError for none or several."""
     (value,) = values
     return encode_json(value)
 
@@ -428,13 +435,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses", response_class=Response)
     @answers(ResponseAnswer, ResponseStreamEvent)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a request: whole, as a stream, or in the background."""
+        """Answer a request: whole, as a stream, or in the background. Errors as of `_Responses.create`."""
         return await responses.create(body, request)
 
     @routes.get("/v1/responses/{response_id}", response_class=Response)
     @answers(ResponseAnswer)
     async def get_response(response_id: str, request: Request) -> Response:
-        """Return a stored response."""
+        """Return a stored response. Raises RequestError for any query parameter, ApiError (404) for none."""
         for name in request.query_params:
             raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
         return await responses.show(request, response_id, "response", _only)
@@ -442,7 +449,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses/input_tokens", response_class=Response)
     @answers(ResponseTokens)
     async def count_response_tokens(body: ResponsesRequest, request: Request) -> Response:
-        """Count the tokens of a request's conversation, which may exceed the context."""
+        """Count the tokens of a request's conversation, which may exceed the context. Errors as `_Responses.count`."""
         return await responses.count(body, request)
 
     @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)
@@ -454,14 +461,18 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
-        """List the input items of a stored response."""
+        """List the input items of a stored response, at most `limit`, those after the one with id `after`; "desc":
+        newest first. Raises RequestError for an unknown `after`, ApiError (404) without a response.
+        """
         page = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
         return await responses.show(request, response_id, "input", page)
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """Cancel a response that is made in the background, and return it."""
+        """Cancel a response that is made in the background, and return its final state once that is stored. Raises
+        RequestError for one made otherwise, ApiError (404) without a response.
+        """
         owner, store = _owner(request), _store(request)
         if not there(await store.find(response_id, owner), response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
@@ -471,7 +482,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Remove a stored response, and end its generation."""
+        """Remove a stored response, and end its generation. Raises ApiError (404) if there is none."""
         there(await _store(request).delete(response_id, _owner(request)), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 

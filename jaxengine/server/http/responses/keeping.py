@@ -58,7 +58,7 @@ class Held:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Add bytes to the request's account. Raises OverloadedError."""
+        """Add bytes to the request's account. Raises OverloadedError, with nothing added, as Memory.change."""
         self._memory.change(num_bytes)
         self._num_bytes += num_bytes
 
@@ -71,8 +71,8 @@ class Held:
 
 
 async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Run `work` and return its result, on a thread if it handles more than a few bytes. size: bytes
-    that it handles.
+    """Run `work` and return its result, or raise its exception, on a thread if it handles more than a few bytes. size:
+    bytes that it handles.
     """
     return work(*args, **kwargs) if size <= _SHORT_BYTES else await asyncio.to_thread(work, *args, **kwargs)
 
@@ -265,7 +265,9 @@ class Keeper:
     def _stored(
         self, response_id: str, shown: Json, answer: list[Json], is_running: bool
     ) -> tuple[StoredResponse, dict[bytes, bytes]]:
-        """Return a state of the response for the store, and its long texts by digest."""
+        """Return a state of the response for the store, and its long texts by digest. shown: the response as the client
+        sees it; answer: a list with the answer as a chat message.
+        """
         asked, texts = self.asked, dict(self.asked.texts)
         stored = StoredResponse(
             response_id,
