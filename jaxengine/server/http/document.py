@@ -38,7 +38,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     plain = app.openapi
 
     def document() -> dict[str, Any]:
-        """Return the document, which is made once."""
+        """Return the document, which is made once. Raises TypeError as `_correct`."""
         if app.openapi_schema is None:
             _correct(plain(), [route for route in routes if isinstance(route, APIRoute)])
         return plain()
@@ -48,7 +48,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
     """Add the types of all responses to the framework's document, in place. Raises TypeError for a name that a request
-    and an answer share.
+    and an answer share. The framework's schemas of validation errors are removed.
     """
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):

@@ -57,6 +57,7 @@ class ApiError(HTTPException):
     Attributes:
       status_code: HTTP status.
       detail: message for the caller.
+      headers: of the response; None for none.
       param: the faulty field, as the caller spells it.
       kept: text of the caller's that the message quotes; no path is removed from it.
     """
@@ -159,8 +160,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        """Return the response to an exception. An unknown route gets 404 with what to use instead; 405 has the header
-        Allow with the methods of all routes of its path.
+        """Return the response to an exception. A path that has no route gets 404, with what to use instead; 405 has the
+        header Allow with the methods of all routes of its path.
         """
         known = as_api_error(error, getattr(request.state, "given_fields", ()))
         # Not what a route has raised: the framework found no route, or none of this method.
@@ -214,7 +215,9 @@ def _want(problem: dict[str, Any]) -> str:
 
 
 def _as_given(text: str, given: Collection[str]) -> str:
-    """Return a field's name, or a message that begins with it, with the name by which the request gave the field."""
+    """Return a field's name, or a message that begins with it, with the name by which the request gave the field;
+    unchanged if that is the same.
+    """
     for name, other in _OTHER_NAMES.items():
         if text.startswith(name) and name not in given and other in given:
             return other + text[len(name) :]

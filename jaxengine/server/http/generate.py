@@ -114,7 +114,7 @@ class GenerateRequest(NamedRequest):
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
-        """Raise RequestError for fields that a stream does not have."""
+        """Raise RequestError for log-probabilities of the prompt in a stream, and for stream_options without one."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         for name in ("prompt_logprobs", "prompt_logprob_token_ids") if self.stream else ():

@@ -76,7 +76,9 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Request that reads its body as JSON by these rules, with one copy of it in memory besides its value."""
+    """Request that reads its body as JSON by these rules, with one copy of it in memory besides its value. fields:
+    names that the route takes; ignored: names without effect.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
         super().__init__(scope, receive)
@@ -140,7 +142,9 @@ def _value(body: bytes | bytearray) -> Any:
 
 
 def _fault(body: bytes | bytearray, problem: str) -> ApiError:
-    """Return the error for a body that msgspec refuses. problem: msgspec's message."""
+    """Return the error (400) for a body that msgspec refuses: that it is not UTF-8 text, or what is wrong with its
+    JSON. problem: msgspec's message.
+    """
     ends_early = problem == _ENDS_EARLY
     # It misses the second half of a character where the body ends sooner than that would.
     if _HALVES in problem or ends_early and _HALF_CHARACTER.search(body[-_LAST_BYTES:]):

@@ -49,7 +49,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/live", response_class=Response)
     async def live() -> Response:
-        """Whether this process runs. The server restarts its engine itself, and ends where that does not help."""
+        """Answer 200, as this process runs. The server restarts its engine itself, and ends if that does not help."""
         return Response()
 
     @routes.get("/version")
@@ -75,11 +75,8 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
-        """Drop all cached prefixes, those in host memory too. Raises RequestError for an argument that is true,
-        EngineDeadError.
-
-        reset_running_requests, reset_external: only False is allowed; running requests keep their pages, and files
-        stay.
+        """Drop all cached prefixes, those in host memory too; running requests keep their pages, and files stay. Raises
+        RequestError for an argument that is true, as it would change that.
         """
         given = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
         for name in (name for name, value in given.items() if value):
@@ -88,7 +85,7 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
-        """Drop cached images and videos, both preprocessed and encoded."""
+        """Drop cached images and videos, preprocessed and encoded; running requests keep theirs."""
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
@@ -104,19 +101,20 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.post("/start_profile")
         async def start_profile() -> dict[str, bool]:
-            """Start a profile of the engine's process (jax.profiler). Raises RequestError while one is running."""
+            """Start a profile of the engine's process (jax.profiler). Raises RequestError if that is not possible."""
             return {"success": bool(await engine.utility("start_profile"))}
 
         @routes.post("/stop_profile")
         async def stop_profile() -> dict[str, bool]:
-            """Write the profile into the folder of profiler_config, on the server's machine. Raises RequestError
-            without one.
+            """Write the profile into profiler_config's folder, on the server's machine. Raises RequestError without
+            one.
             """
             return {"success": bool(await engine.utility("stop_profile"))}
 
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """The settings in use, without keys, and formats of stored and multiplied matrices.
+        """Return the settings in use, without keys, and formats of stored and multiplied matrices. Raises
+        EngineDeadError.
 
         adapter_forms: how products apply adapters. mm_cache: where preprocessed images are cached.
         """

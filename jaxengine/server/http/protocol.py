@@ -436,7 +436,7 @@ class TextRequest(GenerationRequest):
         return config.return_tokens_as_token_ids if asked is None else asked
 
     def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
-        """Return whether a stream ends with token counts, and whether every chunk has them."""
+        """Return whether a stream ends with token counts, and whether every chunk has them, by request and options."""
         options = self.stream_options or StreamOptions()
         last = bool(options.include_usage) or config.enable_force_include_usage
         return last, last and bool(options.continuous_usage_stats)

@@ -106,7 +106,9 @@ async def stream_events(
 
 
 class _EventStream(Response):
-    """Response that sends events as they are made."""
+    """Response that sends events as they are made. first: the first event, which is made already. Others as of
+    `stream_events`.
+    """
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class _EventStream(Response):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. Its work is cancelled if the client leaves or stops reading."""
+        """Send the stream. Its work is cancelled if the client leaves or stops reading; that is logged, not raised."""
         try:
             await while_connected(receive, self._send(send))
         except ClientLeft as error:

@@ -62,7 +62,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/pause")
     async def pause(mode: Mode = "abort", clear_cache: bool = True) -> dict[str, Any]:
-        """Let no request run until /resume. Those that come meanwhile wait.
+        """Let no request run until /resume, and answer once none does. Those that come meanwhile wait.
 
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
         clear_cache: drop cached prefixes.
@@ -72,7 +72,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/resume")
     async def resume() -> dict[str, Any]:
-        """End a pause."""
+        """End a pause. Raises RequestError while the engine sleeps."""
         await weights.resume(engine)
         return {"status": "resumed"}
 
@@ -98,13 +98,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/release_kv_cache_memory")
     async def release_kv_cache_memory() -> dict[str, Any]:
-        """Give up the pages of a paused engine until /wake_up. Requests that /pause has kept are computed again."""
+        """Free the pages of a paused engine, else raise RequestError, until /wake_up. Kept requests are recomputed."""
         await weights.release_kv_cache_memory(engine)
         return {"status": "released"}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
-        """Put back "weights", "kv_cache" or, by default, both, whereupon requests run; return what still sleeps."""
+        """Put back "weights", "kv_cache" or by default both; requests run once both are. Returns what still sleeps."""
         return {"asleep": await weights.wake_up(engine, tags)}
 
     @routes.get("/is_sleeping")

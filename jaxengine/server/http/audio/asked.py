@@ -61,7 +61,7 @@ class AskedTranscript(Transcript):
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _prompt(self) -> dict[str, Any]:
-        """Return the prompt for EngineClient.stream."""
+        """Return the prompt for EngineClient.stream: token ids and the sound."""
         return {"prompt_token_ids": self._ids, DATA: {AUDIO: self._sound}}
 
     async def whole(self) -> Response:
@@ -70,8 +70,8 @@ class AskedTranscript(Transcript):
         return self.plain(self._text(output.outputs[0].text)[0].strip(), self._sound.seconds)
 
     def _text(self, answer: str) -> tuple[str, bool]:
-        """Return what an answer has after the language that the model writes first, or all where it has none yet, and
-        whether the text has begun.
+        """Return the text of an answer so far, and whether it has begun: what follows the mark that the model writes
+        after a language. Before that mark, all of the answer and False; of a model without a mark, all and True.
         """
         if self._mark is None:
             return answer, True

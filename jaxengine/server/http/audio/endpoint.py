@@ -213,7 +213,7 @@ class _Transcript(Transcript):
         return json_response({**answer, "usage": usage_of(seconds)})
 
     def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield tokens of a short sound as they come, segments of a long one."""
+        """Yield the text of a short sound token by token as it comes, and of a long one segment by segment."""
         return self._segment_texts() if self._is_long else self._token_texts()
 
     async def _segment_texts(self) -> AsyncGenerator[str, None]:

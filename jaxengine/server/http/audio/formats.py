@@ -87,5 +87,5 @@ def _clock(seconds: float, mark: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text on one line, without the arrow that would begin another cue."""
+    """Return a text on one line, with single spaces, and "->" for the arrow "-->", which would begin another cue."""
     return " ".join(text.split()).replace("-->", "->")

@@ -88,7 +88,7 @@ class TranscriptionRequest(_Numbers, NamedRequest):
 
 
 def read_request(form: Form, request: Request) -> TranscriptionRequest:
-    """Return a form's fields. Names of unknown fields are noted in the request's state.
+    """Return a form's fields. Names of unknown fields, and of those without effect, are noted in the request's state.
 
     Raises RequestError for a field that is missing, there twice, or not valid.
     """

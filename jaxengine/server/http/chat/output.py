@@ -53,7 +53,9 @@ class ChatChoiceWriter:
         self._calling: set[int] = set()
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
-        """Return a choice with its complete message. events: those of the parser for the whole output."""
+        """Return a choice with its complete message. events: those of the parser for the whole output. A text for
+        `echo` precedes its content.
+        """
         parsed = message_of(events)
         content = parsed.content
         if content is None and not (parsed.tool_calls or parsed.reasoning):
@@ -117,7 +119,9 @@ class ChatChoiceWriter:
         return {} if self._spans is None else self._spans.of(output.index, output)
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice whose field `kind`, "message" or "delta", is `said`."""
+        """Return a choice whose field `kind`, "message" or "delta", is `said`. Its finish reason is "tool_calls" for
+        "stop" if the output has calls.
+        """
         reason = output.finish_reason
         logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids, self._given_ids)
         choice = {

@@ -103,7 +103,9 @@ class ChatRenderer:
         )
 
     def ignored(self, body: ChatRequest) -> list[str]:
-        """Return the request's fields about reasoning that the model's template does not use."""
+        """Return those of the fields reasoning_effort and thinking that the request sets, although its template
+        mentions no variable for them.
+        """
         known = _thinking_names(self._template(body))
         names = {"reasoning_effort": known, "thinking": known - {"reasoning_effort"}}
         return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
@@ -138,5 +140,5 @@ def _num_chars(message: dict[str, Any]) -> int:
 
 
 def _thinking_names(template: str) -> set[str]:
-    """Return the variables about reasoning that the template mentions."""
+    """Return which of the variables reasoning_effort, enable_thinking and thinking the template mentions."""
     return set(_THINKING.findall(template))

@@ -144,7 +144,9 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        """Raise RequestError for fields that contradict each other, empty messages, and counts out of range."""
+        """Raise RequestError for fields that contradict each other, tools included (`_check_tools`), for no messages,
+        and for counts out of range.
+        """
         if not self.messages:
             raise RequestError(f"messages is empty; allowed are 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:
@@ -186,12 +188,14 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
-        """Return tool_choice with its default."""
+        """Return tool_choice; if that is None, "auto" with tools and "none" without."""
         return self.tool_choice or ("auto" if self.tools else "none")
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model should reason first; None if not specified."""
+        """Whether the model should reason first, by `thinking` or else by a reasoning_effort other than "none"; None if
+        neither is given.
+        """
         if self.thinking is not None:
             return self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"

@@ -117,7 +117,8 @@ class _Completion:
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Run the prompts; yield (index of the prompt, output) as they come. No more prompts run at once than the
-        engine has slots for their n outputs. With max_tokens=0 outputs are without the token that was sampled.
+        engine has slots for their n outputs. With max_tokens=0 outputs are without the token that was sampled. Updates
+        the counts.
 
         The first error of one, as EngineClient.stream raises it, ends all.
         """

@@ -101,8 +101,9 @@ class _Message:
                 raise self._body.as_asked(error) from None
 
     def _end(self, output: CompletionOutput) -> None:
-        """Set the stop reason of an output that has ended; "pause_turn" if it was aborted, "end_turn" if it repeated
-        itself. Raises ApiError (500) for one that ended with an error.
+        """Set the stop reason of an output that has ended: "max_tokens" for "length", "pause_turn" for "abort",
+        "end_turn" for "repetition", and for "stop" "stop_sequence", with it, or "end_turn". Raises ApiError (500) for
+        one that ended with an error.
         """
         reason, stop = output.finish_reason, output.stop_reason
         if reason == "length":

@@ -57,7 +57,7 @@ class MessageWriter:
 
     @property
     def calls(self) -> bool:
-        """Whether a tool is called."""
+        """Whether a completed block calls a tool."""
         return any(block["type"] == "tool_use" for block in self.content)
 
     def _turn_to(self, kind: str, **fields: Any) -> list[Said]:

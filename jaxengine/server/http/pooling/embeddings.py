@@ -25,7 +25,7 @@ _MANY_NUMBERS = 20_000  # they take a few milliseconds to write
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes /v1/embeddings, /pooling and /classify. Their errors are those of `run`."""
+    """Create the routes /v1/embeddings, /pooling and /classify."""
     routes = APIRouter(tags=["pooling"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
@@ -57,19 +57,19 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/embeddings", response_class=Response)
     @answers(Listed[Embedding])
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-        """Return an embedding of each prompt."""
+        """Return an embedding of each prompt. Errors as of `run`."""
         return await run(body, request, "embd", "embed", _vectors("embedding", "embedding", body))
 
     @routes.post("/pooling", response_class=Response)
     @answers(Listed[Pooled])
     async def create_pooling(body: PoolingRequest, request: Request) -> Response:
-        """Return the model's vector of each prompt, or of each of its tokens, by the request's task."""
+        """Return a vector of each prompt, or one of each of its tokens, by the request's task. Errors as of `run`."""
         return await run(body, request, "pool", None, _vectors("pooling", "data", body))
 
     @routes.post("/classify", response_class=Response)
     @answers(Listed[Classified])
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        """Return the likeliest label of each prompt ("LABEL_N" if it has no name), and the probabilities of all."""
+        """Return each prompt's likeliest label, "LABEL_N" without a name, and all probabilities. Errors as of `run`."""
         labels = engine.inputs.require_pooling().labels
 
         def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
     """
 
     def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
-        """Return the entry of one answer."""
+        """Return the entry of one answer, with its number `index`."""
         data: Any = each.outputs.data
         if body.encoding_format == "base64":
             return {

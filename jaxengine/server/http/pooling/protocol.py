@@ -50,8 +50,8 @@ class PoolingBody(NamedRequest):
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation, which is applied to the prompt. task: None: the
-        model's. Raises RequestError for a value that is not allowed.
+        """Return the fields as PoolingParams, except truncation, which is applied to the prompt. task: None for the
+        model's. Values are checked when the request is prepared.
         """
         return PoolingParams(task=task, use_activation=self.use_activation)
 
@@ -87,8 +87,8 @@ class EmbeddingRequest(InputBody):
     prompt_name: str | None = None
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation. task: None: the model's. Raises RequestError for a
-        value that is not allowed.
+        """Return the fields as PoolingParams, except truncation. task: None for the model's. Values are checked when
+        the request is prepared.
         """
         return PoolingParams(
             task=task,
@@ -105,8 +105,8 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = None
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation. The task is the request's own; the argument is
-        ignored. Raises RequestError for a value that is not allowed.
+        """Return the fields as PoolingParams, except truncation. The task is the request's own, and the argument is
+        ignored. Values are checked when the request is prepared.
         """
         return super().pooling_params(self.task)
 

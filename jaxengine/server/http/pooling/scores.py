@@ -31,8 +31,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Listed[Scored])
     async def score(body: ScoreRequest, request: Request) -> Response:
-        """Return the similarity or relevance of pairs of texts. Raises RequestError, ApiError (404) for an unknown
-        model or for a pair without a result, OverloadedError, EngineDeadError.
+        """Return the similarity or relevance of pairs of texts. Raises RequestError, EngineDeadError, and ApiError for
+        an unknown model (404) or a pair without a result.
         """
         model = check_model(body.model, names)
         name = body.register("score", request)
@@ -50,7 +50,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Return the top_n documents by their relevance to a query, the best first. Raises RequestError, also for an
-        empty query; ApiError, OverloadedError, EngineDeadError.
+        empty query, EngineDeadError, and ApiError for an unknown model (404) or a document without a result.
         """
         model = check_model(body.model, names)
         name = body.register("rerank", request)

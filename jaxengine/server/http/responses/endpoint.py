@@ -133,7 +133,9 @@ class _Making:
                 raise as_response_error(error) from None
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer so far as a chat message."""
+        """Return the answer so far as a chat message: content, "" for none, and reasoning and tool_calls if there are
+        any.
+        """
         parsed = message_of(self.writer.parts)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning:
@@ -236,7 +238,8 @@ class _Responses:
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Create a response and return it: complete, as a stream, or queued if it is made in the background.
 
-        Raises RequestError, ApiError, and EngineDeadError for an engine that cannot answer.
+        Raises RequestError, ApiError (404) for an unknown model or conversation, and EngineDeadError for an engine or
+        store that cannot answer. Its memory is released after an error.
         """
         model, lora = await choose_model(self._engine, body.model, self._names)
         request.state.user = body.user
@@ -262,7 +265,8 @@ class _Responses:
         """Create a response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
 
         held: takes the bytes of the conversation; the caller releases it after an error. Raises RequestError, also for
-        a conversation that is too large to be stored as requested, and ApiError if there is none to continue.
+        a request_id in use and a conversation that is too large to be stored as requested, ApiError (404) if there is
+        none to continue, EngineDeadError.
         """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
@@ -288,7 +292,7 @@ class _Responses:
         """Return the messages of the conversation that is to be continued, and their bytes in the store; (), 0 for a
         new one. held: takes these bytes.
 
-        Raises ApiError (404) if it is not stored, RequestError if it is not complete, OverloadedError.
+        Raises ApiError (404) if it is not stored, RequestError if it is not complete, OverloadedError, EngineDeadError.
         """
         name = body.previous_response_id
         if name is None:
@@ -334,8 +338,9 @@ class _Responses:
         return json_response(queued)
 
     async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
-        """Generate a response in the background and store its states, the last one also after an error, which is logged
-        and not raised, or a cancellation. It counts as running in `traffic`; its memory is released at the end.
+        """Generate a response in the background and store its states, the last one also after an error, which is not
+        raised, or a cancellation. Errors other than RequestError are logged. It counts as running in `traffic`; its
+        memory is released at the end.
         """
         traffic.num_running += 1
         try:
@@ -383,7 +388,7 @@ class _Responses:
         """Return the JSON that `use` makes of the values in a part of a stored response of this client; `use` may run
         on a thread.
 
-        Raises ApiError (404), OverloadedError, and what `use` raises.
+        Raises ApiError (404), OverloadedError, EngineDeadError, and what `use` raises.
         """
         held = self._memory.hold()
         try:
@@ -441,7 +446,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/v1/responses/{response_id}", response_class=Response)
     @answers(ResponseAnswer)
     async def get_response(response_id: str, request: Request) -> Response:
-        """Return a stored response. Raises RequestError for any query parameter, ApiError (404) for none."""
+        """Return a stored response. Raises RequestError for any query parameter, ApiError (404) if there is none."""
         for name in request.query_params:
             raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
         return await responses.show(request, response_id, "response", _only)

@@ -241,7 +241,9 @@ def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name under which the model knows a tool: in a namespace server__tool, otherwise its own."""
+    """Return the name under which the model knows a tool: NAMESPACE__NAME, with one "__" if the namespace ends with it;
+    without a namespace its own.
+    """
     if namespace is None:
         return name
     return f"{namespace}{'' if namespace.endswith(_SEPARATOR) else _SEPARATOR}{name}"
