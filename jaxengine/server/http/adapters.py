@@ -62,4 +62,5 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _text(text: str) -> Response:
+    """Return a response 200 in plain text."""
     return Response(text, media_type="text/plain")

@@ -205,7 +205,8 @@ class TrafficMiddleware:
     A client's X-Request-Id is kept if it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
     in the response. `state["unique_id"]` may be used as the request's name in the engine. `state["arrival"]`, in
     seconds of time.monotonic, is kept if the reader of the headers has set it. `state["priority"]`, the most urgent one
-    that the request may have, is None for any, unless a caller in this process has set it.
+    that the request may have, is None for any, unless a caller in this process has set it. root_path: of the server,
+    without "/" at its end.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):

@@ -161,6 +161,7 @@ class LimitsMiddleware:
                     raise self._too_large()
 
     def _too_large(self) -> ApiError:
+        """Return the error 413, which closes the connection."""
         return ApiError(413, f"the body has more than {self._max_request_bytes} bytes", headers=_CLOSE)
 
 

@@ -81,6 +81,7 @@ ADMIN = [Depends(require_admin), Depends(check_query)]
 
 
 def _unauthorized() -> ApiError:
+    """Return the error 401, with the header WWW-Authenticate."""
     return ApiError(401, "a valid key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
 
 

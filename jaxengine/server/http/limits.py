@@ -227,8 +227,10 @@ def _count(body: bytes | bytearray, what: bytes) -> int:
 
 
 def _no_text() -> ApiError:
+    """Return the error (400) for a body that is not UTF-8."""
     return ApiError(400, "the body is not valid Unicode text in UTF-8")
 
 
 def _too_deep() -> ApiError:
+    """Return the error (400) for a body that is nested too deep."""
     return ApiError(400, f"the body is nested deeper than {MAX_DEPTH}")

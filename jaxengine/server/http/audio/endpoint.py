@@ -74,7 +74,9 @@ class _Transcript(Transcript):
             self._language = await self._detected() if self._processor.languages else "en"
 
     def _check_words(self) -> None:
-        """Raise RequestError where words are asked for and cannot be aligned with the sound."""
+        """Raise RequestError where words are asked for and cannot be aligned with the sound: of a translation, or by a
+        model without alignment heads.
+        """
         problem = None
         if self.body.has_words and self.task == TRANSLATE:
             problem = "the words of a translation are not aligned with the sound"

@@ -85,7 +85,9 @@ class ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the response as server-sent events, without [DONE]. Call it after `prepare`.
 
-        An item is the new part of one output: any number of events, b"" for none. Raises ChatRun.pieces' errors.
+        An item is what an output of the engine adds: any number of events, b"" for none. The first ones of a choice
+        have its role and the text for `echo`; a last event has the token counts, if requested. Raises ChatRun.pieces'
+        errors.
         """
         last, always = self._body.usage_in_stream(self._config)
         begun: set[int] = set()

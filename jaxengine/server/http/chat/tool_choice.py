@@ -60,7 +60,10 @@ def tool_use(
     tokenizer: Tokenizer,
     switches: Sequence[str] = (),
 ) -> ToolUse:
-    """Return how a request's tools affect its answer.
+    """Return how a request's tools affect its answer. Without tools to call, ToolUse(). A forced call is of a form of
+    body.text_forms, of the model's own format if that has a forced_grammar, or else JSON of the functions' schemas.
+    With "auto" calls are in the model's format; response_format adds a grammar of an answer or calls or, for a format
+    without one, holds for the answer alone.
 
     auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model, None if the server
     has no parser. switches: options of structured outputs that are on by default. Raises RequestError for tools, or a

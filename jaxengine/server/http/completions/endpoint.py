@@ -145,7 +145,7 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the prompts and yield the response as server-sent events, without [DONE]: for each output any number of
-        them, b"" for none. Raises the errors of `outputs`.
+        them, b"" for none, and a last one with the token counts, if requested. Raises the errors of `outputs`.
         """
         writer = self._writer()
         last, always = self.body.usage_in_stream(self._config)

@@ -69,7 +69,7 @@ class _Message:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Run the message, after `prepare`, and yield the response as server-sent events, any number of them in an
-        item.
+        item: message_start, those of `_events`, then message_delta and message_stop.
 
         Raises the errors of ChatRun.pieces, and ApiError (500) for an output that cannot be used.
         """
@@ -184,4 +184,5 @@ def _ignored(server: ChatServer, body: Conversation, request: Request) -> list[s
 
 
 def _failed(error: ApiError) -> bytes:
+    """Encode an error as the event of Anthropic's that ends a stream."""
     return sse(messages_error_body(error))

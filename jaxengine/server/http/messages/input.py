@@ -155,4 +155,5 @@ def _text(block: dict[str, Any], key: str, where: str) -> str:
 
 
 def _refused(message: str) -> RequestError:
+    """Return the error, whose field is "system" if the message begins with that, otherwise "messages"."""
     return RequestError(message, param="system" if message.startswith("system") else "messages")

@@ -42,6 +42,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         prompts = await server.encode_input(body, params)
 
         async def whole() -> Response:
+            """Run the prompts and return the response."""
             given = await server.answers(prompts, params, body, name, body.options(request, config))
 
             def write() -> Response:
@@ -73,6 +74,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         labels = engine.inputs.require_pooling().labels
 
         def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
+            """Return the entry of one answer."""
             best = int(each.outputs.data.argmax())
             probs = each.outputs.data.tolist()
             label = labels.get(best, f"LABEL_{best}")

@@ -63,6 +63,7 @@ class PoolingServer:
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], body: PoolingBody) -> list[str | list[int]]:
         """Return the prompt of each pair of texts (scoring.pair_prompt), token ids truncated as the request specifies.
+        They are made on a thread.
 
         Raises RequestError, also for pairs that have more characters altogether than a body may have bytes: one text
         may be in all of them. Raises OverloadedError if too many requests wait.

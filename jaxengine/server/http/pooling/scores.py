@@ -39,6 +39,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = _limited(pairs_of(*body.texts()), config)
 
         async def whole() -> Response:
+            """Compute the scores and return the response."""
             given = await _scores(server, pairs, body, name, body.options(request, config))
             scores = enumerate(each.outputs.score for each in given)
             data = [{"index": index, "object": "score", "score": score} for index, score in scores]
@@ -60,6 +61,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = _limited([(body.query, document) for document in documents], config)
 
         async def whole() -> Response:
+            """Compute the scores and return the response, sorted by them."""
             given = await _scores(server, pairs, body, name, body.options(request, config))
             scores = [each.outputs.score for each in given]
             best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]

@@ -98,6 +98,7 @@ class _Making:
         self.writer = ResponseWriter(head, self._origins, encrypted=ENCRYPTED in (body.include or ()))
 
     def __enter__(self) -> Self:
+        """Return self; leaving the context releases the memory."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -429,6 +430,7 @@ def _only(values: list[Any]) -> bytes:
 
 
 def _store(request: Request) -> Responses:
+    """Return the store of responses of the request's application."""
     return request.app.state.store
 
 

@@ -173,4 +173,5 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
 
 
 def _refused(message: str) -> RequestError:
+    """Return the error, whose field is "input"."""
     return RequestError(message, param="input")
