@@ -35,7 +35,7 @@ class UnloadRequest(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes that load and unload adapters; none without enable_admin and enable_lora."""
+    """Create the routes by which operators load and unload adapters; none without enable_admin and enable_lora."""
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not (config.enable_admin and engine.inputs.config.enable_lora):
         return routes
@@ -43,13 +43,18 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/v1/load_lora_adapter", response_class=Response)
     async def load_lora_adapter(body: LoadRequest) -> Response:
-        """Load an adapter, which requests may then name as their model."""
+        """Load an adapter, which requests may then name as their model, and answer in plain text once it is loaded.
+        Raises RequestError for a name that is taken, a path out of lora_root or an unusable adapter, and
+        EngineDeadError.
+        """
         await load_from_root(engine, config, names, body.lora_name, body.lora_path)
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", response_class=Response)
     async def unload_lora_adapter(body: UnloadRequest) -> Response:
-        """Close an adapter to further requests; running ones continue."""
+        """Close an adapter to further requests, and answer in plain text; running requests continue. Raises
+        RequestError for an unknown name, EngineDeadError.
+        """
         await unload(engine, body.lora_name)
         return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -57,4 +62,5 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _text(text: str) -> Response:
+    """Return a response 200 in plain text."""
     return Response(text, media_type="text/plain")

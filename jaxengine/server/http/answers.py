@@ -101,6 +101,7 @@ def answers(whole: Any, event: Any = None) -> Callable[[F], F]:
     """
 
     def mark(endpoint: F) -> F:
+        """Note the types at the endpoint, and return it."""
         endpoint.__dict__["answers"] = whole, event
         return endpoint
 

@@ -94,11 +94,12 @@ ROUTERS = (
 def create_app(
     engine: EngineClient, config: ServerConfig, store: Responses | None = None, process: str = "api"
 ) -> FastAPI:
-    """Create the application over `engine`. `app.state.traffic` is its TrafficState.
+    """Create the application over `engine`, which is wrapped by `owned`. `app.state` has `traffic` (TrafficState),
+    `workers` (Workers) and `store`.
 
     config: parsers may be "auto". store: store of responses; None for a new one in this process, with the bounds of
-    `config`. process: name of this process among the server's, for metrics. Raises ConfigError for unusable key files
-    or an unknown parser.
+    `config`. process: name of this process among the server's, for metrics. Raises ConfigError for an unknown parser,
+    and for key files, lora_dirs, lora_routes or a batch_storage_dir that cannot be used.
     """
     engine = owned(engine, config)
     traffic = TrafficState(process)
@@ -137,12 +138,14 @@ def create_app(
 
 
 def cors(origins: Sequence[str]) -> dict[str, Any]:
-    """Return arguments of CORSMiddleware for calls from these origins."""
+    """Return arguments of CORSMiddleware that allow calls from these origins, with any method and header."""
     return {"allow_origins": [*origins], "allow_methods": ["*"], "allow_headers": ["*"]}
 
 
 def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: TrafficState) -> FastAPI:
-    """Create the application of metrics_port: /metrics and probes, for everybody. traffic: of the whole server."""
+    """Create the application of metrics_port: /metrics and the routes of operations.router, for everybody, without
+    keys. traffic: of the whole server.
+    """
     limits = Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes, config.read_timeout)
     app = FastAPI(middleware=[limits], docs_url=None, redoc_url=None, openapi_url=None)
     app.state.traffic = traffic
@@ -172,7 +175,7 @@ def _needs(router: Any, engine: EngineClient) -> list[Any]:
 
 
 def _check(routes: APIRouter) -> None:
-    """Raise TypeError for a route whose body would not be read by the rules of JsonRoute."""
+    """Raise TypeError for a route that is no APIRoute, and for one that reads a body without the rules of JsonRoute."""
     for route in routes.routes:
         if not isinstance(route, APIRoute):
             raise TypeError(f"{route} has no route; add its router to ROUTERS")
@@ -202,7 +205,8 @@ class TrafficMiddleware:
     A client's X-Request-Id is kept if it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
     in the response. `state["unique_id"]` may be used as the request's name in the engine. `state["arrival"]`, in
     seconds of time.monotonic, is kept if the reader of the headers has set it. `state["priority"]`, the most urgent one
-    that the request may have, is None for any, unless a caller in this process has set it.
+    that the request may have, is None for any, unless a caller in this process has set it. root_path: of the server,
+    without "/" at its end.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):
@@ -212,7 +216,11 @@ class TrafficMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as an ASGI application: that of the application inside, or the error response to what it
-        raises before its response has begun; what it raises later is raised. Metrics count all but requests of a batch.
+        raises before its response has begun; what it raises later is raised. Scopes other than HTTP are passed on.
+
+        Sets scope["root_path"], and ROUTE_KEY by X-Session-Id or else the request's id. Logs exceptions other than
+        ApiError. POST requests count as running until they end. Metrics count all requests but those of a batch, whose
+        state has a holder already.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -234,7 +242,9 @@ class TrafficMiddleware:
         is_http = "holder" not in state
 
         async def send_named(message: Message) -> None:
-            """Send a message of the response, whose headers get the request's id and its unknown and ignored fields."""
+            """Send a message of the response, whose headers get the request's id and its unknown and ignored fields.
+            Notes the status, in TrafficState.has_served if it is the 200 of a POST request. Logs unknown fields.
+            """
             nonlocal started, status
             if message["type"] == "http.response.start":
                 started, status = True, str(message["status"])
@@ -267,8 +277,8 @@ class TrafficMiddleware:
 
 
 def _header_text(names: list[str]) -> bytes:
-    """Return names of fields, chosen by a client, in a form that is safe for a header: at most 20, of
-    plain characters.
+    """Return names of fields, chosen by a client, as the value of a header: the first 20, joined by ", ", each cut to
+    64 characters. Characters other than ASCII letters, digits, "_", "." and "-" become "?", as does an empty name.
     """
     # A header's value must not end in white space, as it would after an empty name.
     plain = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) or "?" for name in names[:20]]

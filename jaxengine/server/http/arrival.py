@@ -52,7 +52,11 @@ class LimitsMiddleware:
         self._num_drains = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request as an ASGI application. Refusals are responses: 400, 408, 413, 429 or 431."""
+        """Answer a request as an ASGI application; scopes other than HTTP are passed on.
+
+        Headers beyond a limit are refused by a response: 400, 413 or 431. The application inside receives the body by a
+        function that raises ApiError beyond a limit: 408, 413 or 429, which that application answers.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -62,7 +66,7 @@ class LimitsMiddleware:
         deadline: float | None = None
 
         async def counted() -> Message:
-            """Receive a message of the body. Raises ApiError beyond a limit."""
+            """Receive a part of the body. Raises ApiError: 408 if late; unless streamed, 413 or 429 beyond a size."""
             nonlocal num_read, num_held, whole, deadline
             if whole:
                 return await receive()
@@ -157,6 +161,7 @@ class LimitsMiddleware:
                     raise self._too_large()
 
     def _too_large(self) -> ApiError:
+        """Return the error 413, which closes the connection."""
         return ApiError(413, f"the body has more than {self._max_request_bytes} bytes", headers=_CLOSE)
 
 
@@ -183,7 +188,7 @@ class Uploads:
 
 
 def is_streamed(scope: Scope) -> bool:
-    """Whether a request's body is one of STREAMED."""
+    """Whether a request's body is one of STREAMED, by its path, the root path removed, and its Content-Type."""
     kind = STREAMED.get(scope["path"].removeprefix(scope.get("root_path", "")))
     given = (value.partition(b";")[0].strip().lower() for name, value in scope["headers"] if name == b"content-type")
     return kind is not None and kind in given

@@ -35,7 +35,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Note in a request's state whose it is, and pass it on if its key is admitted or its path is one of
-        OPEN_PATHS; answer others with 401. WebSockets are closed, as no route takes any.
+        OPEN_PATHS; answer others with 401. WebSockets are closed, as no route takes any. A lifespan scope is passed on.
         """
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
@@ -81,12 +81,13 @@ ADMIN = [Depends(require_admin), Depends(check_query)]
 
 
 def _unauthorized() -> ApiError:
+    """Return the error 401, with the header WWW-Authenticate."""
     return ApiError(401, "a valid key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
 
 
 def given_key(scope: Scope) -> bytes:
-    """Return the request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key; b"" for
-    none.
+    """Return the request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key, which
+    counts only without Authorization and with a single value; b"" for none.
     """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     plain = {value.strip() for name, value in scope["headers"] if name == b"x-api-key"}

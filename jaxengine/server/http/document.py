@@ -38,7 +38,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     plain = app.openapi
 
     def document() -> dict[str, Any]:
-        """Return the document, which is made once."""
+        """Return the document, which is made once. Raises TypeError as `_correct`."""
         if app.openapi_schema is None:
             _correct(plain(), [route for route in routes if isinstance(route, APIRoute)])
         return plain()
@@ -48,7 +48,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
     """Add the types of all responses to the framework's document, in place. Raises TypeError for a name that a request
-    and an answer share.
+    and an answer share. The framework's schemas of validation errors are removed.
     """
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -78,12 +78,14 @@ def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
 
 
 def _kinds(route: APIRoute) -> tuple[Any, Any]:
-    """Return the types that `answers` declared for the route's complete response and its events."""
+    """Return the types that `answers` declared for the route's complete response and its events, None for no type."""
     return getattr(route.endpoint, "answers", (None, None))
 
 
 def _add_errors(operation: dict[str, Any], error: dict[str, Any]) -> None:
-    """Add the error responses to an operation, in place. error: schema of their body."""
+    """Add the error responses to an operation, in place: those of _WITH_BODY only if it reads a body or parameters. The
+    framework's 422 is removed. error: schema of their body.
+    """
     answers = operation["responses"]
     refuses = answers.pop("422", None) is not None or "requestBody" in operation
     for status, meaning in {**_ALWAYS, **(_WITH_BODY if refuses else {})}.items():

@@ -57,6 +57,7 @@ class ApiError(HTTPException):
     Attributes:
       status_code: HTTP status.
       detail: message for the caller.
+      headers: of the response; None for none.
       param: the faulty field, as the caller spells it.
       kept: text of the caller's that the message quotes; no path is removed from it.
     """
@@ -76,8 +77,9 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
-    """Return the response for an exception, by its class; an ApiError unchanged. An unexpected class becomes a 500
-    without details; the caller logs it.
+    """Return the response for an exception, by its class; an ApiError unchanged. OverloadedError becomes 429,
+    EngineDeadError 503, both with Retry-After; UnknownAdapterError 404; RequestError and RequestValidationError 400;
+    another HTTPException keeps its status. An unexpected class becomes a 500 without details; the caller logs it.
 
     given: names of the fields in the request's body, by one of which a faulty field is called.
     """
@@ -118,7 +120,9 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def messages_error_body(error: ApiError) -> dict[str, Any]:
-    """Return the JSON body of an error in Anthropic's form."""
+    """Return the JSON body of an error in Anthropic's form, with its `type` for the HTTP status. Paths and other
+    internals are removed from the message.
+    """
     fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
     kind = _MESSAGES_TYPES.get(error.status_code, fallback)
     return {"type": "error", "error": {"type": kind, "message": scrub(error.detail, error.kept)}}
@@ -144,6 +148,7 @@ class _ErrorResponse(Response):
         await super().__call__(scope, receive, send)
 
     def _body(self, shape: Callable[[ApiError], dict[str, Any]]) -> bytes:
+        """Encode the body that `shape` makes of the error."""
         # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 encoding.
         return json.dumps(shape(self._error)).encode()
 
@@ -155,7 +160,9 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        """Return the response to an exception."""
+        """Return the response to an exception. A path that has no route gets 404, with what to use instead; 405 has the
+        header Allow with the methods of all routes of its path.
+        """
         known = as_api_error(error, getattr(request.state, "given_fields", ()))
         # Not what a route has raised: the framework found no route, or none of this method.
         if type(error) is HTTPException and error.status_code in (404, 405):
@@ -197,7 +204,9 @@ def _invalid(error: RequestValidationError, given: Collection[str]) -> ApiError:
 
 
 def _want(problem: dict[str, Any]) -> str:
-    """Return what pydantic says of a field, without the branches of unions."""
+    """Return what pydantic says of a field, after the keys and positions within it, without the branches of unions.
+    problem: an entry of ValidationError.errors().
+    """
     # Pydantic includes branches of a union in the location; only keys and positions are shown.
     inside = [str(step) for step in problem["loc"][2:] if step not in _BRANCHES and not str(step).endswith("]")]
     where = f"{'.'.join(inside)[:100]}: " if inside else ""
@@ -206,7 +215,9 @@ def _want(problem: dict[str, Any]) -> str:
 
 
 def _as_given(text: str, given: Collection[str]) -> str:
-    """Return a field's name, or a message that begins with it, with the name by which the request gave the field."""
+    """Return a field's name, or a message that begins with it, with the name by which the request gave the field;
+    unchanged if that is the same.
+    """
     for name, other in _OTHER_NAMES.items():
         if text.startswith(name) and name not in given and other in given:
             return other + text[len(name) :]

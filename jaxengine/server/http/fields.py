@@ -22,12 +22,14 @@ def at_most(number: int) -> BeforeValidator:
 
 
 def _object(value: Any) -> dict[str, Any]:
+    """Return the value. Raises ValueError unless it is an object."""
     if not isinstance(value, dict):
         raise ValueError("it must be an object")
     return value
 
 
 def _all_texts(value: Any) -> Any:
+    """Return the value. Raises ValueError for an object with a value that is no text; what is no object passes."""
     if isinstance(value, dict):
         wrong = next((name for name, item in value.items() if not isinstance(item, str)), None)
         if wrong is not None:

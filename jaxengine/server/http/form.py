@@ -41,8 +41,8 @@ class Form(NamedTuple):
 async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]]) -> Form:
     """Read the body of a request as a form, and pass the content of its file to `write`, piece by piece.
 
-    Raises ApiError: 415 for another type, 400 for a form that is damaged. Raises RequestError for a field that is too
-    long or repeated, and what `write` raises.
+    Raises ApiError: 415 for another type, 400 for a form that is damaged or has too many parts. Raises RequestError for
+    a text field that is too long or not UTF-8 and for a second file, and what `write` raises.
     """
     boundary = _param(request.headers.get("content-type", ""), "multipart/form-data", "boundary")
     if boundary is None or not 1 <= len(boundary) <= 70:
@@ -51,7 +51,13 @@ async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]])
 
 
 async def parse_form(pieces: AsyncIterator[bytes], boundary: bytes, write: Callable[[bytes], Awaitable[None]]) -> Form:
-    """Parse a form that arrives in pieces, as `read_form` does."""
+    """Parse a form that arrives in pieces, as `read_form` does: text fields may repeat, and the content of the field
+    FILE goes to `write`, piece by piece.
+
+    boundary: the parameter of Content-Type, without hyphens before it. Raises ApiError (400) for a form that is damaged
+    or has more than _MAX_PARTS parts; RequestError for a text field of more than _MAX_TEXT bytes or not in UTF-8, and
+    for a second file; and what `write` raises.
+    """
     body = _Body(pieces, b"\r\n--" + boundary)
     fields: dict[str, list[str]] = {}
     filename: str | None = None
@@ -105,7 +111,9 @@ class _Body:
         del self._held[: at + len(self._mark)]
 
     async def header(self) -> bytes | None:
-        """Return the header that follows a boundary; None at the end of the form. Raises ApiError (400)."""
+        """Return the header that follows a boundary; None at the end of the form. Raises ApiError (400) for one that is
+        missing or longer than _MAX_HEADER bytes, and for a body that ends before.
+        """
         while len(self._held) < 2:
             await self._more()
         if self._held.startswith(b"--"):
@@ -119,7 +127,7 @@ class _Body:
         return head
 
     async def _more(self) -> None:
-        """Receive more of the body. Raises ApiError (400) at its end."""
+        """Wait for more of the body, and append it to what is held. Raises ApiError (400) at its end."""
         async for piece in self._pieces:
             if piece:  # the last one of a body may be empty
                 self._held += piece
@@ -128,7 +136,7 @@ class _Body:
 
 
 def _names(head: bytes) -> tuple[str, str]:
-    """Return the name and the file name, "" for none, of a part, from its header. Raises ApiError without a name."""
+    """Return the name and the file name, "" for none, of a part, from its header. Raises ApiError (400) for no name."""
     for line in head.decode("utf-8", "replace").split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition" and (found := _param(value, "form-data", "name")):
@@ -137,7 +145,9 @@ def _names(head: bytes) -> tuple[str, str]:
 
 
 def _param(value: str, kind: str, name: str) -> str | None:
-    """Return a parameter of a header's value of this kind; None for another kind, or without it."""
+    """Return a parameter of a header's value of this kind; None for another kind, or without it. kind: a media type, or
+    a disposition such as "form-data".
+    """
     message = Message()
     message["content-type"] = value.strip() if "/" in kind else f"text/{value.strip()}"
     wanted = kind if "/" in kind else f"text/{kind}"

@@ -114,7 +114,7 @@ class GenerateRequest(NamedRequest):
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
-        """Raise RequestError for fields that a stream does not have."""
+        """Raise RequestError for log-probabilities of the prompt in a stream, and for stream_options without one."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         for name in ("prompt_logprobs", "prompt_logprob_token_ids") if self.stream else ():
@@ -124,7 +124,9 @@ class GenerateRequest(NamedRequest):
         return self
 
     def prompt(self, inputs: InputProcessor) -> dict[str, Any]:
-        """Return token_ids, checked, and cache_salt as a prompt for the engine. Raises RequestError."""
+        """Return token_ids, checked, and cache_salt as a prompt for the engine. Raises RequestError for a value that is
+        no list of ids or is empty, for more than max_model_len - 1 of them, and for ids outside the vocabulary.
+        """
         size, longest = inputs.model_config.vocab_size, inputs.config.max_model_len - 1
         ids = self.token_ids
         if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
@@ -134,7 +136,8 @@ class GenerateRequest(NamedRequest):
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
         """Return the engine's sampling parameters: fields that are None have SamplingParams' defaults, max_tokens the
-        server's. Raises RequestError.
+        server's. A stream has outputs of kind DELTA; texts are made only with `stop`. Raises RequestError for a value
+        that is not allowed.
         """
         asked = self.sampling_params
         check_n(asked.n, config)
@@ -205,7 +208,9 @@ class GeneratedChunk(Answer):
 
 
 class _Writer:
-    """Writer of the answer to one request, or of the pieces of a stream."""
+    """Writer of the answer to one request, or of the pieces of a stream. name: the response's request_id. model: its
+    name in the complete answer. num_prompt_tokens: for the usage.
+    """
 
     def __init__(self, body: GenerateRequest, config: ServerConfig, name: str, model: str, num_prompt_tokens: int):
         self._body, self._num_prompt_tokens = body, num_prompt_tokens
@@ -265,10 +270,13 @@ class _Writer:
         self._num_cached_tokens = output.num_cached_tokens or 0
 
     def _usage(self) -> dict[str, Any]:
+        """Return the token counts so far."""
         return usage(self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens)
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return the JSON of one completion, or of its new part."""
+        """Return the JSON of one completion, or of its new part. Call it once for each, as it counts the tokens for
+        weight_versions.
+        """
         logprobs = None
         if output.logprobs is not None:
             pairs = zip(output.token_ids, output.logprobs, strict=True)
@@ -293,6 +301,7 @@ def _json_logprobs(token_id: int, position: PositionLogprobs) -> dict[str, Any]:
 
 
 def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
+    """Return JSON of one token, named "token_id:N", with its log-probability and rank."""
     logprob = {"logprob": json_logprob(entry.logprob), "bytes": None, "rank": entry.rank}
     return {"token": f"token_id:{token_id}", "token_id": token_id, **logprob}
 
@@ -305,7 +314,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/inference/v1/generate", response_class=Response)
     @answers(Generated, GeneratedChunk | Error)
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        """Continue a prompt of token ids, and answer with token ids."""
+        """Continue a prompt of token ids, and answer with token ids, complete or as a stream of events. Raises
+        RequestError, ApiError (404) for an unknown model, and the errors of EngineClient.stream before the first event.
+        """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("generate-tokens", request)
         prompt, params = body.prompt(engine.inputs), body.params(engine.inputs, config)
@@ -313,6 +324,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         writer = _Writer(body, config, name, model, len(prompt["prompt_token_ids"]))
 
         async def whole() -> Response:
+            """Run the request and return the complete response. Raises RuntimeError if the engine yields nothing."""
             last: RequestOutput | None = None
             outputs = engine.stream(prompt, params, name, options)
             async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
@@ -323,6 +335,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             return writer.whole(last)
 
         async def events() -> AsyncGenerator[bytes, None]:
+            """Run the request and yield its events, then that of the token counts."""
             outputs = engine.stream(prompt, params, name, options)
             async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
                 async for output in outputs:

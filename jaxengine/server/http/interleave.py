@@ -57,4 +57,5 @@ async def interleave(
 
 
 def _closing(stream: AsyncIterator[T]) -> contextlib.aclosing[AsyncGenerator[T, None]]:
+    """Return a context manager that yields the stream, an async generator, and closes it."""
     return contextlib.aclosing(cast("AsyncGenerator[T, None]", stream))

@@ -43,14 +43,16 @@ class _PassedOn(Response):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /invocations, for the routes that the model has."""
+    """Create the route /invocations, which passes requests on to the other routes that the model has."""
     routes = APIRouter(tags=["invocations"])
     pooling = engine.inputs.pooling
     paths = _PATHS if pooling is None else _POOLING_PATHS[pooling.task]
 
     @routes.post("/invocations", response_class=Response)
     async def invoke(request: Request) -> Response:
-        """Answer a request by the route that its fields belong to."""
+        """Answer a request by the route that its fields belong to. Raises ApiError (400) for a body that is not valid
+        JSON, and RequestError unless it has exactly one of the fields that tell routes apart.
+        """
         body = await request.body()
         value = read_json(body)
         fields = [name for name in paths if isinstance(value, dict) and name in value]

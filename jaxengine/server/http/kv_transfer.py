@@ -29,9 +29,11 @@ TransferParams = Annotated[JsonObject, at_most(MAX_OPTIONS)]
 def with_kv_transfer(
     extra_args: Mapping[str, Any] | None, kv_transfer_params: Mapping[str, Any] | None, stream: bool
 ) -> Mapping[str, Any] | None:
-    """Return extra_args with kv_transfer_params among them, as vLLM passes these on.
+    """Return extra_args with kv_transfer_params among them, as vLLM passes these on; extra_args itself if these are
+    None.
 
-    stream: whether the answer is a stream. Raises RequestError for a stream that would have to return some.
+    stream: whether the answer is a stream. Raises RequestError for a stream with do_remote_decode, whose answer would
+    have to return some.
     """
     if kv_transfer_params is None:
         return extra_args

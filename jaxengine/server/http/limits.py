@@ -50,8 +50,8 @@ class JsonRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler of the route, which refuses other bodies than JSON with 415. Raises TypeError if the body
-        is not one RequestModel.
+        """Return the handler of the route, which refuses other bodies than JSON with 415; of a route without a body,
+        the framework's. Raises TypeError if the body is not one RequestModel.
         """
         handle = super().get_route_handler()
         body = self.body_field
@@ -63,7 +63,7 @@ class JsonRoute(APIRoute):
             raise TypeError(f"{self.path}: the body must be one RequestModel")
 
         async def handle_json(request: Request) -> Response:
-            """Answer a request; raise ApiError 415 for a body that is no JSON or is compressed."""
+            """Answer a request; raise ApiError (415) for a body that is not application/json or is compressed."""
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "Content-Type must be application/json")
@@ -76,7 +76,9 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Request that reads its body as JSON by these rules, with one copy of it in memory besides its value."""
+    """Request that reads its body as JSON by these rules, with one copy of it in memory besides its value. fields:
+    names that the route takes; ignored: names without effect.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
         super().__init__(scope, receive)
@@ -86,15 +88,18 @@ class _JsonRequest(Request):
         self._raw = bytearray()
 
     async def body(self) -> bytes:
-        """Read the body; return a placeholder if there is one, because FastAPI would keep a copy in addition to the
-        parsed value.
+        """Read the body; return a placeholder, b"" if the body is empty, because FastAPI would keep a copy in addition
+        to the parsed value.
         """
         async for part in self.stream():
             self._raw += part
         return b"..." if self._raw else b""
 
     async def json(self) -> Any:
-        """Return the body's value, and record the names of its fields. Raises ApiError."""
+        """Return the body's value, and record the names of its fields in the request's state. A long body is parsed on
+        a thread. Raises ApiError (400) as `read_json` and for more than MAX_FIELDS fields, OverloadedError if too many
+        bodies wait for a thread.
+        """
         workers: Workers = self.app.state.workers
         value = await workers.run(self._read) if len(self._raw) > _LONG_BODY else self._read()
         if isinstance(value, dict):
@@ -107,13 +112,13 @@ class _JsonRequest(Request):
         return value
 
     def _read(self) -> Any:
-        """Parse the body and release its bytes."""
+        """Parse the body and release its bytes. Raises ApiError as `read_json`."""
         raw, self._raw = self._raw, bytearray()
         return read_json(raw)
 
 
 def read_json(body: bytes | bytearray) -> Any:
-    """Parse JSON (RFC 8259). Raises ApiError for invalid or harmful bodies.
+    """Parse JSON (RFC 8259). Raises ApiError (400) for invalid or harmful bodies.
 
     Refused are: encodings other than UTF-8, unpaired surrogates, NaN and infinite numbers, depth beyond MAX_DEPTH, and
     more than MAX_CONTAINERS arrays and objects, MAX_VALUES entries, MAX_TEXTS texts or MAX_NAMES names.
@@ -125,7 +130,7 @@ def read_json(body: bytes | bytearray) -> Any:
 
 
 def _value(body: bytes | bytearray) -> Any:
-    """Parse a body. Raises ApiError for one that is not valid."""
+    """Parse a body. Raises ApiError (400) for one that is not JSON in UTF-8, or nested too deep for the parser."""
     try:
         return msgspec.json.decode(body)
     except UnicodeError:
@@ -137,7 +142,9 @@ def _value(body: bytes | bytearray) -> Any:
 
 
 def _fault(body: bytes | bytearray, problem: str) -> ApiError:
-    """Return the error for a body that msgspec refuses. problem: msgspec's message."""
+    """Return the error (400) for a body that msgspec refuses: that it is not UTF-8 text, or what is wrong with its
+    JSON. problem: msgspec's message.
+    """
     ends_early = problem == _ENDS_EARLY
     # It misses the second half of a character where the body ends sooner than that would.
     if _HALVES in problem or ends_early and _HALF_CHARACTER.search(body[-_LAST_BYTES:]):
@@ -220,8 +227,10 @@ def _count(body: bytes | bytearray, what: bytes) -> int:
 
 
 def _no_text() -> ApiError:
+    """Return the error (400) for a body that is not UTF-8."""
     return ApiError(400, "the body is not valid Unicode text in UTF-8")
 
 
 def _too_deep() -> ApiError:
+    """Return the error (400) for a body that is nested too deep."""
     return ApiError(400, f"the body is nested deeper than {MAX_DEPTH}")

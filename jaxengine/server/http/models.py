@@ -88,7 +88,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     created = int(time.time())
 
     def card(name: str, root: str = names[0], parent: str | None = None) -> dict[str, Any]:
-        """Return the card of a name. parent: of an adapter, the model; None for the model itself."""
+        """Return the card of a name. parent: of an adapter, the model; None for the model itself. root: path of the
+        adapter, or the model's first name.
+        """
         return {
             "id": name,
             "object": "model",
@@ -101,20 +103,24 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         }
 
     async def adapter_cards() -> list[dict[str, Any]]:
-        """Return the cards of loaded adapters."""
+        """Return the cards of loaded adapters. Raises EngineDeadError."""
         return [card(each["name"], each["path"], names[0]) for each in await loaded_adapters(engine)]
 
     @routes.get("/v1/models")
     @answers(ModelList)
     async def list_models() -> dict[str, Any]:
-        """List the names that a request may give as its model."""
+        """List the names that a request may give as its model: the model's own, loaded adapters and lora_routes. Raises
+        EngineDeadError.
+        """
         routed = [card(name, names[0], names[0]) for name in routes_to_adapters]
         return {"object": "list", "data": [*map(card, names), *await adapter_cards(), *routed]}
 
     @routes.get("/v1/models/{model:path}")
     @answers(ModelCard)
     async def get_model(model: str) -> dict[str, Any]:
-        """Return a model or adapter by its name."""
+        """Return the card of a model, adapter or lora_route by its name. Raises ApiError (404) for another name,
+        EngineDeadError.
+        """
         if model in routes_to_adapters:
             return card(model, names[0], names[0])
         found = next((each for each in await adapter_cards() if each["id"] == model), None)

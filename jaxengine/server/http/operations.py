@@ -34,20 +34,22 @@ class Load(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes that every server has."""
+    """Create the routes about health, version and load, which every server has."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get("/health", response_class=Response)
     @routes.get("/ping", operation_id="ping", response_class=Response)
     @routes.post("/ping", operation_id="post_ping", response_class=Response)
     async def health() -> Response:
-        """Whether requests are answered: 503 while the engine is started again, hangs or is being shut down."""
+        """Whether requests are answered: an empty response 200. Raises EngineDeadError (503) while the engine is
+        started again, hangs or is being shut down.
+        """
         await engine.check_health()
         return Response()
 
     @routes.get("/live", response_class=Response)
     async def live() -> Response:
-        """Whether this process runs. The server restarts its engine itself, and ends where that does not help."""
+        """Answer 200, as this process runs. The server restarts its engine itself, and ends if that does not help."""
         return Response()
 
     @routes.get("/version")
@@ -73,9 +75,8 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
-        """Drop all cached prefixes, those in host memory too.
-
-        reset_running_requests, reset_external: False; running requests keep their pages, and files stay.
+        """Drop all cached prefixes, those in host memory too; running requests keep their pages, and files stay. Raises
+        RequestError for an argument that is true, as it would change that.
         """
         given = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
         for name in (name for name, value in given.items() if value):
@@ -84,12 +85,14 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
-        """Drop cached images and videos, both preprocessed and encoded."""
+        """Drop cached images and videos, preprocessed and encoded; running requests keep theirs."""
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, int]:
-        """Abort requests; their answers have finish_reason "abort"."""
+        """Abort requests of any client; their answers have finish_reason "abort". Ignores unknown ids. Returns how many
+        were given.
+        """
         for request_id in body.request_ids:
             await engine.abort(request_id)
         return {"num_requests": len(body.request_ids)}
@@ -98,17 +101,20 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.post("/start_profile")
         async def start_profile() -> dict[str, bool]:
-            """Start a profile of the engine's process (jax.profiler)."""
+            """Start a profile of the engine's process (jax.profiler). Raises RequestError if that is not possible."""
             return {"success": bool(await engine.utility("start_profile"))}
 
         @routes.post("/stop_profile")
         async def stop_profile() -> dict[str, bool]:
-            """Write the profile into the folder of profiler_config, on the server's machine."""
+            """Write the profile into profiler_config's folder, on the server's machine. Raises RequestError without
+            one.
+            """
             return {"success": bool(await engine.utility("stop_profile"))}
 
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """The settings in use, without keys, and formats of stored and multiplied matrices.
+        """Return the settings in use, without keys, and formats of stored and multiplied matrices. Raises
+        EngineDeadError.
 
         adapter_forms: how products apply adapters. mm_cache: where preprocessed images are cached.
         """

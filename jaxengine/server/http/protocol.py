@@ -233,6 +233,7 @@ class NamedRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
+        """Raise RequestError for a request_id, timeout, cache_salt or user that is not allowed."""
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
@@ -247,7 +248,9 @@ class NamedRequest(RequestModel):
         return self
 
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
-        """Return the scheduling options of the request. lora: name of its adapter, or None."""
+        """Return the scheduling options: the priority, no more urgent than state.priority of `request`; timeout, or
+        else the server's; client, arrival, owner and X-Session-Id of `request`. lora: name of its adapter, or None.
+        """
         state, timeout = request.state, self.timeout or config.request_timeout
         priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
         own = state.owner_tag, request.headers.get("x-session-id")
@@ -269,9 +272,7 @@ _Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
 
 
 class GenerationRequest(_Numbers, NamedRequest):
-    """Fields of every request that generates text, in addition to those of SamplingFields. None is the model's default,
-    or else vLLM's.
-    """
+    """Fields of every request that generates text, besides SamplingFields. None: the model's default or else vLLM's."""
 
     ignored = HINTS
 
@@ -356,15 +357,14 @@ class TextRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _read_once(cls, data: Any) -> Any:
-        """Drop fields under earlier names that repeat structured_outputs, as sent by clients that support
-        old servers.
-        """
+        """Return the data without fields under earlier names (guided_...) that repeat structured_outputs."""
         if not isinstance(data, dict) or not isinstance(asked := data.get("structured_outputs"), dict):
             return data
         return {name: value for name, value in data.items() if name[:7] != "guided_" or value != asked.get(name[7:])}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        """Raise RequestError for fields that need or exclude each other, and for a wrong truncate_prompt_tokens."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -384,6 +384,7 @@ class TextRequest(GenerationRequest):
         return self
 
     def _check_beams(self) -> None:
+        """Raise RequestError for length_penalty without a beam search, and for fields that one does not have."""
         if not self.use_beam_search:
             if self.length_penalty not in (None, 1.0):
                 raise RequestError("length_penalty is only allowed with use_beam_search=true", param="length_penalty")
@@ -417,7 +418,7 @@ class TextRequest(GenerationRequest):
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """Return the fields as SamplingParams; one that is None has the model's default. changes: SamplingParams'
-        fields by name that replace these, None included. Raises RequestError.
+        fields by name that replace these, None included. Raises RequestError, also for n above max_n.
         """
         check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
@@ -430,12 +431,12 @@ class TextRequest(GenerationRequest):
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
 
     def names_tokens_by_id(self, config: ServerConfig) -> bool:
-        """Whether tokens of logprobs are written as token_id:N."""
+        """Whether tokens of logprobs are written as token_id:N, by the request or else the server's option."""
         asked = self.return_tokens_as_token_ids
         return config.return_tokens_as_token_ids if asked is None else asked
 
     def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
-        """Return whether a stream ends with token counts, and whether every chunk has them."""
+        """Return whether a stream ends with token counts, and whether every chunk has them, by request and options."""
         options = self.stream_options or StreamOptions()
         last = bool(options.include_usage) or config.enable_force_include_usage
         return last, last and bool(options.continuous_usage_stats)
@@ -451,7 +452,7 @@ class TextRequest(GenerationRequest):
 
 
 def check_n(n: int | None, config: ServerConfig) -> None:
-    """Raise RequestError for a number of outputs that the server does not allow."""
+    """Raise RequestError for a number of outputs below 1 or above the server's max_n. None is allowed."""
     if n is not None and not 1 <= n <= config.max_n:
         raise RequestError(f"n is {show_value(n)}; allowed are 1 to {config.max_n}", param="n", value=n)
 
@@ -479,9 +480,7 @@ def json_logprob(logprob: float) -> float:
 
 
 def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
-    """Return an entry of vLLM's prompt_logprobs: candidates by id, which is a text in JSON; None for None, as the first
-    token has it.
-    """
+    """Return an entry of vLLM's prompt_logprobs: candidates by id, as text; None for None, as of the first token."""
     if position is None:
         return None
     return {

@@ -11,8 +11,8 @@ from jaxengine.server.http.protocol import json_logprob
 
 
 def sampling_fields(output: CompletionOutput) -> dict[str, Any]:
-    """Return the sampling-mass fields of a choice, each a list with a number for each token of the output; {} if none
-    were requested.
+    """Return the sampling-mass fields (SAMPLING_FIELDS) of a choice, each a list with a number for each token of the
+    output, at least -9999.0; {} if none were requested.
     """
     if output.sampling_log_mass is None:
         return {}

@@ -19,7 +19,9 @@ class DroppedSession(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route; none without pages outside of the devices."""
+    """Create the route DELETE /v1/sessions/{session_id}; none without pages outside of the devices
+    (kv_offloading_bytes).
+    """
     routes = APIRouter(tags=["sessions"])
     if not engine.inputs.config.kv_offloading_bytes:
         return routes
@@ -27,7 +29,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/sessions/{session_id}")
     @answers(DroppedSession)
     async def drop_session(session_id: str, request: Request) -> dict[str, Any]:
-        """Drop the keys and values that the conversation alone keeps, on the devices and in the tiers."""
+        """Drop the keys and values that the conversation alone keeps, on the devices and in the tiers. session_id: the
+        client's X-Session-Id. Raises ApiError (404) for a session that this client does not have, EngineDeadError.
+        """
         owner = request.scope["state"]["owner_tag"]
         if not await engine.utility("drop_session", session_key(owner, session_id)):
             raise ApiError(404, f"there is no session {session_id[:128]!r}")

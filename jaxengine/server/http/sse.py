@@ -41,7 +41,7 @@ def failed_event(error: ApiError) -> bytes:
 
 
 def json_response(value: Any) -> Response:
-    """Encode a complete answer. Numbers must be finite."""
+    """Return a complete answer, the JSON of `value`, whose numbers must be finite."""
     return Response(encode_json(value), media_type="application/json")
 
 
@@ -63,13 +63,15 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Wait until the client has left."""
+    """Wait until the client has left; messages before that are dropped."""
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Run `work` and return its complete response, or status 499 if the client leaves before."""
+    """Run `work` and return its complete response or raise its exception; if the client leaves before, cancel it and
+    return status 499.
+    """
     try:
         return await while_connected(request.receive, work)
     except ClientLeft:
@@ -83,11 +85,12 @@ async def stream_events(
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = failed_event,
 ) -> Response:
-    """Return the response that streams `events`, each one or more server-sent events, then `done`.
+    """Return the response that streams `events`, each one or more server-sent events, then `done`; status 499 if the
+    client leaves before the first one.
 
-    Nothing is sent before the first event, so that an exception until then is answered with an HTTP status of its own:
-    a generator should submit to the engine before it yields. A later exception ends the stream with the event
-    `failed(error)`. `events` is closed in every case.
+    Nothing is sent before the first event, so that an exception until then is raised here and answered with an HTTP
+    status of its own: a generator should submit to the engine before it yields. A later exception ends the stream with
+    the event `failed(error)`, then `done`. `events` is closed in every case.
 
     write_timeout: seconds after which a stream that its client does not read is ended.
     """
@@ -103,7 +106,9 @@ async def stream_events(
 
 
 class _EventStream(Response):
-    """Response that sends events as they are made."""
+    """Response that sends events as they are made. first: the first event, which is made already. Others as of
+    `stream_events`.
+    """
 
     def __init__(
         self,
@@ -124,7 +129,7 @@ class _EventStream(Response):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. Its work is cancelled if the client leaves or stops reading."""
+        """Send the stream. Its work is cancelled if the client leaves or stops reading; that is logged, not raised."""
         try:
             await while_connected(receive, self._send(send))
         except ClientLeft as error:
@@ -132,7 +137,9 @@ class _EventStream(Response):
             logger.info("a stream was ended: %s", str(error) or "its client left")
 
     async def _send(self, send: Send) -> None:
-        """Send the events, then `done`, or the event of the error that ends them."""
+        """Send the events, then `done`; an error that ends them is sent as an event before that, and logged if it is
+        unexpected. Closes the events. Raises ClientLeft.
+        """
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._events):
             await self._write(send, self._first)
@@ -150,7 +157,9 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """Send bytes. Raises ClientLeft if the client does not read them in time."""
+        """Send bytes, nothing for b"". Raises ClientLeft if the client does not read them in time or the connection
+        fails.
+        """
         if not body:
             return
         try:

@@ -96,7 +96,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/tokenize")
     @answers(TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """Return the token ids of a text or a conversation."""
+        """Return the token ids of a text, or of a conversation by the chat template. Raises RequestError for one that
+        cannot be used, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
+        """
         await choose_model(engine, body.model, names)
         if body.prompt is None:
             chat = {name: getattr(body, name) for name in ("messages", "add_special_tokens", *_WITH_MESSAGES)}
@@ -109,7 +111,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/detokenize")
     @answers(DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        """Return the text of token ids."""
+        """Return the text of token ids, special tokens included. Raises RequestError for more than MAX_DETOKENIZE ids,
+        for ids outside the vocabulary and without a tokenizer; ApiError (404) for an unknown model.
+        """
         await choose_model(engine, body.model, names)
         tokenizer = inputs.require_tokenizer()
         if len(body.tokens) > MAX_DETOKENIZE:
@@ -121,7 +125,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.get("/tokenizer_info")
         async def tokenizer_info() -> dict[str, Any]:
-            """Return special tokens and chat template, for clients that render prompts themselves."""
+            """Return special tokens and chat template, for clients that render prompts themselves. Raises RequestError
+            without a tokenizer.
+            """
             about = inputs.require_tokenizer().describe()
             return {**about, "chat_template": inputs.config.chat_template or about["chat_template"]}
 

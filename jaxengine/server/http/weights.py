@@ -29,7 +29,9 @@ class _BodyRoute(APIRoute):
     """Route for bodies that are not JSON; JSON bodies go to the next route of its path."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Whether the request is for this route, as Starlette's routes say it."""
+        """Whether the request is for this route, as Starlette's routes say it: never for a body that is not of
+        STREAMED.
+        """
         return super().matches(scope) if scope["type"] == "http" and is_streamed(scope) else (Match.NONE, {})
 
 
@@ -52,14 +54,16 @@ class UpdateWeights(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes; none without enable_admin."""
+    """Create the routes that pause the engine, put it to sleep and replace its weights, for operators; none without
+    enable_admin. Their errors are those of the functions of jaxengine.server.weights: RequestError, EngineDeadError.
+    """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
 
     @routes.post("/pause")
     async def pause(mode: Mode = "abort", clear_cache: bool = True) -> dict[str, Any]:
-        """Let no request run until /resume. Those that come meanwhile wait.
+        """Let no request run until /resume, and answer once none does. Those that come meanwhile wait.
 
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
         clear_cache: drop cached prefixes.
@@ -69,7 +73,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/resume")
     async def resume() -> dict[str, Any]:
-        """End a pause."""
+        """End a pause. Raises RequestError while the engine sleeps."""
         await weights.resume(engine)
         return {"status": "resumed"}
 
@@ -95,13 +99,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/release_kv_cache_memory")
     async def release_kv_cache_memory() -> dict[str, Any]:
-        """Give up the pages of a paused engine until /wake_up. Requests that /pause has kept are computed again."""
+        """Free the pages of a paused engine, else raise RequestError, until /wake_up. Kept requests are recomputed."""
         await weights.release_kv_cache_memory(engine)
         return {"status": "released"}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
-        """Put back "weights", "kv_cache" or, by default, both; requests run once both are there."""
+        """Put back "weights", "kv_cache" or by default both; requests run once both are. Returns what still sleeps."""
         return {"asleep": await weights.wake_up(engine, tags)}
 
     @routes.get("/is_sleeping")
@@ -121,7 +125,9 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
         """Replace the engine's weights between two steps: all of them or, with an error that lists what does not fit,
-        none. Requests go on while the folder is read."""
+        none. Requests go on while the folder is read. Returns a WeightUpdate's fields. Raises RequestError,
+        EngineDeadError.
+        """
         options = weights.UpdateOptions(body.weight_version, body.mode, body.kv, body.strict, body.chunk_bytes)
         return await weights.update_from_path(engine, body.path, options)
 
@@ -133,7 +139,9 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
         strict: bool = True,
         chunk_bytes: Annotated[int | None, Query(ge=1, le=MAX_CHUNK_BYTES)] = None,
     ) -> dict[str, Any]:
-        """The same by a body that is a safetensors file, which weight_upload_dir keeps until it has been read."""
+        """Replace the weights as `update_weights` does, by a body that is a safetensors file, which weight_upload_dir
+        keeps until it has been read. Same errors.
+        """
         options = weights.UpdateOptions(weight_version, mode, kv, strict, chunk_bytes)
         return await weights.update_from_pieces(engine, config, request.stream(), options)
 
@@ -142,5 +150,5 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
 
     @routes.get("/weight_info")
     async def weight_info(checksum: bool = False) -> dict[str, Any]:
-        """The version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it."""
+        """Return the version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it."""
         return await weights.info(engine, checksum=checksum)

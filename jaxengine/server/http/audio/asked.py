@@ -23,7 +23,9 @@ class AskedTranscript(Transcript):
     """Transcript of a model without timestamps: a text, after its language if none was given."""
 
     async def begin(self, data: bytes) -> None:
-        """Read the sound of a file. Raises RequestError, also for translations, times, and an unknown language."""
+        """Read the sound of a file and render the prompt, with work on threads. Raises RequestError for translations,
+        formats with times, an unknown language and a file that cannot be used; OverloadedError if too many wait.
+        """
         media = self.engine.inputs.media
         processor = transcriber(media)
         assert media is not None and processor is not None
@@ -43,7 +45,11 @@ class AskedTranscript(Transcript):
         self._ids = await asyncio.to_thread(self._encoded, messages, media.reader.placeholder)
 
     def _encoded(self, messages: list[dict[str, Any]], placeholder: Any) -> list[int]:
-        """Return the token ids of a conversation by the model's chat template."""
+        """Return the token ids of a conversation by the model's chat template, without special tokens around it. The
+        model continues a last message of the assistant, and otherwise begins an answer.
+
+        placeholder: as of Tokenizer.apply_chat_template. Raises RequestError, OverloadedError.
+        """
         begun = messages[-1]["role"] == "assistant"
         text = self.tokenizer.apply_chat_template(
             messages,
@@ -55,17 +61,17 @@ class AskedTranscript(Transcript):
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _prompt(self) -> dict[str, Any]:
-        """Return the prompt for EngineClient.stream."""
+        """Return the prompt for EngineClient.stream: token ids and the sound."""
         return {"prompt_token_ids": self._ids, DATA: {AUDIO: self._sound}}
 
     async def whole(self) -> Response:
-        """Return the complete response."""
+        """Run the request and return the complete response. Raises the errors of `last`."""
         output = await self.last(self._prompt(), self.body.params(detokenize=True))
         return self.plain(self._text(output.outputs[0].text)[0].strip(), self._sound.seconds)
 
     def _text(self, answer: str) -> tuple[str, bool]:
-        """Return what an answer has after the language that the model writes first, or all where it has none yet, and
-        whether the text has begun.
+        """Return the text of an answer so far, and whether it has begun: what follows the mark that the model writes
+        after a language. Before that mark, all of the answer and False; of a model without a mark, all and True.
         """
         if self._mark is None:
             return answer, True
@@ -73,7 +79,9 @@ class AskedTranscript(Transcript):
         return (text, True) if mark else (head, False)
 
     async def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield the text as it comes, without the language that the model writes before it."""
+        """Run the request and yield the text as it comes, without the language that the model writes before it. Updates
+        the token counts. Raises the errors of `outputs`.
+        """
         held, is_text = "", self.body.language is not None
         params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
         async for output in self.outputs(self._prompt(), params):

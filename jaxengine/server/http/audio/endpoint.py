@@ -49,7 +49,7 @@ _MOST_WINDOWS = 20
 
 
 class _Transcript(Transcript):
-    """Transcript of a model with timestamps (Whisper), window by window."""
+    """Transcript of a model with timestamps (Whisper), window by window. task: "transcribe" or "translate"."""
 
     def __init__(self, engine: EngineClient, body: TranscriptionRequest, task: str, name: str, options: RequestOptions):
         super().__init__(engine, body, task, name, options)
@@ -58,7 +58,10 @@ class _Transcript(Transcript):
         self._language = body.language
 
     async def begin(self, data: bytes) -> None:
-        """Read the sound, and detect its language if that was not given. Raises RequestError."""
+        """Read the sound, and detect its language, by a request to the engine, if that was not given. Raises
+        RequestError for fields that the model cannot serve and a file that cannot be used, OverloadedError, and the
+        errors of `last`.
+        """
         media = self.engine.inputs.media
         assert media is not None
         self._check_words()
@@ -71,7 +74,9 @@ class _Transcript(Transcript):
             self._language = await self._detected() if self._processor.languages else "en"
 
     def _check_words(self) -> None:
-        """Raise RequestError where words are asked for and cannot be aligned with the sound."""
+        """Raise RequestError where words are asked for and cannot be aligned with the sound: of a translation, or by a
+        model without alignment heads.
+        """
         problem = None
         if self.body.has_words and self.task == TRANSLATE:
             problem = "the words of a translation are not aligned with the sound"
@@ -83,8 +88,9 @@ class _Transcript(Transcript):
             raise RequestError(f"{GRANULARITIES} has {WORD!r}, and {problem}{allowed}", param=GRANULARITIES)
 
     def _prompt_text(self) -> list[int]:
-        """Return the tokens before a transcript that are `prompt`'s, as many as there is room for, from its end. Raises
-        RequestError for a model without a token for that, and for special tokens.
+        """Return the tokens before a transcript that are `prompt`'s, as many of its last ones as there is room for,
+        after the model's token for earlier text; [] without a prompt. Raises RequestError for a model without such a
+        token, and for special tokens in the text.
         """
         text = (self.body.prompt or "").strip()
         if not text:
@@ -97,7 +103,9 @@ class _Transcript(Transcript):
         return [self._processor.previous, *ids[-(self.engine.inputs.config.max_model_len // 2 - 1) :]]
 
     async def _detected(self) -> str:
-        """Return the code of the likeliest language of the first window."""
+        """Return the code of the likeliest language of the first window, by a request of one token. Raises the errors
+        of `last`.
+        """
         ids = self._processor.languages
         params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(ids.values()), detokenize=False)
         prompt = {"prompt_token_ids": [self._processor.start], **self._recording.window(0, self._processor.num_frames)}
@@ -105,12 +113,16 @@ class _Transcript(Transcript):
         return next(code for code, token in ids.items() if token == output.outputs[0].token_ids[0])
 
     def _prompt(self, seek: int, *, timed: bool) -> dict[str, Any]:
-        """Return the prompt of the window that begins at frame `seek`. timed: with timestamps."""
+        """Return the prompt of the window that begins at frame `seek`: `prompt`'s tokens, those that ask for a
+        transcript, and the sound. timed: with timestamps.
+        """
         ids = [*self._context, *prompt_of(self._processor, self._language, self.task, timed=timed)]
         return {"prompt_token_ids": ids, **self._recording.window(seek, self._processor.num_frames)}
 
     async def said(self) -> AsyncIterator[Said]:
-        """Yield the transcript's segments, those of a window when it has been read."""
+        """Yield the transcript's segments, those of a window when it has been read. After _MOST_WINDOWS times as many
+        windows as cover the sound, each further one begins where the last one ended. Raises the errors of `last`.
+        """
         timed = self._is_long or self.body.has_segments
         total, size = len(self._recording.frames), self._processor.num_frames
         scored = self._scores() if self.body.response_format == "verbose_json" else {}
@@ -131,7 +143,9 @@ class _Transcript(Transcript):
             seek = behind if windows < most else seek + held
 
     async def _times(self, prompt: dict[str, Any], output: CompletionOutput, seek: int) -> np.ndarray:
-        """Return f64[tokens, 2], when each token of a window's output begins and ends, in seconds."""
+        """Return f64[tokens, 2], when each token of a window's output begins and ends, in seconds of the sound. A
+        request to the engine aligns them. prompt: the window's; seek: its first frame. Raises the errors of `last`.
+        """
         first, tokens = len(prompt["prompt_token_ids"]), output.token_ids
         positions = self._recording.num_positions(seek, self._processor.num_frames)
         alignment = np.zeros((0, positions), np.float32)
@@ -145,19 +159,22 @@ class _Transcript(Transcript):
         return await asyncio.to_thread(token_times, alignment, len(tokens), seek)
 
     def _words(self, segment: Segment, times: np.ndarray) -> tuple[Word, ...]:
+        """Return the words of a segment. times: f64[tokens, 2], of all tokens of its window."""
         numbers = [number for number, token in enumerate(segment.tokens, segment.first) if token < self._eos]
         tokens = [token for token in segment.tokens if token < self._eos]
         return tuple(find_words(self.tokenizer.decode, tokens, times[numbers], self._language or "en"))
 
     def _scores(self) -> dict[str, Any]:
-        """Return the sampling parameters for what verbose_json says of a window."""
+        """Return the sampling parameters for what verbose_json says of a window: log-probabilities, and that of no
+        speech.
+        """
         token = self._processor.no_speech
         about = {} if token is None else {"prompt_logprobs": 0, "prompt_logprob_token_ids": [token]}
         return {"logprobs": 0, **about}
 
     def _no_speech(self, output: RequestOutput) -> float | None:
         """Return the probability that a window has no speech: of the token that says so, after the one that begins a
-        transcript. None if it was not asked for.
+        transcript. None if it was not asked for, or the model has no such token.
         """
         token = self._processor.no_speech
         if output.prompt_logprobs is None or token is None:
@@ -166,7 +183,7 @@ class _Transcript(Transcript):
         return None if position is None else math.exp(position[token].logprob)
 
     async def _window(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        """Return the output of a window, and count its tokens."""
+        """Run the request of a window and return its output; count its tokens. Raises the errors of `last`."""
         output = await self.last(prompt, params)
         self.input_tokens += len(output.prompt_token_ids)
         self.output_tokens += len(output.outputs[0].token_ids)
@@ -177,7 +194,9 @@ class _Transcript(Transcript):
         return self.tokenizer.decode([token for token in tokens if token < self._eos])
 
     async def whole(self) -> Response:
-        """Return the complete response in the request's format: srt, vtt, json, text or verbose_json."""
+        """Read all windows and return the complete response in the request's format: srt, vtt, json, text or
+        verbose_json. Raises the errors of `last`.
+        """
         said = [each async for each in self.said()]
         text = "".join(each.text for each in said).strip()
         seconds = self._recording.seconds
@@ -196,16 +215,18 @@ class _Transcript(Transcript):
         return json_response({**answer, "usage": usage_of(seconds)})
 
     def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield tokens of a short sound as they come, segments of a long one."""
+        """Yield the text of a short sound token by token as it comes, and of a long one segment by segment."""
         return self._segment_texts() if self._is_long else self._token_texts()
 
     async def _segment_texts(self) -> AsyncGenerator[str, None]:
-        """Yield the text of each segment."""
+        """Yield the text of each segment. Raises the errors of `last`."""
         async for each in self.said():
             yield each.text
 
     async def _token_texts(self) -> AsyncGenerator[str, None]:
-        """Yield the text of a sound of one window as the engine generates it."""
+        """Yield the text of a sound of one window as the engine generates it, and count the tokens. Raises the errors
+        of `outputs`.
+        """
         params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
         prompt = self._prompt(0, timed=False)
         self.input_tokens = len(prompt["prompt_token_ids"])
@@ -215,7 +236,9 @@ class _Transcript(Transcript):
 
 
 def _mean_logprob(output: CompletionOutput, first: int, tokens: tuple[int, ...]) -> float:
-    """Return the mean log-probability of a segment's tokens, from number `first` of its window on; 0 without scores."""
+    """Return the mean log-probability of a segment's tokens, from number `first` of its window on, each at least -9999;
+    0 without scores or tokens.
+    """
     if output.logprobs is None or not tokens:
         return 0.0
     own = list(output.logprobs)[first : first + len(tokens)]
@@ -238,16 +261,22 @@ def _kind(engine: EngineClient) -> type[Transcript]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes. They refuse requests to models that transcribe nothing."""
+    """Create the routes of transcriptions and translations, which raise RequestError for models that transcribe
+    nothing.
+    """
     routes = APIRouter(tags=["audio"])
     names = served_names(engine, config)
 
     async def respond(request: Request, task: str) -> Response:
-        """Answer a request: transcribe its sound, or translate it."""
+        """Answer a request: read its form, then transcribe its sound, or translate it, as one response or a stream.
+        task: TRANSCRIBE or TRANSLATE. Raises RequestError, ApiError for a damaged form or an unknown model, and the
+        errors of Transcript.begin and `last`.
+        """
         kind = _kind(engine)  # refused before a file is read
         data = bytearray()
 
         async def keep(piece: bytes) -> None:
+            """Collect a piece of the file."""
             data.extend(piece)
 
         body = read_request(await read_form(request, keep), request)
@@ -256,10 +285,12 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         transcript = kind(engine, body, task, name, body.options(request, config))
 
         async def whole() -> Response:
+            """Return the complete response."""
             await transcript.begin(bytes(data))
             return await transcript.whole()
 
         async def events() -> AsyncGenerator[bytes, None]:
+            """Yield the events of a stream."""
             await transcript.begin(bytes(data))
             async for each in transcript.events():
                 yield each
@@ -271,13 +302,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def transcriptions(request: Request) -> Response:
-        """Transcribe a sound, in its language."""
+        """Transcribe a sound, in its language. Errors as of `respond`."""
         return await respond(request, TRANSCRIBE)
 
     @routes.post("/v1/audio/translations", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def translations(request: Request) -> Response:
-        """Translate a sound to English."""
+        """Translate a sound to English. Errors as of `respond`."""
         return await respond(request, TRANSLATE)
 
     return routes

@@ -29,7 +29,9 @@ class Said(NamedTuple):
 
 
 def srt(said: Iterable[Said]) -> str:
-    """Return segments as SubRip subtitles, a numbered cue for each."""
+    """Return segments as SubRip subtitles: a cue for each, numbered from 1, with its times and its text on one line; ""
+    for none.
+    """
     return "".join(
         f"{number}\n{_clock(each.segment.start, ',')} --> {_clock(each.segment.end, ',')}\n{_line(each.text)}\n\n"
         for number, each in enumerate(said, 1)
@@ -37,7 +39,7 @@ def srt(said: Iterable[Said]) -> str:
 
 
 def vtt(said: Iterable[Said]) -> str:
-    """Return segments as WebVTT subtitles, a cue for each."""
+    """Return segments as WebVTT subtitles: the header, then a cue for each, with its times and its text on one line."""
     cues = (
         f"{_clock(each.segment.start, '.')} --> {_clock(each.segment.end, '.')}\n{_line(each.text)}\n\n"
         for each in said
@@ -46,7 +48,9 @@ def vtt(said: Iterable[Said]) -> str:
 
 
 def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str, Any]]:
-    """Return the `segments` of verbose_json. temperature: the request's, repeated in each."""
+    """Return the `segments` of verbose_json, numbered from 0, with times in seconds to the millisecond. temperature:
+    the request's, repeated in each.
+    """
     return [
         {
             "id": number,
@@ -65,23 +69,23 @@ def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str,
 
 
 def verbose_words(said: Iterable[Said]) -> list[dict[str, Any]]:
-    """Return the `words` of verbose_json."""
+    """Return the `words` of verbose_json: those of all segments, with begin and end in seconds."""
     return [{"word": word.text, "start": word.start, "end": word.end} for each in said for word in each.words]
 
 
 def compression_ratio(text: str) -> float:
-    """Return how many times its bytes a text has when zlib has compressed it: much for one that repeats itself."""
+    """Return a text's size in UTF-8 divided by that after zlib: large for one that repeats itself, 0 for no text."""
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if data else 0.0
 
 
 def _clock(seconds: float, mark: str) -> str:
-    """Write seconds as 00:00:00 and milliseconds after `mark`."""
+    """Write seconds as HH:MM:SS, then `mark` and the milliseconds, rounded."""
     whole = round(seconds * 1000)
     minutes, milliseconds = divmod(whole, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{mark}{milliseconds % 1000:03}"
 
 
 def _line(text: str) -> str:
-    """Return a text on one line, without the arrow that would begin another cue."""
+    """Return a text on one line, with single spaces, and "->" for the arrow "-->", which would begin another cue."""
     return " ".join(text.split()).replace("-->", "->")

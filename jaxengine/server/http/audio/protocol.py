@@ -51,7 +51,9 @@ class TranscriptionRequest(_Numbers, NamedRequest):
 
     @model_validator(mode="after")
     def _check_formats(self) -> Self:
-        """Raise RequestError for a format that timestamps or streams do not have."""
+        """Raise RequestError for an unknown timestamp granularity, for granularities without verbose_json, and for a
+        stream in another format than json and text.
+        """
         for each in self.timestamp_granularities:
             if each not in (SEGMENT, WORD):
                 problem = f"timestamp_granularities has {show_value(each)}; allowed are {SEGMENT!r} and {WORD!r}"
@@ -66,7 +68,7 @@ class TranscriptionRequest(_Numbers, NamedRequest):
 
     @property
     def has_segments(self) -> bool:
-        """Whether the answer has times."""
+        """Whether the answer's format has times of segments: srt, vtt or verbose_json."""
         return self.response_format in ("srt", "verbose_json", "vtt")
 
     @property
@@ -75,7 +77,10 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         return WORD in self.timestamp_granularities
 
     def params(self, **changes: Any) -> SamplingParams:
-        """Return the sampling parameters of one window, with `changes`. Raises RequestError."""
+        """Return the sampling parameters of one window: temperature 0 and one final output without text, unless the
+        request's fields or `changes`, fields by name, say otherwise. Raises RequestError for a value that is not
+        allowed.
+        """
         given = {name: getattr(self, name) for name in (*NUMBERS, "seed") if getattr(self, name) is not None}
         usual = {"temperature": 0.0, "max_tokens": self.max_completion_tokens}
         kind = RequestOutputKind.FINAL_ONLY
@@ -83,7 +88,7 @@ class TranscriptionRequest(_Numbers, NamedRequest):
 
 
 def read_request(form: Form, request: Request) -> TranscriptionRequest:
-    """Return a form's fields. Names of unknown fields are noted in the request's state.
+    """Return a form's fields. Names of unknown fields, and of those without effect, are noted in the request's state.
 
     Raises RequestError for a field that is missing, there twice, or not valid.
     """

@@ -22,7 +22,8 @@ from jaxengine.server.http.sse import event, json_response
 class Transcript:
     """Transcript in progress: call `begin`, then `whole` for one response or `events` for a stream.
 
-    name: of its requests in the engine. options: of their scheduling.
+    task: "transcribe" or "translate". name: of its requests in the engine. options: of their scheduling. Raises
+    RequestError without a tokenizer.
     """
 
     def __init__(self, engine: EngineClient, body: TranscriptionRequest, task: str, name: str, options: RequestOptions):
@@ -32,19 +33,21 @@ class Transcript:
 
     @abstractmethod
     async def begin(self, data: bytes) -> None:
-        """Read the sound of a file. Raises RequestError, also for a request that the model cannot answer."""
+        """Read the sound of a file, `data`, and check the request. Raises RequestError for a file that cannot be used
+        and for a request that the model cannot answer, OverloadedError if too many wait.
+        """
 
     @abstractmethod
     async def whole(self) -> Response:
-        """Return the complete response."""
+        """Run the requests and return the complete response; after `begin`. Raises the errors of `last`."""
 
     @abstractmethod
     def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield the text of a stream as it comes."""
+        """Yield the text of a stream as it comes, and update the token counts; after `begin`."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a stream: a delta for each piece of text, then the whole text, with the token
-        counts if the request asks for them.
+        counts if the request asks for them. White space at the beginning is left out. Raises the errors of `pieces`.
         """
         text, pieces = "", self.pieces()
         async with contextlib.aclosing(pieces):
@@ -64,14 +67,18 @@ class Transcript:
         yield event({"type": "transcript.text.done", "text": text.rstrip(), "usage": included})
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs of a prompt. Ends the request if the caller leaves early."""
+        """Yield the engine's outputs of a prompt. Ends the request if the caller leaves early. Raises the errors of
+        EngineClient.stream.
+        """
         outputs = self.engine.stream(prompt, params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             async for output in outputs:
                 yield output
 
     async def last(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        """Return the last output of a prompt. Raises RequestError if the request's time ran out."""
+        """Run a prompt and return its last output. Raises RequestError if the request's time ran out, RuntimeError for
+        an output without tokens, and the errors of EngineClient.stream.
+        """
         last: RequestOutput | None = None
         async for output in self.outputs(prompt, params):
             last = output
@@ -82,12 +89,14 @@ class Transcript:
         return last
 
     def plain(self, text: str, seconds: float) -> Response:
-        """Return the response `json` or `text` of a transcript."""
+        """Return the response of a transcript in the request's format: "text" with a line break after it, or json with
+        the usage. seconds: length of the sound.
+        """
         if self.body.response_format == "text":
             return Response(text + "\n", media_type="text/plain")
         return json_response({"text": text, "usage": usage_of(seconds)})
 
 
 def usage_of(seconds: float) -> dict[str, Any]:
-    """Return the usage of a sound of so many seconds."""
+    """Return the usage of a sound of so many seconds, which are rounded up."""
     return {"type": "duration", "seconds": math.ceil(seconds)}

@@ -116,7 +116,9 @@ class BatchList(Listed):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes of batches; none without enable_batch_api."""
+    """Create the routes of batches; none without enable_batch_api. Raises ConfigError if batch_storage_dir cannot be
+    used.
+    """
     routes = APIRouter(tags=["batches"], route_class=JsonRoute)
     if not config.enable_batch_api:
         return routes
@@ -125,7 +127,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/batches")
     @answers(Batch)
     async def create_batch(request: Request, body: CreateBatch) -> Record:
-        """Let the requests of a file be answered within 24 hours."""
+        """Let the requests of a file be answered within 24 hours; return the new batch. Raises ApiError (404) for a
+        file that the client does not have, RequestError for one of another purpose, OverloadedError for too many
+        batches.
+        """
         owner, file_id = request.state.owner, body.input_file_id
         found = there(await asyncio.to_thread(store.file, owner, file_id), "file", file_id)
         if found["purpose"] != "batch":
@@ -138,22 +143,28 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def list_batches(
         request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> dict[str, Any]:
-        """List the client's batches, the newest first."""
+        """List the client's batches, the newest first: at most `limit`, those that follow the one with id `after`.
+        Raises RequestError for an unknown `after`.
+        """
         return await asyncio.to_thread(lambda: page(store.batches(request.state.owner), after, limit))
 
     @routes.get("/v1/batches/{batch_id}")
     @answers(Batch)
     async def retrieve_batch(request: Request, batch_id: str) -> Record:
-        """Return a batch."""
+        """Return a batch of the client's. Raises ApiError (404) for another id."""
         return there(await asyncio.to_thread(store.batch, request.state.owner, batch_id), "batch", batch_id)
 
     @routes.post("/v1/batches/{batch_id}/cancel")
     @answers(Batch)
     async def cancel_batch(request: Request, batch_id: str) -> Record:
-        """End a batch soon; what is answered by then is in its output file."""
+        """End a batch soon, and return it; what is answered by then is in its output file. Raises ApiError (404) for an
+        unknown id, RequestError for a batch that has ended or is finalizing.
+        """
 
         def edit(record: Record) -> None:
-            """Mark a batch as being cancelled. Raises RequestError for one that has ended."""
+            """Mark a batch as being cancelled, in place; once more changes nothing. Raises RequestError for any later
+            status.
+            """
             if record["status"] in ("validating", "in_progress"):
                 record.update(status="cancelling", cancelling_at=int(time.time()))
             elif record["status"] != "cancelling":
@@ -166,7 +177,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _new_batch(body: CreateBatch) -> Record:
-    """Return the record of a new batch, without an id."""
+    """Return the record of a new batch, without an id: created now, with status "validating", to expire in 24 hours."""
     now = int(time.time())
     expires_after = body.output_expires_after
     return {

@@ -64,7 +64,9 @@ class FileDeleted(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes of files; none without enable_batch_api."""
+    """Create the routes of files; none without enable_batch_api. Raises ConfigError if batch_storage_dir cannot be
+    used.
+    """
     routes = APIRouter(tags=["batches"])
     if not config.enable_batch_api:
         return routes
@@ -74,7 +76,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/files", openapi_extra=_BODY)
     @answers(FileObject)
     async def create_file(request: Request) -> Record:
-        """Store a file of requests for a batch: one JSON object a line."""
+        """Store a file of requests for a batch, one JSON object a line, and return its record; lines are not checked.
+        Raises ApiError (413) for a file that is too large and (500, 507) for one that the disk does not take,
+        OverloadedError for too many uploads or files, and the errors of `_receive`.
+        """
         try:
             with uploads.one_of(request.state.owner):
                 return await _receive(store, request)
@@ -88,7 +93,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/files/{file_id}")
     @answers(FileDeleted)
     async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
-        """Remove a file, unless it is the input of a batch that has not ended."""
+        """Remove a file. Raises RequestError for the input of a batch that has not ended, ApiError (404) for an unknown
+        file.
+        """
         deleted = await asyncio.to_thread(store.delete_file, request.state.owner, file_id)
         there(deleted or None, "file", file_id)
         return {"id": file_id, "object": "file", "deleted": True}
@@ -97,7 +104,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _add_reads(routes: APIRouter, store: BatchStore) -> None:
-    """Add the routes that list and return files."""
+    """Add the routes that list and return files of `store` to `routes`."""
 
     @routes.get("/v1/files")
     @answers(FileList)
@@ -108,7 +115,9 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
         limit: Annotated[int, Query(ge=1, le=10000)] = 1000,
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
-        """List the client's files, the newest first unless `order` is "asc"."""
+        """List the client's files, the newest first unless `order` is "asc": at most `limit`, of the purpose, those
+        that follow the one with id `after`. Raises RequestError for an unknown `after`.
+        """
 
         def listed() -> dict[str, Any]:
             """Return the page of files."""
@@ -120,27 +129,31 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
     @routes.get("/v1/files/{file_id}")
     @answers(FileObject)
     async def retrieve_file(request: Request, file_id: str) -> Record:
-        """Return the record of a file."""
+        """Return the record of a file. Raises ApiError (404) for one that the client does not have."""
         return there(await asyncio.to_thread(store.file, request.state.owner, file_id), "file", file_id)
 
     @routes.get("/v1/files/{file_id}/content", response_class=Response)
     async def retrieve_content(request: Request, file_id: str) -> Response:
-        """Return the content of a file."""
+        """Return the content of a file. Raises ApiError (404) for one that the client does not have."""
         owner = request.state.owner
         there(await asyncio.to_thread(store.file, owner, file_id), "file", file_id)
         return FileResponse(store.content(owner, file_id), media_type="application/octet-stream")
 
 
 async def _receive(store: BatchStore, request: Request) -> Record:
-    """Store the file of a form; return its record.
+    """Read a form from the request's body, store its file as it arrives, and return the file's record. After an error
+    nothing is kept.
 
-    Raises RequestError for a form that is not as it should be, ApiError for one that is damaged, OSError.
+    Raises RequestError for a form that is not as it should be, ApiError for one that is damaged, TooLargeError,
+    OverloadedError if the client may store no more, OSError.
     """
     upload: Upload = await asyncio.to_thread(store.upload, request.state.owner)
     block = bytearray()
 
     async def write(piece: bytes) -> None:
-        """Collect a piece of the file, and write what has been collected once it is a block."""
+        """Collect a piece of the file, and write what has been collected, on a thread, once it is a block. Raises
+        TooLargeError, OSError.
+        """
         block.extend(piece)
         if len(block) >= _BLOCK_BYTES:
             await asyncio.to_thread(upload.write, bytes(block))
@@ -156,7 +169,10 @@ async def _receive(store: BatchStore, request: Request) -> Record:
 
 
 def _check(form: Form, request: Request) -> tuple[str, int | None]:
-    """Return the file's name and the seconds after which it expires, None for the server's. Raises RequestError."""
+    """Return the file's name, "file" without one, and the seconds after which it expires, None for the server's. Notes
+    unknown fields in the request's state. Raises RequestError without a file, for another purpose than BATCH, and for a
+    name or expiry that is not allowed.
+    """
     if form.filename is None:
         raise RequestError("file is missing: the requests, one JSON object a line", param=FILE)
     name = form.filename or "file"
@@ -176,7 +192,7 @@ def _check(form: Form, request: Request) -> tuple[str, int | None]:
 
 
 def _no_room(error: OSError) -> ApiError:
-    """Return the error for a file that the disk does not take: 507 for a full one."""
+    """Return the error for a file that the disk does not take, and log it: 507 for a full disk, otherwise 500."""
     logger.error("a file of the batch API cannot be stored: %s", error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, "the server's disk is full", headers={"Retry-After": "60"})

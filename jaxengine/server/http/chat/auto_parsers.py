@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
-    """Return the config with the parsers' names in place of "auto", and log them.
+    """Return the config with the parsers' names in place of "auto", and log them. inputs: has the chat template.
 
     They are None if the template is not recognised; without a parser of tool calls enable_auto_tool_choice is off too.
     """
@@ -34,7 +34,9 @@ def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
 
 
 def _template(inputs: InputProcessor) -> str:
-    """Return the text of the chat template in use, of several all; "" without one."""
+    """Return the text of the chat template in use: the engine's option, or else the tokenizer's; of several templates
+    all, joined by line breaks; "" without one.
+    """
     template = inputs.config.chat_template
     if template is None and inputs.tokenizer is not None:
         template = inputs.tokenizer.chat_template

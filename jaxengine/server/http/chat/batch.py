@@ -84,7 +84,8 @@ class _Batch:
     async def prepare(self, ignored: list[str]) -> None:
         """Prepare the prompts, and append to `ignored` the fields that have no effect for this model.
 
-        Raises RequestError.
+        Raises RequestError for a conversation that cannot be rendered and for activations beyond the server's limit,
+        OverloadedError.
         """
         for number, each in enumerate(self._completions):
             await each.prepare(ignored if number == 0 else [])
@@ -109,7 +110,7 @@ class _Batch:
         return json_response({**self._head, "choices": choices, "usage": total, **NULL_BODY, **about})
 
     async def _answer(self, number: int) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the complete response to one conversation."""
+        """Run conversation number `number` and yield its complete response."""
         yield await self._completions[number].body()
 
 
@@ -135,7 +136,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/chat/completions/batch", response_class=Response)
     @answers(ChatCompletion)
     async def create_chat_completions(body: BatchChatRequest, request: Request) -> Response:
-        """Answer several conversations; fail as a whole if one of them cannot be answered."""
+        """Answer several conversations; fail as a whole if one of them cannot be answered. Raises RequestError,
+        ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
+        """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("chatcmpl", request)
         batch = _Batch(server, body, name, model, body.options(request, config, lora))

@@ -21,7 +21,11 @@ from jaxengine.server.http.sse import event, json_response
 
 
 class ChatAnswer:
-    """Chat request in progress, and the writing of its response."""
+    """Chat request in progress, and the writing of its response.
+
+    name: id of the response and of the engine request. model: its name in the response. options: scheduling. Raises
+    RequestError for fields that this model or server cannot serve.
+    """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, options: RequestOptions):
         self._body = body
@@ -47,7 +51,7 @@ class ChatAnswer:
     async def prepare(self, ignored: list[str]) -> None:
         """Prepare the prompt, and append to `ignored` the fields that have no effect for this model.
 
-        Raises RequestError.
+        Raises the errors of ChatRun.prepare.
         """
         await self._run.prepare()
         ignored += self._run.ignored
@@ -61,7 +65,7 @@ class ChatAnswer:
         return self._run.params, self._run.most_prompt_tokens
 
     async def whole(self) -> Response:
-        """Return the complete response."""
+        """Run the request and return the complete response, as `body` does."""
         return json_response(await self.body())
 
     async def body(self) -> dict[str, Any]:
@@ -81,7 +85,9 @@ class ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the response as server-sent events, without [DONE]. Call it after `prepare`.
 
-        An item is the new part of one output: any number of events, b"" for none. Raises ChatRun.pieces' errors.
+        An item is what an output of the engine adds: any number of events, b"" for none. The first ones of a choice
+        have its role and the text for `echo`; a last event has the token counts, if requested. Raises ChatRun.pieces'
+        errors.
         """
         last, always = self._body.usage_in_stream(self._config)
         begun: set[int] = set()
@@ -113,7 +119,7 @@ class ChatAnswer:
         }
 
     def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
-        """Return usage counts. num_tokens: completion tokens, if not all of the engine's so far."""
+        """Return usage counts. num_tokens: completion tokens; None: all of the engine's so far."""
         run = self._run
         count = run.num_completion_tokens if num_tokens is None else num_tokens
         counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)

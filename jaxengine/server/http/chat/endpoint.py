@@ -18,7 +18,7 @@ from jaxengine.server.options import ServerConfig
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes. Raises ConfigError for an unknown parser."""
+    """Create the route /v1/chat/completions. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
@@ -26,7 +26,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/chat/completions", response_class=Response)
     @answers(ChatCompletion, ChatCompletionChunk | Error)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
+        """Answer a conversation, complete or as a stream of events. Raises RequestError, ApiError (404) for an unknown
+        model, OverloadedError, EngineDeadError; of a stream, until its first event.
+        """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("chatcmpl", request)
         completion = ChatAnswer(server, body, name, model, body.options(request, config, lora))

@@ -53,7 +53,9 @@ class ChatChoiceWriter:
         self._calling: set[int] = set()
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
-        """Return a choice with its complete message. events: those of the parser for the whole output."""
+        """Return a choice with its complete message. events: those of the parser for the whole output. A text for
+        `echo` precedes its content.
+        """
         parsed = message_of(events)
         content = parsed.content
         if content is None and not (parsed.tool_calls or parsed.reasoning):
@@ -107,7 +109,9 @@ class ChatChoiceWriter:
         return choices
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
-        """Return the prompt's log-probabilities in vLLM's form: by token id for each token."""
+        """Return the prompt's log-probabilities in vLLM's form: for each token a dict by token id, None where there are
+        none.
+        """
         return [json_position(position) for position in positions]
 
     def _versions(self, output: CompletionOutput) -> dict[str, Any]:
@@ -115,7 +119,9 @@ class ChatChoiceWriter:
         return {} if self._spans is None else self._spans.of(output.index, output)
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice whose field `kind`, "message" or "delta", is `said`."""
+        """Return a choice whose field `kind`, "message" or "delta", is `said`. Its finish reason is "tool_calls" for
+        "stop" if the output has calls.
+        """
         reason = output.finish_reason
         logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids, self._given_ids)
         choice = {
@@ -146,7 +152,7 @@ def token_logprobs(
         return None
 
     def one(token_id: int, entry: Logprob) -> dict[str, Any]:
-        """Return a token with its log-probability in OpenAI's form."""
+        """Return a token with its log-probability and its bytes in OpenAI's form."""
         text = entry.decoded_token or ""
         # Half a character has bytes, but no text.
         written = tokenizer.token_bytes(token_id) if tokenizer.is_byte_level else text.encode()

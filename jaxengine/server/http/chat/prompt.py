@@ -36,7 +36,8 @@ class ChatRenderer:
         """Return the prompt for EngineClient.stream: text, token ids, images and videos.
 
         Token ids are truncated if the request says so; the text is whole. Raises RequestError for a conversation that
-        cannot be rendered, that has no tokens or more than max_model_len - 1, or whose images cannot be used.
+        cannot be rendered, that has no tokens or more than max_model_len - 1, or whose images cannot be used;
+        OverloadedError if too many templates, texts or images wait.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, whole = await self._encode(body, messages)
@@ -51,7 +52,9 @@ class ChatRenderer:
         return prompt
 
     async def token_ids(self, body: ChatRequest) -> list[int]:
-        """Return token ids of the conversation, which may exceed the model's context. Raises RequestError."""
+        """Return token ids of the conversation, images included; they are not truncated and may exceed the model's
+        context. Raises RequestError, OverloadedError.
+        """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, ids = await self._encode(body, messages)
         prompt = {"prompt": text, "prompt_token_ids": ids}
@@ -65,7 +68,9 @@ class ChatRenderer:
             raise RequestError(problem, param="messages")
 
     async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
-        """Return the text of a conversation and its token ids. Raises RequestError, OverloadedError."""
+        """Return the text of a conversation, rendered on a thread, and its token ids. messages: of `body`, with
+        collected media. Raises RequestError, also for a text that cannot fit into max_model_len, and OverloadedError.
+        """
         # Checked before the template copies them.
         self._encoder.verify_length(max(map(_num_chars, messages), default=0), "messages")
         text = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, body, messages)
@@ -75,7 +80,7 @@ class ChatRenderer:
 
     def _render(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> str:
         """Return the text of a conversation by the chat template. Raises RequestError for fields that the server does
-        not allow.
+        not allow, and for messages that the template refuses; OverloadedError if too many templates are being rendered.
         """
         config = self._config
         if body.chat_template is not None and not config.trust_request_chat_template:
@@ -98,19 +103,23 @@ class ChatRenderer:
         )
 
     def ignored(self, body: ChatRequest) -> list[str]:
-        """Return the request's fields about reasoning that the model's template does not use."""
+        """Return those of the fields reasoning_effort and thinking that the request sets, although its template
+        mentions no variable for them.
+        """
         known = _thinking_names(self._template(body))
         names = {"reasoning_effort": known, "thinking": known - {"reasoning_effort"}}
         return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
 
     def _template(self, body: ChatRequest) -> str:
-        """Return the source of the template for a request."""
+        """Return the text in which a request's template is searched for variables: its own template, or else the
+        engine's option or the tokenizer's. Raises RequestError without a tokenizer.
+        """
         template = body.chat_template or self._inputs.config.chat_template
         return str(template or self._inputs.require_tokenizer().chat_template)
 
     def _variables(self, body: ChatRequest, template: str) -> dict[str, Any]:
-        """Return the template's variables: those that the request sets, and reasoning and documents under the names
-        that the template has. Raises RequestError for documents that it does not use.
+        """Return the template's variables: chat_template_kwargs; reasoning under the names that `template` mentions,
+        unless those set it; and the documents. Raises RequestError for documents that it does not mention.
         """
         given = dict(body.chat_template_kwargs or {})
         for name in _thinking_names(template):
@@ -131,5 +140,5 @@ def _num_chars(message: dict[str, Any]) -> int:
 
 
 def _thinking_names(template: str) -> set[str]:
-    """Return the variables about reasoning that the template mentions."""
+    """Return which of the variables reasoning_effort, enable_thinking and thinking the template mentions."""
     return set(_THINKING.findall(template))

@@ -144,7 +144,9 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        """Raise RequestError for fields that contradict each other, empty messages, and counts out of range."""
+        """Raise RequestError for fields that contradict each other, tools included (`_check_tools`), for no messages,
+        and for counts out of range.
+        """
         if not self.messages:
             raise RequestError(f"messages is empty; allowed are 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:
@@ -165,7 +167,9 @@ class ChatRequest(TextRequest, ConversationRequest):
         return self
 
     def _check_tools(self) -> None:
-        """Raise RequestError for tools and a tool_choice that contradict each other."""
+        """Raise RequestError for tools and a tool_choice that contradict each other, for an empty list of tools or one
+        with equal names, and for structured_outputs with tools that may be called.
+        """
         if self.tools is not None and not self.tools:
             text = f"tools is empty; allowed are 1 to {MAX_TOOLS}, or to omit the field"
             raise RequestError(text, param="tools")
@@ -184,12 +188,14 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
-        """Return tool_choice with its default."""
+        """Return tool_choice; if that is None, "auto" with tools and "none" without."""
         return self.tool_choice or ("auto" if self.tools else "none")
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model should reason first; None if not specified."""
+        """Whether the model should reason first, by `thinking` or else by a reasoning_effort other than "none"; None if
+        neither is given.
+        """
         if self.thinking is not None:
             return self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"
@@ -208,7 +214,9 @@ class ChatRequest(TextRequest, ConversationRequest):
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, given as text or a list of text parts; "" for anything else."""
+    """Return the text of a message's content, given as text or a list of text parts, which are joined by line breaks;
+    "" for anything else.
+    """
     if isinstance(content, str):
         return content
     listed = content if isinstance(content, list) else ()
@@ -217,7 +225,9 @@ def text_of(content: Any) -> str:
 
 
 def renamed(error: RequestError, name: str) -> RequestError:
-    """Return the error with its field replaced by the caller's name for it, `name`."""
+    """Return the error with its field replaced by `name`, the caller's name for it, also at the beginning of the
+    message.
+    """
     message = str(error)
     if error.param and message.startswith(error.param):
         message = name + message[len(error.param) :]

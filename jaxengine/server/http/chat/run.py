@@ -124,7 +124,10 @@ class ChatRun:
         return len(self.prompt["prompt_token_ids"]) if known else self._server.engine.inputs.config.max_model_len
 
     async def prepare(self) -> None:
-        """Render the conversation. Raises RequestError."""
+        """Render the conversation: sets `prompt`, and completes `params` by what the prompt says of reasoning. Raises
+        RequestError for a conversation that cannot be rendered, for media with a beam search, and for activations
+        beyond the server's limit; OverloadedError.
+        """
         self.prompt = await self._server.renderer.prompt(self.body)
         if self._beams is not None and READY in self.prompt:
             problem = "use_beam_search is only allowed without images, videos and sounds"
@@ -149,7 +152,7 @@ class ChatRun:
 
     def _read_around_reasoning(self) -> None:
         """Change `params`, once the prompt is there, so that the answer's form and the texts that end it hold only
-        after the reasoning, and adds the limit of the reasoning. Nothing changes without a reasoning parser.
+        after the reasoning, and add the limit of the reasoning. Nothing changes without a reasoning parser.
         """
         if self._reasoning is None:
             return
@@ -189,7 +192,7 @@ class ChatRun:
                 raise self._as_asked(error) from None
 
     def _read(self, output: RequestOutput) -> list[Piece]:
-        """Return the pieces of an output."""
+        """Return the pieces of an output; update the counts."""
         return [Piece(each, self._parse(each)) for each in output.outputs]
 
     def _parse(self, output: CompletionOutput) -> list[Event]:
@@ -216,7 +219,7 @@ class ChatRun:
 
     @property
     def _continued(self) -> str:
-        """Return the beginning of the answer, which the model continues."""
+        """Return the beginning of the answer, which the model continues; "" if it begins anew."""
         return text_of(self.body.messages[-1].get("content")) if self.body.continues else ""
 
     def _is_wanted(self, event: Event) -> bool:
@@ -228,20 +231,25 @@ class ChatRun:
         return True
 
     def _count_reasoning(self, text: str) -> None:
-        """Count the tokens of a completion's reasoning."""
+        """Add the tokens of a completion's reasoning to num_reasoning_tokens, which stays at most
+        num_completion_tokens.
+        """
         tokenizer = self._server.engine.inputs.require_tokenizer()
         counted = self.num_reasoning_tokens + len(tokenizer.encode(text, add_special_tokens=False))
         # The text may be tokenized differently from how it was sampled.
         self.num_reasoning_tokens = min(counted, self.num_completion_tokens)
 
     def _as_asked(self, error: RequestError) -> RequestError:
-        """Return the error with its field replaced by the request's field from which the structured output came."""
+        """Return the error with its field replaced by the request's field from which the structured output came; other
+        errors unchanged.
+        """
         if error.param != "structured_outputs" or self.body.structured_outputs is not None:
             return error
         return renamed(error, "response_format" if self._tools.structure is None else self._tools.asked_by)
 
     @property
     def _shows_special_tokens(self) -> bool:
+        """Whether texts need special tokens, with which the model marks calls or reasoning."""
         return self._tools.special_tokens or (self._reasoning is not None and self._reasoning.special_tokens)
 
     @property
@@ -257,7 +265,9 @@ class ChatRun:
         return [token_id for token_id in found if token_id is not None]
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters. Raises RequestError."""
+        """Return the engine's sampling parameters, without the limit of the reasoning. Raises RequestError for a limit
+        of tokens above max_model_len, for top_logprobs above max_logprobs, and for other values that are not allowed.
+        """
         body, inputs = self.body, self._server.engine.inputs
         name, most = body.most_tokens
         if most is not None and most > inputs.config.max_model_len:

@@ -60,7 +60,10 @@ def tool_use(
     tokenizer: Tokenizer,
     switches: Sequence[str] = (),
 ) -> ToolUse:
-    """Return how a request's tools affect its answer.
+    """Return how a request's tools affect its answer. Without tools to call, ToolUse(). A forced call is of a form of
+    body.text_forms, of the model's own format if that has a forced_grammar, or else JSON of the functions' schemas.
+    With "auto" calls are in the model's format; response_format adds a grammar of an answer or calls or, for a format
+    without one, holds for the answer alone.
 
     auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model, None if the server
     has no parser. switches: options of structured outputs that are on by default. Raises RequestError for tools, or a
@@ -154,8 +157,8 @@ def _forced_in_own_way(
 
 
 def _forced(body: ChatRequest, schema: Schema, white_space: str | None = " ?") -> dict[str, Any]:
-    """Return structured_outputs for an output of this JSON schema. white_space: pattern of white space; None for the
-    default.
+    """Return structured_outputs for an output of this JSON schema, lenient unless a tool is strict. white_space:
+    pattern of white space; None for the default.
     """
     strict = any(tool.function.strict for tool in body.tools or ())
     return {"json": schema, "whitespace_pattern": white_space, "lenient": not strict}
@@ -168,8 +171,8 @@ def _rules(
     tokenizer: Tokenizer,
     switches: Sequence[str],
 ) -> list[str]:
-    """Return the rules that a format's `grammar` has for calls of `functions`, in Lark's notation.
-    Raises RequestError.
+    """Return the rules that a format's `grammar` has for calls of `functions`, in Lark's notation. switches: as of
+    `tool_use`. Raises RequestError for functions that no grammar can call.
     """
 
     def token_id(word: str) -> int | None:

@@ -66,7 +66,7 @@ class _Completion:
         self._num_cached_tokens: dict[int, int] = {}
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters. Raises RequestError."""
+        """Return the engine's sampling parameters; with max_tokens 0 one token is sampled. Raises RequestError."""
         body = self.body
         changes: dict[str, Any] = {"max_tokens": body.max_tokens}
         if body.echo and body.max_tokens == 0:
@@ -78,8 +78,8 @@ class _Completion:
     async def read_prompts(self, encoder: PromptEncoder) -> None:
         """Read and tokenize all prompts, before any of them runs, truncated if the request asks for it.
 
-        Raises RequestError for the first prompt that cannot run; the tokens of a text that is the only prompt are
-        counted when it runs.
+        Raises RequestError for the first prompt that cannot run, for more than max_prompts, and for fields that they
+        cannot have; OverloadedError. The tokens of a text that is the only prompt are counted when it runs.
         """
         body, inputs = self.body, self._engine.inputs
         embedded, most = body.embedded, self._config.max_prompts
@@ -111,13 +111,14 @@ class _Completion:
                 inputs.prepare(prompt, self.params, options=self._options)
 
     def _add(self, prompt: dict[str, Any]) -> None:
-        """Append a prompt with token ids."""
+        """Append a prompt with token ids, and count these."""
         self._prompts.append(prompt)
         self._num_prompt_tokens += len(prompt["prompt_token_ids"])
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Run the prompts; yield (index of the prompt, output) as they come. No more prompts run at once than the
-        engine has slots for their n outputs. With max_tokens=0 outputs are without the token that was sampled.
+        engine has slots for their n outputs. With max_tokens=0 outputs are without the token that was sampled. Updates
+        the counts.
 
         The first error of one, as EngineClient.stream raises it, ends all.
         """
@@ -144,7 +145,7 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the prompts and yield the response as server-sent events, without [DONE]: for each output any number of
-        them, b"" for none. Raises the errors of `outputs`.
+        them, b"" for none, and a last one with the token counts, if requested. Raises the errors of `outputs`.
         """
         writer = self._writer()
         last, always = self.body.usage_in_stream(self._config)
@@ -163,7 +164,7 @@ class _Completion:
         return ChoiceWriter(self.body, self.params, self._engine.inputs.tokenizer, by_id)
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
-        """Return the stream of outputs of prompt number `index`."""
+        """Return the stream of outputs of prompt number `index`; of several prompts it runs under ID-index."""
         request_id = self.id if len(self._prompts) == 1 else f"{self.id}-{index}"
         if self._beams is not None:
             prompt, n = self._prompts[index], self.body.n or 1
@@ -171,7 +172,7 @@ class _Completion:
         return self._engine.stream(self._prompts[index], self.params, request_id, self._options)
 
     def _places(self) -> int:
-        """Return how many prompts run at once."""
+        """Return how many prompts run at once: as many as have slots for their n outputs, at least one."""
         return max(1, self._engine.inputs.config.max_num_seqs // self.params.n)
 
     def _usage(self) -> dict[str, Any]:
@@ -181,7 +182,9 @@ class _Completion:
 
 
 def _without_output(output: CompletionOutput) -> CompletionOutput:
-    """Return an output without its sampled token and all that belongs to it: the answer for max_tokens=0."""
+    """Return an output without its sampled token and all that belongs to it: the answer for max_tokens=0. Its finish
+    reason is "length" in place of "stop".
+    """
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
     spans = [WeightSpan(each.version, 0, 0) for each in (output.weight_versions or ())[:1]] or None
     rows = {
@@ -206,7 +209,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/completions", response_class=Response)
     @answers(Completion, CompletionChunk | Error)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        """Continue prompts."""
+        """Continue prompts, complete or as a stream of events. Raises RequestError, ApiError (404) for an unknown
+        model, OverloadedError, EngineDeadError; of a stream, until its first event.
+        """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("cmpl", request)
         completion = _Completion(engine, config, body, name, model, body.options(request, config, lora))

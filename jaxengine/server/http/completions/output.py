@@ -87,7 +87,9 @@ class ChoiceWriter:
     def _legacy_logprobs(
         self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offsets: list[int]
     ) -> dict[str, Any]:
-        """Return log-probabilities in the form of OpenAI's completions. positions: None where there are none."""
+        """Return log-probabilities in the form of OpenAI's completions. positions, offsets: of each token; a position
+        is None without log-probabilities.
+        """
         tokens, values, tops = [], [], []
         for token_id, position in zip(token_ids, positions, strict=True):
             tokens.append(self._name(token_id, position))
@@ -96,7 +98,9 @@ class ChoiceWriter:
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
     def _tops(self, position: PositionLogprobs) -> dict[str, float]:
-        """Return the log-probability of each text among the tokens of a position."""
+        """Return the log-probability of each text among the tokens of a position; of several tokens with one text, the
+        highest.
+        """
         best: dict[str, float] = {}
         for token_id in position:
             name, value = self._name(token_id, position), json_logprob(position[token_id].logprob)
@@ -106,7 +110,7 @@ class ChoiceWriter:
         return best
 
     def _name(self, token_id: int, position: PositionLogprobs | None) -> str:
-        """Return a token's text, or token_id:N."""
+        """Return a token's text, or token_id:N if so requested or without a tokenizer."""
         if not self._as_token_ids and self._tokenizer is not None:
             text = None if position is None else position[token_id].decoded_token
             return self._tokenizer.decode([token_id], skip_special_tokens=False) if text is None else text

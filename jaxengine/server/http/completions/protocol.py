@@ -40,7 +40,9 @@ class CompletionRequest(TextRequest):
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        """Raise RequestError without a prompt, and for a best_of that is not supported."""
+        """Raise RequestError without a prompt, for another form of prompt_embeds, and for a best_of that is not
+        supported.
+        """
         if self.prompt_embeds is not None:
             self._check_embedded()
         elif self.prompt is None:
@@ -67,5 +69,5 @@ class CompletionRequest(TextRequest):
 
     @property
     def embedded(self) -> list[str]:
-        """Return the prompts of embeddings."""
+        """Return the prompts of embeddings, each base64 of a file; [] without any."""
         return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []

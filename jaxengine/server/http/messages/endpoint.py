@@ -48,9 +48,10 @@ class _Message:
             raise body.as_asked(error) from None
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model.
+        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model, by Anthropic's
+        names.
 
-        Raises RequestError.
+        Raises RequestError with Anthropic's field names, OverloadedError.
         """
         try:
             await self._run.prepare()
@@ -60,7 +61,7 @@ class _Message:
         ignored += [names.get(name, name) for name in self._run.ignored]
 
     async def whole(self) -> Response:
-        """Return the complete response."""
+        """Run the message, after `prepare`, and return the complete response. Raises as `stream`."""
         async with contextlib.aclosing(self._events()) as events:
             async for _ in events:
                 continue
@@ -68,7 +69,7 @@ class _Message:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Run the message, after `prepare`, and yield the response as server-sent events, any number of them in an
-        item.
+        item: message_start, those of `_events`, then message_delta and message_stop.
 
         Raises the errors of ChatRun.pieces, and ApiError (500) for an output that cannot be used.
         """
@@ -100,8 +101,9 @@ class _Message:
                 raise self._body.as_asked(error) from None
 
     def _end(self, output: CompletionOutput) -> None:
-        """Set the stop reason of an output that has ended; "pause_turn" if it was aborted, "end_turn" if it repeated
-        itself. Raises ApiError (500) for one that ended with an error.
+        """Set the stop reason of an output that has ended: "max_tokens" for "length", "pause_turn" for "abort",
+        "end_turn" for "repetition", and for "stop" "stop_sequence", with it, or "end_turn". Raises ApiError (500) for
+        one that ended with an error.
         """
         reason, stop = output.finish_reason, output.stop_reason
         if reason == "length":
@@ -140,7 +142,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/messages", response_class=Response)
     @answers(Message, MessageEvent)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        """Answer a conversation in Anthropic's form."""
+        """Answer a conversation in Anthropic's form, complete or as a stream of events. Raises RequestError, ApiError
+        (404) for an unknown model, OverloadedError, EngineDeadError.
+        """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("msg", request)
         message = _Message(server, body, name, model, body.options(request, config, lora))
@@ -154,7 +158,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", response_class=Response)
     @answers(MessageTokens)
     async def count_message_tokens(body: Conversation, request: Request) -> Response:
-        """Count the tokens of a conversation, which may exceed the context."""
+        """Count the tokens of a conversation, which may exceed the context; nothing is generated. Raises RequestError,
+        ApiError (404) for an unknown model, OverloadedError.
+        """
         await choose_model(engine, body.model, names)
         request.state.ignored_fields += _ignored(server, body, request)
         try:
@@ -178,4 +184,5 @@ def _ignored(server: ChatServer, body: Conversation, request: Request) -> list[s
 
 
 def _failed(error: ApiError) -> bytes:
+    """Encode an error as the event of Anthropic's that ends a stream."""
     return sse(messages_error_body(error))

@@ -74,8 +74,8 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Convert the blocks of a message to chat messages; results of tools become separate messages before the user's
-    other blocks.
+    """Convert the blocks of a message to chat messages: one for each result of a tool, then one with all other blocks,
+    left out if there are only results.
 
     role: one of ROLES. where: path of the blocks, for errors. Raises RequestError for a block that the role may not
     have or that lacks a field.
@@ -106,7 +106,7 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
 
 def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
     """Convert a block to a chat message part. Images are checked later, as for all APIs. where: path of the block, for
-    errors.
+    errors. Raises RequestError for a block without a text.
     """
     if block["type"] == "image":
         return PlacedPart({"type": "image", "source": block.get("source") or {}}, where)
@@ -114,14 +114,16 @@ def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the parts as one text, or unchanged if they include an image."""
+    """Return the parts as one text, joined by line breaks, or unchanged if they include an image."""
     if any(isinstance(part, PlacedPart) for part in parts):
         return [*parts]
     return "\n".join(part["text"] for part in parts)
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the call of a block tool_use in the form of a chat message. Raises RequestError."""
+    """Return the call of a block tool_use in the form of a chat message. where: path of the block. Raises RequestError
+    for an input that is no object, and without a name or an id.
+    """
     if not isinstance(block.get("input"), dict):
         raise _refused(f"{where}.input is not an object")
     arguments = json.dumps(block["input"], ensure_ascii=False)
@@ -130,7 +132,9 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a block tool_result for a chat message. Raises RequestError."""
+    """Return the content of a block tool_result for a chat message: a text, "" for None, or parts if there is an image.
+    where: path of the content. Raises RequestError for blocks other than text and image.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -143,7 +147,7 @@ def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _text(block: dict[str, Any], key: str, where: str) -> str:
-    """Return the text in a block's field. Raises RequestError if there is none."""
+    """Return the text in field `key` of a block. where: path of the block. Raises RequestError if there is none."""
     value = block.get(key)
     if not isinstance(value, str):
         raise _refused(f"{where}.{key} is missing or not a text")
@@ -151,4 +155,5 @@ def _text(block: dict[str, Any], key: str, where: str) -> str:
 
 
 def _refused(message: str) -> RequestError:
+    """Return the error, whose field is "system" if the message begins with that, otherwise "messages"."""
     return RequestError(message, param="system" if message.startswith("system") else "messages")

@@ -49,7 +49,7 @@ class MessageWriter:
         return said
 
     def close(self) -> list[Said]:
-        """End the content and return its last events. An empty answer gets an empty text block."""
+        """End the open block and return the last events. An empty answer gets an empty text block."""
         said = self._close()
         if not self.content:
             said = [*self._turn_to("text", text=""), *self._close()]
@@ -57,11 +57,13 @@ class MessageWriter:
 
     @property
     def calls(self) -> bool:
-        """Whether a tool is called."""
+        """Whether a completed block calls a tool."""
         return any(block["type"] == "tool_use" for block in self.content)
 
     def _turn_to(self, kind: str, **fields: Any) -> list[Said]:
-        """Open a block of this kind, unless the current one is of that kind; return the events."""
+        """Open a block of this kind with these fields, unless the current one is of that kind; another open block ends.
+        Returns the events.
+        """
         if self._block is not None and self._block["type"] == kind:
             return []
         said = self._close()
@@ -69,7 +71,7 @@ class MessageWriter:
         return [*said, self._say("content_block_start", content_block=self._block)]
 
     def _close(self) -> list[Said]:
-        """End the open block, if there is one; return the events."""
+        """End the open block, if there is one, and add it to `content`; return the events."""
         if self._block is None:
             return []
         said, text = self._say("content_block_stop"), "".join(self._texts)
@@ -80,12 +82,12 @@ class MessageWriter:
         return [said]
 
     def _delta(self, kind: str, key: str, text: str) -> Said:
-        """Add a text to the open block; return its event."""
+        """Add a text to the open block; return its event. kind: type of the delta; key: its field for the text."""
         self._texts.append(text)
         return self._say("content_block_delta", delta={"type": kind, key: text})
 
     def _say(self, kind: str, **fields: Any) -> Said:
-        """Return an event of the open block."""
+        """Return an event of the open block: its type `kind`, the block's index, and `fields`."""
         return {"type": kind, "index": len(self.content), **fields}
 
 

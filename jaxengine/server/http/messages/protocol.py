@@ -171,7 +171,9 @@ class Conversation(RequestModel):
     context_management: ContextManagement | None = None
 
     def chat_request(self) -> ChatRequest:
-        """Convert to a chat completion request. Raises RequestError with this API's field names."""
+        """Convert to a chat completion request. Raises RequestError with this API's field names, or pydantic's
+        ValidationError for a field of a wrong type.
+        """
         try:
             return ChatRequest.of(self._chat_fields())
         except RequestError as error:
@@ -201,7 +203,7 @@ class Conversation(RequestModel):
         return fields
 
     def _check_choice(self, choice: ToolChoice) -> None:
-        """Raise RequestError if only a tool that is left out could be called."""
+        """Raise RequestError if only a tool that is left out could be called. choice: the request's tool_choice."""
         left_out: list[DefinedTool] = [tool for tool in self.tools or () if isinstance(tool, DefinedTool)]
         named = choice.type == "tool" and any(tool.name == choice.name for tool in left_out)
         if named or (choice.type == "any" and left_out and len(left_out) == len(self.tools or ())):
@@ -260,7 +262,7 @@ class MessagesRequest(Conversation, ConversationRequest):
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}
 
     def as_asked(self, error: RequestError) -> RequestError:
-        """Return an error of the chat request with this request's field name."""
+        """Return an error of the chat request with this request's field name; unchanged if that is the same."""
         if error.param == "thinking_token_budget" and self.thinking_token_budget is None:
             return renamed(error, "thinking")
         if error.param == "stop" and self.stop_sequences is not None:
@@ -274,6 +276,6 @@ def as_messages_error(error: RequestError) -> RequestError:
 
 
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
-    """Return a function in the form of a chat request."""
+    """Return a function in the form of a chat request; strict and description only if they are given."""
     function = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}

@@ -33,7 +33,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Run the body's prompts; return a response whose data is the list of `entry(index, output)`, one for each.
 
         prefix: of the response's id. task: of the pooling parameters; None for the body's, or the model's. Raises
-        RequestError.
+        RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt without a
+        result.
         """
         model = check_model(body.model, names)
         name = body.register(prefix, request)
@@ -41,6 +42,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         prompts = await server.encode_input(body, params)
 
         async def whole() -> Response:
+            """Run the prompts and return the response."""
             given = await server.answers(prompts, params, body, name, body.options(request, config))
 
             def write() -> Response:
@@ -56,22 +58,23 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/embeddings", response_class=Response)
     @answers(Listed[Embedding])
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-        """Return an embedding of each prompt."""
+        """Return an embedding of each prompt. Errors as of `run`."""
         return await run(body, request, "embd", "embed", _vectors("embedding", "embedding", body))
 
     @routes.post("/pooling", response_class=Response)
     @answers(Listed[Pooled])
     async def create_pooling(body: PoolingRequest, request: Request) -> Response:
-        """Return the model's vector of each prompt."""
+        """Return a vector of each prompt, or one of each of its tokens, by the request's task. Errors as of `run`."""
         return await run(body, request, "pool", None, _vectors("pooling", "data", body))
 
     @routes.post("/classify", response_class=Response)
     @answers(Listed[Classified])
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        """Return the likeliest label of each prompt, and the probabilities of all."""
+        """Return each prompt's likeliest label, "LABEL_N" without a name, and all probabilities. Errors as of `run`."""
         labels = engine.inputs.require_pooling().labels
 
         def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
+            """Return the entry of one answer."""
             best = int(each.outputs.data.argmax())
             probs = each.outputs.data.tolist()
             label = labels.get(best, f"LABEL_{best}")
@@ -90,7 +93,7 @@ def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
     """
 
     def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
-        """Return the entry of one answer."""
+        """Return the entry of one answer, with its number `index`."""
         data: Any = each.outputs.data
         if body.encoding_format == "base64":
             return {

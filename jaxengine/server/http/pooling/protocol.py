@@ -50,7 +50,9 @@ class PoolingBody(NamedRequest):
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation, which is applied to the prompt."""
+        """Return the fields as PoolingParams, except truncation, which is applied to the prompt. task: None for the
+        model's. Values are checked when the request is prepared.
+        """
         return PoolingParams(task=task, use_activation=self.use_activation)
 
 
@@ -85,7 +87,9 @@ class EmbeddingRequest(InputBody):
     prompt_name: str | None = None
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation."""
+        """Return the fields as PoolingParams, except truncation. task: None for the model's. Values are checked when
+        the request is prepared.
+        """
         return PoolingParams(
             task=task,
             use_activation=self.use_activation,
@@ -101,7 +105,9 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = None
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation, with the request's own task."""
+        """Return the fields as PoolingParams, except truncation. The task is the request's own, and the argument is
+        ignored. Values are checked when the request is prepared.
+        """
         return super().pooling_params(self.task)
 
 
@@ -157,7 +163,9 @@ class RerankRequest(PoolingBody):
         return self
 
     def texts(self) -> list[str]:
-        """Return the texts of the documents. Raises RequestError."""
+        """Return the texts of the documents. Raises RequestError for no documents, and for one without a text or an
+        empty one.
+        """
         found = [each if isinstance(each, str) else each.get("text") for each in self.documents]
         if not found or not all(isinstance(text, str) and text for text in found):
             raise RequestError("documents must be texts, or objects with a text, none of them empty", param="documents")

@@ -34,8 +34,9 @@ class PoolingServer:
         self._encoder = PromptEncoder(engine.inputs)
 
     async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Return the token ids of each prompt of `input`, truncated if the request asks for it; before each text is
-        the model's prompt that `params` name. Raises RequestError.
+        """Return the token ids of each prompt of `input`, truncated if the request asks for it; before each text is the
+        model's prompt that `params` name. Raises RequestError for another form of input and for prompts that are too
+        many or too long, OverloadedError.
         """
         inputs = self.engine.inputs
         longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
@@ -50,7 +51,8 @@ class PoolingServer:
         """Return the token ids of each of `given`: texts, which are tokenized as by `encode`, and lists of token ids.
         All are truncated as the request specifies.
 
-        special: as in `encode`. Raises RequestError, also for truncate_prompt_tokens above max_model_len.
+        special: as in `encode`. Raises RequestError, also for truncate_prompt_tokens above max_model_len, and
+        OverloadedError.
         """
         texts = [each for each in given if isinstance(each, str)]
         side = None
@@ -61,9 +63,10 @@ class PoolingServer:
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], body: PoolingBody) -> list[str | list[int]]:
         """Return the prompt of each pair of texts (scoring.pair_prompt), token ids truncated as the request specifies.
+        They are made on a thread.
 
         Raises RequestError, also for pairs that have more characters altogether than a body may have bytes: one text
-        may be in all of them.
+        may be in all of them. Raises OverloadedError if too many requests wait.
         """
         inputs, most = self.engine.inputs, self.config.max_request_bytes
         lengths = [len(one) + len(other) for one, other in pairs]
@@ -89,7 +92,8 @@ class PoolingServer:
         param: str = "input",
         cut_side: str | None = None,
     ) -> list[list[int]]:
-        """Tokenize each text, with the model's prompt that the parameters name before it. Raises RequestError.
+        """Tokenize each text, with the model's prompt that the parameters name before it. Raises RequestError, also for
+        texts that cannot fit into max_model_len unless cut, and OverloadedError.
 
         special: whether special tokens are added. param: field of the texts, for errors. cut_side: as in
         PromptEncoder.encode.
@@ -101,10 +105,11 @@ class PoolingServer:
     async def answers(
         self, prompts: Sequence[list[int]], params: PoolingParams, body: PoolingBody, name: str, options: RequestOptions
     ) -> list[PooledAnswer]:
-        """Run the prompts and return the engine's output for each, in order. name: the request's id in the engine.
+        """Run the prompts and return the engine's output for each, in order. name: the request's id in the engine;
+        prompt number i of several runs under NAME-i. body: has the cache_salt.
 
-        All prompts are checked before any of them runs, and no more run at once than the engine has slots. Raises
-        RequestError; ApiError if a prompt has no result.
+        All prompts are checked before any of them runs, and no more run at once than the engine has slots. Raises the
+        errors of EngineClient.pool, and ApiError (504, 409 or 500) if a prompt has no result, which ends the others.
         """
         inputs = self.engine.inputs
         wanted: list[Any] = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompts]
@@ -125,8 +130,8 @@ class PoolingServer:
         return [found[index] for index in range(len(wanted))]
 
     def _cut(self, token_ids: list[int], body: PoolingBody) -> list[int]:
-        """Return a prompt's token ids truncated as its request says. Raises RequestError for a number above
-        max_model_len.
+        """Return a prompt's token ids truncated as its request says; all of them without truncate_prompt_tokens. Raises
+        RequestError for a number above max_model_len.
         """
         keep, longest = body.truncate_prompt_tokens, self.engine.inputs.config.max_model_len
         if keep is None:

@@ -31,12 +31,15 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Listed[Scored])
     async def score(body: ScoreRequest, request: Request) -> Response:
-        """Return the similarity or relevance of pairs of texts."""
+        """Return the similarity or relevance of pairs of texts. Raises RequestError, EngineDeadError, and ApiError for
+        an unknown model (404) or a pair without a result.
+        """
         model = check_model(body.model, names)
         name = body.register("score", request)
         pairs = _limited(pairs_of(*body.texts()), config)
 
         async def whole() -> Response:
+            """Compute the scores and return the response."""
             given = await _scores(server, pairs, body, name, body.options(request, config))
             scores = enumerate(each.outputs.score for each in given)
             data = [{"index": index, "object": "score", "score": score} for index, score in scores]
@@ -47,7 +50,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        """Return documents by their relevance to a query, the best first."""
+        """Return the top_n documents by their relevance to a query, the best first. Raises RequestError, also for an
+        empty query, EngineDeadError, and ApiError for an unknown model (404) or a document without a result.
+        """
         model = check_model(body.model, names)
         name = body.register("rerank", request)
         documents = body.texts()
@@ -56,6 +61,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = _limited([(body.query, document) for document in documents], config)
 
         async def whole() -> Response:
+            """Compute the scores and return the response, sorted by them."""
             given = await _scores(server, pairs, body, name, body.options(request, config))
             scores = [each.outputs.score for each in given]
             best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
@@ -76,7 +82,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[str, str]]:
-    """Return the pairs. Raises RequestError if they are more than a request may have prompts."""
+    """Return the pairs. Raises RequestError for more than the server's max_prompts."""
     if len(pairs) > config.max_prompts:
         raise RequestError(f"there are {len(pairs)} pairs of texts; allowed are 1 to {config.max_prompts}")
     return pairs
@@ -86,8 +92,8 @@ async def _scores(
     server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
 ) -> list[ScoringRequestOutput]:
     """Compute the score of each pair, with the tokens of both texts: those of a text that is in several pairs count in
-    each, although an embedder computes it once. name: the request's id in the engine. Raises the errors of
-    PoolingServer.answers.
+    each, although an embedder computes it once. body: its truncation, activation and cache_salt hold for all. name: the
+    request's id in the engine. Raises the errors of PoolingServer.encode_pairs and `answers`.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     if not reads_apart(model):

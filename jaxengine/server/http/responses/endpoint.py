@@ -98,6 +98,7 @@ class _Making:
         self.writer = ResponseWriter(head, self._origins, encrypted=ENCRYPTED in (body.include or ()))
 
     def __enter__(self) -> Self:
+        """Return self; leaving the context releases the memory."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,8 +106,8 @@ class _Making:
         self.held.release()
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepare the prompt and append to `ignored` the fields without effect for this model. Raises
-        RequestError.
+        """Prepare the prompt and append to `ignored` the fields without effect for this model. Raises RequestError with
+        ResponsesRequest's field names, OverloadedError.
         """
         try:
             await self._run.prepare()
@@ -133,7 +134,9 @@ class _Making:
                 raise as_response_error(error) from None
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer so far as a chat message."""
+        """Return the answer so far as a chat message: content, "" for none, and reasoning and tool_calls if there are
+        any.
+        """
         parsed = message_of(self.writer.parts)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning:
@@ -162,7 +165,9 @@ class _Making:
         self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
-        """End the response for the engine's finish reason; return the last events."""
+        """End the response for the engine's finish reason; return the last events. "stop" completes it, "length" leaves
+        it incomplete, "abort" cancels it; after a timeout or for any other reason it has failed.
+        """
         if reason == "stop":
             return self.writer.close("completed", self.usage())
         if reason == "length":
@@ -209,7 +214,7 @@ def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, par
 
 
 def _shown_choice(body: ResponsesRequest) -> Any:
-    """Return tool_choice as the response repeats it."""
+    """Return tool_choice as the response repeats it: a text, "auto" by default, or a dict."""
     choice = body.tool_choice or "auto"
     return choice if isinstance(choice, str) else choice.model_dump()
 
@@ -234,7 +239,8 @@ class _Responses:
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Create a response and return it: complete, as a stream, or queued if it is made in the background.
 
-        Raises RequestError, ApiError, and EngineDeadError for an engine that cannot answer.
+        Raises RequestError, ApiError (404) for an unknown model or conversation, and EngineDeadError for an engine or
+        store that cannot answer. Its memory is released after an error.
         """
         model, lora = await choose_model(self._engine, body.model, self._names)
         request.state.user = body.user
@@ -260,7 +266,8 @@ class _Responses:
         """Create a response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
 
         held: takes the bytes of the conversation; the caller releases it after an error. Raises RequestError, also for
-        a conversation that is too large to be stored as requested, and ApiError if there is none to continue.
+        a request_id in use and a conversation that is too large to be stored as requested, ApiError (404) if there is
+        none to continue, EngineDeadError.
         """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
@@ -286,7 +293,7 @@ class _Responses:
         """Return the messages of the conversation that is to be continued, and their bytes in the store; (), 0 for a
         new one. held: takes these bytes.
 
-        Raises ApiError (404) if it is not stored, RequestError if it is not complete, OverloadedError.
+        Raises ApiError (404) if it is not stored, RequestError if it is not complete, OverloadedError, EngineDeadError.
         """
         name = body.previous_response_id
         if name is None:
@@ -299,7 +306,9 @@ class _Responses:
         return messages, found.num_bytes["conversation"]
 
     async def _whole(self, making: _Making, keeper: Keeper | None) -> Response:
-        """Generate a response to its end, store it if there is a keeper, and return it."""
+        """Generate a response to its end, store it if there is a keeper, and return it. Releases its memory in every
+        case. Raises the errors of `making.events`.
+        """
         with making:
             async with contextlib.aclosing(making.events()) as events:
                 async for _ in events:
@@ -309,7 +318,9 @@ class _Responses:
             return json_response(making.writer.response)
 
     async def _stream(self, making: _Making, keeper: Keeper | None) -> AsyncGenerator[bytes, None]:
-        """Generate a response and yield its events, encoded; it is stored before the event that ends it."""
+        """Generate a response and yield its events, encoded; it is stored before the event that ends it. Releases its
+        memory in every case. Raises the errors of `making.events`.
+        """
         with making:
             async with contextlib.aclosing(making.events()) as events:
                 async for said in events:
@@ -318,7 +329,9 @@ class _Responses:
                     yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
-        """Start a background response; return its queued state at once."""
+        """Store the queued state of a background response, start its generation as a task, and return that state at
+        once. state: the application's. Raises OverloadedError, EngineDeadError if it cannot be stored.
+        """
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
         self._tasks[keeper.owner, making.id] = asyncio.create_task(self._work(making, keeper, state.traffic))
@@ -326,8 +339,9 @@ class _Responses:
         return json_response(queued)
 
     async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
-        """Generate a response in the background and store its states, the last one also after an error or a
-        cancellation.
+        """Generate a response in the background and store its states, the last one also after an error, which is not
+        raised, or a cancellation. Errors other than RequestError are logged. It counts as running in `traffic`; its
+        memory is released at the end.
         """
         traffic.num_running += 1
         try:
@@ -349,15 +363,14 @@ class _Responses:
             making.held.release()
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Cancel a background response, at most once: its clean-up must not be cancelled too."""
+        """Cancel a background response, at most once: its clean-up must not be cancelled too. Ignores others."""
         if (task := self._tasks.pop((owner, response_id), None)) is not None:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
-        """Return the number of the conversation's tokens, which may exceed the context. Nothing is generated or
-        stored.
+        """Return the number of the conversation's tokens, which may exceed the context. Nothing is generated or stored.
 
-        Raises RequestError, ApiError.
+        Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError, EngineDeadError.
         """
         await choose_model(self._engine, body.model, self._names)
         request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
@@ -376,7 +389,7 @@ class _Responses:
         """Return the JSON that `use` makes of the values in a part of a stored response of this client; `use` may run
         on a thread.
 
-        Raises ApiError (404), OverloadedError, and what `use` raises.
+        Raises ApiError (404), OverloadedError, EngineDeadError, and what `use` raises.
         """
         held = self._memory.hold()
         try:
@@ -411,12 +424,13 @@ def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: 
 
 
 def _only(values: list[Any]) -> bytes:
-    """Return the JSON of the only value."""
+    """Return the JSON of the only value. Raises ValueError for none or several."""
     (value,) = values
     return encode_json(value)
 
 
 def _store(request: Request) -> Responses:
+    """Return the store of responses of the request's application."""
     return request.app.state.store
 
 
@@ -428,13 +442,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses", response_class=Response)
     @answers(ResponseAnswer, ResponseStreamEvent)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a request: whole, as a stream, or in the background."""
+        """Answer a request: whole, as a stream, or in the background. Errors as of `_Responses.create`."""
         return await responses.create(body, request)
 
     @routes.get("/v1/responses/{response_id}", response_class=Response)
     @answers(ResponseAnswer)
     async def get_response(response_id: str, request: Request) -> Response:
-        """Return a stored response."""
+        """Return a stored response. Raises RequestError for any query parameter, ApiError (404) if there is none."""
         for name in request.query_params:
             raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
         return await responses.show(request, response_id, "response", _only)
@@ -442,7 +456,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses/input_tokens", response_class=Response)
     @answers(ResponseTokens)
     async def count_response_tokens(body: ResponsesRequest, request: Request) -> Response:
-        """Count the tokens of a request's conversation, which may exceed the context."""
+        """Count the tokens of a request's conversation, which may exceed the context. Errors as `_Responses.count`."""
         return await responses.count(body, request)
 
     @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)
@@ -454,14 +468,18 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
-        """List the input items of a stored response."""
+        """List the input items of a stored response, at most `limit`, those after the one with id `after`; "desc":
+        newest first. Raises RequestError for an unknown `after`, ApiError (404) without a response.
+        """
         page = partial(_input_items, limit=limit, after=after, newest_first=order == "desc")
         return await responses.show(request, response_id, "input", page)
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     @answers(ResponseAnswer)
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """Cancel a response that is made in the background, and return it."""
+        """Cancel a response that is made in the background, and return its final state once that is stored. Raises
+        RequestError for one made otherwise, ApiError (404) without a response.
+        """
         owner, store = _owner(request), _store(request)
         if not there(await store.find(response_id, owner), response_id).background:
             raise RequestError("only a response made with background can be cancelled", param="response_id")
@@ -471,7 +489,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Remove a stored response, and end its generation."""
+        """Remove a stored response, and end its generation. Raises ApiError (404) if there is none."""
         there(await _store(request).delete(response_id, _owner(request)), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 

@@ -47,21 +47,24 @@ def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def left_out_items(items: str | Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the types of the items that are left out, each once, as parts of `input`."""
+    """Yield the types of the items that are left out, each once, as "input.web_search_call"."""
     kinds = () if isinstance(items, str) else dict.fromkeys(item.get("type") for item in items)
     yield from (f"input.{kind}" for kind in kinds if kind in _LEFT_OUT)
 
 
 def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of a request's `input` as /v1/responses/{id}/input_items shows them, each with an id."""
+    """Return the items of a request's `input` as /v1/responses/{id}/input_items shows them, each with an id, its own or
+    a new one. A text becomes the item of a user message.
+    """
     if isinstance(items, str):
         items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": items}]}]
     return [{"id": f"item_{secrets.token_hex(16)}", "type": "message", **item} for item in items]
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """Add an item to the messages, in place: to the last one if that is the same turn of the assistant. where: path of
-    the item, for errors. Raises RequestError.
+    """Add an item to the messages, in place: to the last one if that is the same turn of the assistant; nothing for an
+    item that is left out. where: path of the item, for errors. Raises RequestError for another type and for a field
+    that is missing or not allowed.
     """
     kind = item.get("type", "message")
     if kind == "message":
@@ -149,7 +152,8 @@ def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[st
 def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     """Convert a part to one of a chat message. The fields of an image are checked later, for all APIs in one place.
 
-    kinds: the allowed types of text parts. place: path of the part; where: path of its item; both for errors.
+    kinds: the allowed types of parts. place: path of the part; where: path of its item; both for errors. Raises
+    RequestError for a part of another type or without a text.
     """
     if isinstance(part, dict) and part.get("type") == _IMAGE_PART and _IMAGE_PART in kinds:
         return PlacedPart(part, place)
@@ -157,7 +161,9 @@ def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[s
 
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
-    """Return the text of a part that is one of `kinds`. Raises RequestError for others."""
+    """Return the text of a part that is one of `kinds`. where: path of its item, for errors. Raises RequestError for
+    others.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds:
         raise _refused(f"{where} holds a part of type {show_value(kind)}; allowed: {', '.join(kinds)}")
@@ -167,4 +173,5 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
 
 
 def _refused(message: str) -> RequestError:
+    """Return the error, whose field is "input"."""
     return RequestError(message, param="input")

@@ -30,7 +30,9 @@ Json = dict[str, Any]
 
 
 class Memory:
-    """Bounded count of the bytes of stored conversations that requests of this process hold at the moment."""
+    """Bounded count of the bytes of stored conversations that requests of this process hold at the moment. most: its
+    limit.
+    """
 
     def __init__(self, most: int):
         self._most = most
@@ -58,7 +60,7 @@ class Held:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Add bytes to the request's account. Raises OverloadedError."""
+        """Add bytes to the request's account. Raises OverloadedError, with nothing added, as Memory.change."""
         self._memory.change(num_bytes)
         self._num_bytes += num_bytes
 
@@ -71,8 +73,8 @@ class Held:
 
 
 async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Run `work` and return its result, on a thread if it handles more than a few bytes. size: bytes
-    that it handles.
+    """Run `work` and return its result, or raise its exception, on a thread if it handles more than a few bytes. size:
+    bytes that it handles.
     """
     return work(*args, **kwargs) if size <= _SHORT_BYTES else await asyncio.to_thread(work, *args, **kwargs)
 
@@ -186,14 +188,14 @@ class _Pictures:
         return [self._part(part) for part in parts] if isinstance(parts, list) else parts
 
     def _part(self, part: Any) -> Any:
-        """Return a part with its image trimmed."""
+        """Return a part with its image trimmed; a part without one unchanged."""
         if not isinstance(part, dict) or part.get("type") != "input_image":
             return part
         url = part.get("image_url")
         return {**part, "image_url": self._url(url)} if isinstance(url, str) else part
 
     def _url(self, url: str) -> str:
-        """Return a trimmed address of an image."""
+        """Return an image's address, trimmed; the same string is trimmed once."""
         if id(url) not in self._trimmed:
             self._trimmed[id(url)] = url, trimmed_url(url)
         return self._trimmed[id(url)][1]
@@ -234,7 +236,8 @@ class Keeper:
         """Store a state of the response `making`, in place of the one before. shown: the response as the client sees
         it; is_running: whether it is still being generated.
 
-        If the store was restarted, the whole conversation is sent anew. Raises OverloadedError, EngineDeadError.
+        If the store was restarted, the whole conversation is sent anew, as one that continues none: `asked` and
+        `previous` change. Raises EngineDeadError, and OverloadedError for a response that the store cannot take.
         """
         for _ in range(_MOST_CALLS):
             answer = [making.answer()]
@@ -265,7 +268,9 @@ class Keeper:
     def _stored(
         self, response_id: str, shown: Json, answer: list[Json], is_running: bool
     ) -> tuple[StoredResponse, dict[bytes, bytes]]:
-        """Return a state of the response for the store, and its long texts by digest."""
+        """Return a state of the response for the store, and its long texts by digest. shown: the response as the client
+        sees it; answer: a list with the answer as a chat message.
+        """
         asked, texts = self.asked, dict(self.asked.texts)
         stored = StoredResponse(
             response_id,

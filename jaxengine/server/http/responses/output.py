@@ -44,7 +44,7 @@ class ResponseWriter:
         self._logprobs: list[dict[str, Any]] = []
 
     def open(self) -> list[Said]:
-        """Return the first events of a stream."""
+        """Return the first events of a stream: response.created and response.in_progress."""
         return [self._say(f"response.{kind}", response=dict(self.response)) for kind in ("created", "in_progress")]
 
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
@@ -107,7 +107,7 @@ class ResponseWriter:
         return [*said, self._say_at("response.content_part.added", content_index=0, part=self._part(""))]
 
     def _open_call(self, start: ToolCallStart) -> list[Said]:
-        """Open the item of a call; return its events."""
+        """Open the item of a call that begins, of a function or a custom tool by `origins`; return its events."""
         origin = self._origins.get(start.name, Origin(False, start.name))
         if origin.is_custom:
             self._input = TextInput()
@@ -172,22 +172,23 @@ class ResponseWriter:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
     def _say_delta(self, kind: str, text: str, **fields: Any) -> Said:
-        """Add text to the open item; return its event."""
+        """Add text to the open item; return its event, of type `kind`."""
         self._texts.append(text)
         return self._say_at(kind, content_index=0, delta=text, **fields)
 
     def _say_at(self, kind: str, **fields: Any) -> Said:
-        """Return an event of the open item."""
+        """Return an event of the open item: its type `kind`, the item's id and index, and `fields`."""
         assert self._item is not None
         return self._say(kind, item_id=self._item["id"], output_index=self._index, **fields)
 
     def _say(self, kind: str, **fields: Any) -> Said:
-        """Return the next event of the stream."""
+        """Return the next event of the stream, with its sequence_number: of type `kind`, with `fields`."""
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 
     @property
     def _index(self) -> int:
+        """Index in the output of the open item, or of the next one."""
         return len(self.response["output"])
 
 

@@ -216,8 +216,8 @@ class ResponsesRequest(ConversationRequest):
             raise as_response_error(error) from None
 
     def _tool_choice(self) -> Any:
-        """Return tool_choice of the chat request. Raises RequestError if it forces a tool that this server cannot
-        run.
+        """Return tool_choice of the chat request; None for the default, and for "auto" without functions. Raises
+        RequestError if it forces a tool that this server cannot run.
         """
         choice, left_out = self.tool_choice, self.callables.left_out
         if isinstance(choice, ChosenOther):

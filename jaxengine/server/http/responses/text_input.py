@@ -47,7 +47,9 @@ class TextInput:
         return _ESCAPE.sub(_unescaped, whole.group())
 
     def finish(self) -> str:
-        """Return the rest of the text. A partial escape at the end of a truncated output is dropped."""
+        """Return the rest of the text: "" once it has begun, and otherwise all of it, from arguments of another form
+        (`_other`). A partial escape at the end of a truncated output is dropped.
+        """
         return "" if self._in_text else _other(self._held)
 
     def _open(self) -> bool:

@@ -107,7 +107,7 @@ class OtherTool(RequestModel):
 
 
 def _kind(tool: Any) -> str | None:
-    """Return a tool's type, "other" for one that this server cannot run."""
+    """Return a tool's type, "other" for one that this server cannot run, None without a type."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "other" if isinstance(kind, str) and _OTHERS.fullmatch(kind) else kind
 
@@ -201,8 +201,8 @@ class Callables:
         return found
 
     def _add(self, tool: ResponseFunction | CustomTool, namespace: str | None = None, about: str | None = None) -> None:
-        """Add a function or custom tool. about: text before its description. Raises RequestError for a name that is
-        taken or too long.
+        """Add a function or custom tool to `functions`, `origins` and, if it has a form, `text_forms`. about: text
+        before its description. Raises RequestError for a name that is taken or too long.
         """
         name = flat_name(tool.name, namespace)
         if len(name) > MAX_NAME_CHARS or name in self.origins:
@@ -241,7 +241,9 @@ def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name under which the model knows a tool: in a namespace server__tool, otherwise its own."""
+    """Return the name under which the model knows a tool: NAMESPACE__NAME, with one "__" if the namespace ends with it;
+    without a namespace its own.
+    """
     if namespace is None:
         return name
     return f"{namespace}{'' if namespace.endswith(_SEPARATOR) else _SEPARATOR}{name}"
