@@ -77,8 +77,8 @@ def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size:
 
 
 def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: int = 0) -> Workload:
-    """Return requests with log-normal prompt and output lengths, as in chat traffic: many short ones and a few very
-    long.
+    """Return `num_prompts` requests with log-normal prompt and output lengths, as in chat traffic: many short ones and
+    a few very long.
 
     vocab_size: upper bound (exclusive) of the random token ids. max_model_len: limit of a prompt and its output
     together, each of which has at most half of it. Raises ValueError for less than 16, or no prompts.

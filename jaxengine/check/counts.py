@@ -74,12 +74,14 @@ def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tu
 
 
 def _array(type_text: str) -> tuple[str, tuple[int, ...]]:
+    """Return (element type, shape) of the first array in the text of a type. Raises AssertionError if it has none."""
     match = _ARRAY.search(type_text)
     assert match is not None, type_text
     return match[1], tuple(int(size) for size in match[2].split(",") if size)
 
 
 def _width(dtype: str) -> int:
+    """Return the bits of an element type by the digits in its name; 8 if it has none, as pred."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8
 
@@ -120,13 +122,16 @@ def launches(module: Module, scope: str = "") -> int:
 
 
 def _fetches(instruction: Instruction) -> bool:
+    """Return whether an instruction starts to prefetch an array that this run uses, not the next one."""
     return instruction.opcode == "copy-start" and _NEXT_RUN not in instruction.rest
 
 
 def _moved(
     module: Module, instruction: Instruction, by_name: Mapping[str, Instruction], leave_out: Collection[int]
 ) -> int:
-    """Return the bytes that one instruction reads and writes, as moved_bytes. by_name: those of its computation."""
+    """Return the bytes that one instruction reads and writes, as `moved_bytes`; 0 for one that moves none itself.
+    by_name: those of its computation.
+    """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0
@@ -162,6 +167,7 @@ def _moved(
 
 
 def _number(parameter: Instruction) -> int:
+    """Return the number of a parameter instruction."""
     return int(parameter.rest.partition(")")[0])
 
 
@@ -212,8 +218,9 @@ def _executed(
 ) -> Counter[str]:
     """Sum `of_body` over a computation and all that it calls, weighted by how often each runs.
 
-    name: of the computation. of_body: returns the figures of a computation's instructions. fused: include the bodies of
-    fusions and of asynchronous starts. Of a conditional only the branch with the largest sum counts.
+    name: of the computation, which counts nothing if the module lacks it. of_body: returns the figures of a
+    computation's instructions. fused: include the bodies of fusions and of asynchronous starts. Of a conditional only
+    the branch with the largest sum counts.
     """
     body = module.computations.get(name, [])
     total = of_body(body)

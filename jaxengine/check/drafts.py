@@ -42,7 +42,7 @@ class Drafting(NamedTuple):
 
 def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the config, completed from the config.json of an EAGLE-3 head if it names one. Raises as `settle_draft`
-    does.
+    does. model: of the target. Reads the config.json, no weights.
     """
     chosen = config.speculative_config
     if chosen is None or chosen.method != EAGLE3:

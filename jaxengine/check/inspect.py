@@ -93,5 +93,5 @@ def mosaic_gpu(log: str) -> dict[str, int | None]:
 
 
 def serialized(compiled: Any) -> bytes:
-    """Return a compiled program's executable as bytes."""
+    """Return a compiled program's executable as bytes. Raises errors of jax for one that it cannot serialise."""
     return serialize_executable.serialize(compiled)[0]

@@ -122,7 +122,9 @@ class CheckedProgram:
 def open_stages(
     model_config: ModelConfig, config: EngineConfig, platform: Platform, devices: Sequence[Any]
 ) -> list[StagePrograms]:
-    """Build the programs of each pipeline stage on its share of the devices. Raises ConfigError as the engine does."""
+    """Build the programs of each pipeline stage on its share of the devices, with abstract weights. Raises ConfigError
+    as the engine does.
+    """
     model_config = as_it_sees(model_config, config)
     resolved = config.resolved(model_config, platform, largest_items(model_config))
     layout = resolved.mesh_layout(model_config)
@@ -241,8 +243,8 @@ class StagePrograms:
         )
 
     def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[CheckedProgram]:
-        """Yield the kernels of one layer as programs of their own: attention, of each kind in the model, and its KV
-        write.
+        """Yield the kernels of one layer as programs of their own: attention, of each kind with pages in the model but
+        that with compressed keys, and the KV write of each page size, for a step of `bucket`.
 
         They run on one device of the mesh, with its heads and its rank's sequences; schedules are arguments. num_pages:
         of the pool.
@@ -349,11 +351,13 @@ class StagePrograms:
 
     @property
     def _exchanged_itemsize(self) -> int:
+        """Bytes of an element of activations while devices exchange them: XLA:CPU exchanges bfloat16 as float32."""
         # XLA:CPU exchanges bfloat16 as float32.
         return 4 if self._platform == "cpu" else jnp.dtype(self.config.dtype).itemsize
 
     @property
     def _context(self) -> int:
+        """Keys of a sequence for which a decode step's work is counted."""
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
     def _must_not_copy(self, num_logits: int, kv: Any) -> MustNotCopy:
@@ -402,6 +406,7 @@ class StagePrograms:
 
     @property
     def _one_device(self) -> Mesh:
+        """Mesh of the first device alone."""
         return make_mesh(ONE_DEVICE, [self.mesh.devices.flat[0]])
 
     def _on_one_device(self, tree: Any) -> Any:
@@ -424,7 +429,7 @@ def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDty
 
 
 def _limit(spec: AttentionSpec) -> str:
-    """Return the window or chunk of an attention spec as a suffix of program names."""
+    """Return the window or chunk of an attention spec as a suffix of program names. "" without either."""
     for name in ("window", "chunk"):
         if getattr(spec, name) is not None:
             return f" {name} {getattr(spec, name)}"
@@ -432,10 +437,11 @@ def _limit(spec: AttentionSpec) -> str:
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
-    """Whether an array is a matrix; with one column it is a vector."""
+    """Whether an array of this shape has more than one axis longer than 1; with one column it is a vector."""
     return sum(size > 1 for size in shape) > 1
 
 
 def _hlo_type(dtype: Any) -> str:
+    """Return HLO's name of a dtype; numpy's for those that the table lacks."""
     name = jnp.dtype(dtype).name
     return {"int32": "s32", "float32": "f32", "uint32": "u32", "bfloat16": "bf16", "bool": "pred"}.get(name, name)

@@ -20,7 +20,8 @@ def sparse_attention(
     """Return a function (queries and weights of the indexer, both parts of the queries, pool, RaggedBatch) -> output
     of a step of `num_tokens` tokens, and its first four arguments.
 
-    attention: a layer with an indexer. shape_of: function from (shape, dtype) to an abstract array on the device.
+    attention: a layer with an indexer. shape_of: function from (shape, dtype) to an abstract array on the device. mesh:
+    the layout whose part of the heads a device has. dtype: of queries.
     """
     index = attention.index
     assert index is not None

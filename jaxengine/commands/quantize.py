@@ -74,7 +74,9 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
 
 
 def _read(path: str) -> str:
-    """Return the text of a file. Raises ConfigError for one that cannot be read, and for a blank one."""
+    """Return the text of the UTF-8 file that --perplexity names. Raises ConfigError for one that cannot be read, and
+    for a blank one.
+    """
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
@@ -90,7 +92,7 @@ def _perplexity(config: EngineConfig, text: str, size: int) -> float:
     of less than two tokens.
 
     config: names the model, its source, and its hf_overrides; other options are not used. Loads the model, and frees
-    it.
+    it. Raises as `LLM`.
     """
     named = "model", "revision", "download_dir", "hf_token", "hf_overrides"
     options = {name: getattr(config, name) for name in named}

@@ -39,7 +39,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Chosen sizes of one kind, in order, the largest included; lost: seconds on the trace."""
+    """Chosen sizes of one kind, in order, the largest included; lost: seconds that they lose on the trace."""
 
     sizes: tuple[int, ...]
     lost: float
@@ -107,7 +107,10 @@ def choose(
 def _rounded(
     steps: Sequence[StepTime], decode: Callable[[int], float], mixed: Callable[[int], float]
 ) -> list[tuple[int, int, Callable[[int], float]]]:
-    """Return (size needed, size of the bucket, seconds of a size) of each step."""
+    """Return (size needed, size of the bucket, seconds of a size) of each step.
+
+    decode, mixed: the functions that return the seconds of a decode and of a mixed bucket by its size.
+    """
     found = []
     for step in steps:
         is_decode = step.bucket.decode_only
@@ -117,12 +120,13 @@ def _rounded(
 
 
 def lost_by(need: int, size: int, seconds: Callable[[int], float]) -> float:
-    """Return the seconds that a step of a size loses in a bucket of another."""
+    """Return `seconds(size) - seconds(need)`: what a step that needs `need` loses in a bucket of `size`."""
     return seconds(size) - seconds(need)
 
 
 def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float]) -> list[Grid]:
-    """Return, for each number of sizes up to MOST_CHOSEN, the sizes that lose least; the largest is always among them.
+    """Return a Grid for each number of sizes from 1 up to MOST_CHOSEN or all that occur: the sizes that lose least; the
+    largest is always among them.
 
     needs: number of steps of each size. seconds(size): of a step in a bucket of that size.
     """

@@ -102,6 +102,7 @@ class _Observer(LoopExtension):
         self.num_ended = 0
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Note a step's time and the intervals between tokens, when the loop has collected its results."""
         pending, own = cast(SimulatedStep, step.pending), step.step
         tokens, rows = (max(getattr(batch, name) for batch in own.batches) for name in ("num_tokens", "num_rows"))
         seconds, (keys, pairs) = pending.ready_at - pending.started, pending.held.tolist()
@@ -110,6 +111,7 @@ class _Observer(LoopExtension):
         self.intervals += result.intervals
 
     def ended(self, request: Request) -> None:
+        """Count a request that has ended, and note its times if it got a token."""
         self.num_ended += 1
         if (first := request.first_token_time) is not None:
             count = len(request.output_token_ids)
@@ -134,7 +136,10 @@ class SimulatedEngine:
         self._idle = 0
 
     def queue(self, request: Request, tokens: np.ndarray) -> str | None:
-        """Give the engine a request with its tokens; returns why it refuses it, None if it does not."""
+        """Give the engine a request with its tokens; returns why it refuses it, None if it does not.
+
+        A refused request is forgotten.
+        """
         self.runner.expect(request, tokens)
         try:
             self.engine.queue([request])
@@ -144,7 +149,10 @@ class SimulatedEngine:
         return None
 
     def step(self) -> EngineOutput:
-        """Run a step of the loop; returns its results. Raises RuntimeError if nothing has changed in many calls."""
+        """Run a step of the loop; returns its results. Raises RuntimeError if nothing has changed in many calls.
+
+        Advances the clock. Tokens of ended requests are forgotten.
+        """
         before = self._progress()
         output = self.engine.step()
         for request in output.finished:
@@ -155,11 +163,14 @@ class SimulatedEngine:
         return output
 
     def _progress(self) -> tuple[int, float, int]:
+        """Return (steps, time in seconds, unfinished requests), which differ after a step that did something."""
         return self.engine.stats.num_steps, self.runner.time.now, self.engine.scheduler.num_unfinished
 
 
 def check_simulated(config: Any) -> None:
-    """Raise ConfigError for an engine of which a trace does not say enough."""
+    """Raise ConfigError for a config with an option whose effect a trace does not tell (keys of _UNKNOWN), and for a
+    pooling one.
+    """
     for name, what in _UNKNOWN.items():
         if getattr(config, name):
             raise ConfigError.because(name, f"{name} is given, and a trace does not tell {what}", f"leave out {name}")
@@ -179,7 +190,8 @@ def run_trace(
     """Run a trace to its end.
 
     config, packer, num_pages, windows: of the engine to simulate, as a plan or a runner has them. progress(ended,
-    requests): called now and then. Raises ConfigError as `check_simulated`.
+    requests): called now and then. Raises ConfigError as `check_simulated`. A request is queued once the clock has
+    reached its arrival; refused ones are listed in the outcome. Raises RuntimeError if requests never end.
     """
     check_simulated(config)
     observer = _Observer()
@@ -205,7 +217,11 @@ def run_trace(
 
 
 def request_of(trace: Trace, index: int, max_model_len: int) -> tuple[Request, np.ndarray]:
-    """Return a request of the trace, and its tokens with those that it is to get, i32[n]."""
+    """Return a request of the trace, and its tokens with those that it is to get, i32[n].
+
+    A request that ended before its limit has STOP as its last token and stop token. The limit is cut to
+    `max_model_len`, but at least 1.
+    """
     own, tokens = trace.requests[index], trace.tokens(index)
     limit = min(own.limit, max(1, max_model_len - own.num_prompt))
     stops = ()

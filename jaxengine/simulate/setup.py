@@ -61,13 +61,15 @@ class Setup:
         return RooflineCosts(self.plan, self.efficiency, self.host)
 
     def num_pages(self, plan: SplitPlan) -> int:
-        """Return the pages of a replica: those of the engine that was measured, unless options say how many."""
+        """Return the pages of a replica: those of the engine that was measured, unless options say how many or a
+        roofline is used.
+        """
         if self.measured is None or plan.config.fixes_pages:
             return plan.num_pages
         return self.measured.num_pages
 
     def run(self, trace: Trace, plan: SplitPlan | None = None) -> Outcome:
-        """Run a trace on a plan, the best split's if None."""
+        """Run a trace on a plan, the best split's if None. Raises ConfigError as `plan` and `costs`."""
         plan = plan or self.plan
         packer = plan.stages[0].programs.packer
 
@@ -77,7 +79,9 @@ class Setup:
         return run_trace(trace, plan.config, packer, self.num_pages(plan), plan.windows, self.costs(plan), progress)
 
     def run_fleet(self, trace: Trace, options: FleetOptions, router: str) -> FleetOutcome:
-        """Run a trace on a fleet of engines with the best split's plan."""
+        """Run a trace on a fleet of engines with the best split's plan. router: a name of `fleet.ROUTERS`. Raises
+        ConfigError as `plan` and `costs`.
+        """
         plan = self.plan
 
         def progress(done: int, total: int) -> None:
@@ -88,7 +92,10 @@ class Setup:
         return run_fleet(trace, options, router, *engine, progress)
 
     def with_shapes(self, shapes: CompilationConfig) -> SplitPlan:
-        """Return the best split's plan with other step shapes."""
+        """Return the best split's plan with other step shapes.
+
+        Its `error` says why they do not fit. Raises ConfigError where the best split does not fit.
+        """
         model = replace(self.model, config=replace(self.model.config, compilation_config=shapes))
         return plan_split(model, self.chips, self.plan.split)
 
@@ -113,7 +120,8 @@ def open_setup(
     """Open a model and plan its splits; closes it at the end.
 
     options: engine options, in addition to those that were measured. chips: as `jaxengine plan` reads them; None for
-    those that were measured on. Raises ConfigError for options that contradict the measurement or each other.
+    those that were measured on. Raises ConfigError for options that contradict the measurement or each other. measured,
+    efficiency, host, progress: as of Setup.
     """
     if measured is not None:
         options = _with_measured(options, measured)
@@ -135,7 +143,7 @@ def open_setup(
 
 def _with_measured(options: Mapping[str, Any], measured: MeasuredCosts) -> dict[str, Any]:
     """Return options with those of the measurement where they are not given. Raises ConfigError for an option of
-    _MEASURED_WITH that differs from the measurement's.
+    _MEASURED_WITH that differs from the measurement's. Options in `options` go first.
     """
     for name in _MEASURED_WITH:
         if name in options and options[name] != measured.options.get(

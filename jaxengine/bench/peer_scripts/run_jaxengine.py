@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
 def load(job):
-    """Load the engine of a job; return its version and the function that runs a workload, as of peer.serve."""
+    """Load the engine of a job; return its version and the function that runs a workload, as of peer.serve.
+
+    An engine with the other setting of prefix caching replaces the one before.
+    """
     import jaxengine
     from jaxengine.bench import engine_run, workloads
 

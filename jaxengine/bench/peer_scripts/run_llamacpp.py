@@ -58,7 +58,9 @@ def load(job):
     servers = {}
 
     def server(num_requests: int, context: int) -> xllamacpp.Server:
-        """Return a server with a slot per request, each of `context` tokens; another shape starts another server."""
+        """Return a server with a slot per request, each of `context` tokens; a server of another shape takes the place
+        of the one before. num_requests: its slots.
+        """
         key = (num_requests, context)
         if key not in servers:
             servers.clear()

@@ -23,15 +23,18 @@ class FirstToken(transformers.generation.streamers.BaseStreamer):
     """Records when the first new token arrives, the second `put`: `generate` passes the prompt first."""
 
     def __init__(self):
+        """Begin without a token; `time` is None until the first new one."""
         self.puts = 0
         self.time = None
 
     def put(self, value):
+        """Count a call of `generate`; at the second one note the time."""
         self.puts += 1
         if self.puts == 2:
             self.time = time.perf_counter()
 
     def end(self):
+        """Do nothing; `generate` calls it at the end."""
         pass
 
 
@@ -48,7 +51,9 @@ def load(job):
     ).eval()
 
     def generate(prompts: list[list[int]], max_tokens: int, **options) -> int:
-        """Generate for one batch of prompts; return the number of new tokens."""
+        """Generate exactly `max_tokens` tokens for each prompt of a batch, padded on the left with 0; options: of
+        `model.generate`; return the number of new tokens.
+        """
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
