@@ -139,7 +139,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _progress(target: str, done: int, total: int, what: str) -> None:
-    """Print to stderr which program of a target is compiled now. done: programs before it; total: 0 if not yet known.
+    """Print to stderr which program of a target is compiled now. done: programs before it; total: 0 if not yet
+    known.
     """
     of = f"{done + 1}/{total}" if total else "-"
     print(f"{target}  {of}  {what}", file=sys.stderr, flush=True)

@@ -41,7 +41,8 @@ def read(dumps: Path, module: Module) -> int | None:
 
 
 def _first(folder: Path, glob: str) -> int | None:
-    """Return the cycles in the first file of a folder, by name, that matches `glob` and states them; None if none does.
+    """Return the cycles in the first file of a folder, by name, that matches `glob` and states them; None if none
+    does.
     """
     for path in sorted(folder.glob(glob)):
         if match := _CYCLES.search(path.read_text(errors="replace")):

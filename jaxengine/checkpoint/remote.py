@@ -175,7 +175,8 @@ class RemoteFolder:
         yield from pieces
 
     def _read(self, name: str, function: Callable[[], T]) -> T:
-        """Return what `function` returns, with all its errors raised as ConfigError. name: of the file that it reads.
+        """Return what `function` returns, with all its errors raised as ConfigError. name: of the file that it
+        reads.
         """
         try:
             return function()

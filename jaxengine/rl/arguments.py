@@ -120,7 +120,8 @@ def _expert_layers(model: CausalLM) -> list[int]:
 
 
 def _by_layer(model: CausalLM, experts: jax.Array) -> dict[int, jax.Array]:
-    """Split experts [B, T, L, k], L the layers with experts, into [B * T, k] by layer number. model: one with experts.
+    """Split experts [B, T, L, k], L the layers with experts, into [B * T, k] by layer number. model: one with
+    experts.
     """
     rows = experts.reshape(-1, *experts.shape[2:])
     return {layer: rows[:, number] for number, layer in enumerate(_expert_layers(model))}

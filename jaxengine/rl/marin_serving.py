@@ -101,7 +101,8 @@ class _Output(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read and log lines until the output ends; wake `url` at the line that names the server's URL, and at the end.
+        """Read and log lines until the output ends; wake `url` at the line that names the server's URL, and at the
+        end.
         """
         assert self._process.stdout is not None
         for line in map(str.rstrip, self._process.stdout):

@@ -238,8 +238,8 @@ class _Model:
         return hf_name, array
 
     def _turned(self, name: str, turn: Turn) -> Turn:
-        """Return the function that converts an array of a layer: it undoes the family's scales and order of rope
-        dimensions, then applies `turn`.
+        """Return the function that converts an array of a layer, not changing it: it undoes the family's scales and
+        order of rope dimensions, then applies `turn`.
 
         name: within a layer, or that of the last norm. For a norm with an offset, only the offset is subtracted.
         """
@@ -271,7 +271,9 @@ class _Model:
 
 
 def _by_layer(name: str, array: np.ndarray, axis: int, count: int) -> np.ndarray:
-    """Return a scanned array with its layers as first axis. Raises ValueError unless there are `count` of them."""
+    """Return a scanned array with its layers, which are on `axis`, as first axis. name: for the error. Raises
+    ValueError unless there are `count` of them.
+    """
     if array.ndim <= axis or array.shape[axis] != count:
         raise ValueError(f"{name} must have {count} layers along axis {axis}, got shape {array.shape}")
     return np.moveaxis(array, axis, 0)

@@ -23,7 +23,7 @@ _TOP: dict[str, tuple[str, Turn]] = {
 
 
 def _heads_first(array: np.ndarray) -> np.ndarray:
-    """Transpose [heads, in, head dimension] to [heads * head dimension, in]."""
+    """Return an array [heads, in, head dimension] as [heads * head dimension, in]."""
     return array.transpose(0, 2, 1).reshape(-1, array.shape[1])
 
 

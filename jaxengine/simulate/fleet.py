@@ -199,7 +199,8 @@ class _Fleet:
         self._replicas[self._known.add(replica.name)] = replica
 
     def run(self) -> None:
-        """Run all events in order of time until each request has ended, failed or been refused; then fill the outcome.
+        """Run all events in order of time until each request has ended, failed or been refused; then fill the
+        outcome.
         """
         last = self.trace.requests[-1].arrival
         for index, request in enumerate(self.trace.requests):
@@ -292,7 +293,8 @@ class _Fleet:
             self._progress(self._num_ended, len(self.trace.requests))
 
     def _measure(self, replica: _Replica, now: float) -> None:
-        """Add the replica's requests times the seconds since the last call for its index to what `queued` is made of.
+        """Add the replica's requests times the seconds since the last call for its index to what `queued` is made
+        of.
         """
         index = replica.index
         self._area[index] += len(replica.assigned) * (now - self._changed[index])
@@ -345,7 +347,8 @@ class _Fleet:
                 self._end(now, replica)
 
     def _end(self, now: float, replica: _Replica) -> None:
-        """Take a replica away from the router and count its work; another one takes its place after `restart_seconds`.
+        """Take a replica away from the router and count its work; another one takes its place after
+        `restart_seconds`.
         """
         replica.alive = False
         self._known.remove(replica.name)

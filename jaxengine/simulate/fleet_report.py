@@ -73,7 +73,8 @@ def fleet_text(outcomes: Sequence[FleetOutcome], head: Sequence[str], limits: Li
 
 
 def _row(outcome: FleetOutcome, limits: Limits) -> dict[str, Any]:
-    """Return one router's run as a row of a table: times in milliseconds, shares in percent, None where there is none.
+    """Return one router's run as a row of a table: times in milliseconds, shares in percent, None where there is
+    none.
     """
     found = fleet_json(outcome, limits)
     times = {"ttft": found["first_token"], "itl": found["between_tokens"], "e2e": found["end"]}

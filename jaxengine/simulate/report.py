@@ -86,7 +86,8 @@ def text(outcome: Outcome, head: Sequence[str], limits: Limits = NONE) -> str:
 
 
 def _lines(outcome: Outcome, found: dict[str, Any], limits: Limits) -> Iterator[str]:
-    """Yield lines of text for a run. found: the run `as_json`. Without an ended request there are only the first lines.
+    """Yield lines of text for a run. found: the run `as_json`. Without an ended request there are only the first
+    lines.
     """
     refused = f", {found['refused']:,} refused" if found["refused"] else ""
     yield f"  {found['requests']:,} requests ended in {found['seconds']:,.2f} s{refused}"

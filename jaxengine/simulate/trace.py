@@ -279,7 +279,8 @@ def _number(value: dict[str, Any], name: str, most: float) -> float:
 
 
 def _hash_ids(value: dict[str, Any]) -> tuple[int, ...]:
-    """Return the hash ids of a request, from 0 to MOST_ID - 1; () if it has none. Raises _LineError for other values.
+    """Return the hash ids of a request, from 0 to MOST_ID - 1; () if it has none. Raises _LineError for other
+    values.
     """
     found = value.get("hash_ids", [])
     if not isinstance(found, list):

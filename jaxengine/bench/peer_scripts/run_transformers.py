@@ -34,7 +34,6 @@ class FirstToken(transformers.generation.streamers.BaseStreamer):
             self.time = time.perf_counter()
 
     def end(self):
-        """Do nothing; `generate` calls it at the end."""
         pass
 
 
