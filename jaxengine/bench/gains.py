@@ -70,9 +70,8 @@ class Gain:
 
 
 def requests_of(llm: LLM, sizes: Sizes) -> Workload:
-    """Return requests of random tokens with these sizes.
-
-    They are the same in each call, below the vocabulary of `llm`.
+    """Return requests of random tokens with these sizes, the same in each call. Ids are below the vocabulary size of
+    `llm`.
     """
     from jaxengine.bench.workloads import fixed_lengths
 
@@ -175,6 +174,7 @@ def longest_gap(llm: LLM, sizes: Sizes) -> float:
     llm.reset_prefix_cache()
 
     def add(name: str, length: int, new: int) -> None:
+        """Queue a request of `length` random tokens for `new` tokens."""
         params = SamplingParams(
             temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
@@ -279,8 +279,8 @@ def compare(gain: Gain, options: Mapping[str, Any], sizes: Sizes, num_runs: int)
     """Measure one gain; return a row with the figures `without` and `with` it, and how many `times` better the latter
     is.
 
-    The best of `num_runs` figures of each counts. The engines are shut down at the end. options: of both engines,
-    before those of the gain. Raises ConfigError if an engine refuses them.
+    The best of `num_runs` figures of each counts. The engines are shut down at the end. options: of both engines; those
+    of the gain replace them. Raises ConfigError if an engine refuses them.
     """
     from jaxengine import LLM
 

@@ -318,6 +318,7 @@ class _FreeConfig:
     """Configuration of a FreeRunner: the given values, and for all else what an engine without options has."""
 
     def __init__(self, **own: Any):
+        """own: the values that are given, by option."""
         from jaxengine.config.engine_config import EngineConfig
 
         self._usual = EngineConfig()
@@ -341,6 +342,9 @@ class FreeRunner:
     on_cpu, page_bytes, state_bytes, block_bytes = False, 1 << 10, 0, 1 << 10
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None, *, offload: bool = False):
+        """config: a SchedulerConfig. packer, tokens, counts, offload: as the class says; counts are None without
+        drafts.
+        """
         from jaxengine.config.speculation import SpeculativeConfig
         from jaxengine.runner.compile_watch import CompileWatch
 
@@ -405,10 +409,7 @@ def _fields(sections):
 
 
 def _buckets(config, sections=()):
-    """Return the buckets of a scheduler's config, each kind with the largest size alone. sections: of messages.
-
-    config: a SchedulerConfig.
-    """
+    """Return the buckets of a SchedulerConfig, each kind with the largest size alone. sections: of messages."""
     from jaxengine.scheduler.buckets import Buckets
 
     limits = config.max_num_seqs, config.max_num_batched_tokens

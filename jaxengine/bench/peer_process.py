@@ -152,6 +152,7 @@ class PeerProcess:
         self._process.stdout.close()
 
     def __enter__(self) -> PeerProcess:
+        """Return the process itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -130,7 +130,7 @@ class Connection:
 
     async def _next(self) -> Any:
         """Wait for the next event of h11 and return it. Raises OSError, or h11.RemoteProtocolError if the server breaks
-        off or the protocol.
+        off or violates the protocol.
         """
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(READ_BYTES))
@@ -141,6 +141,7 @@ class Connections:
     """Pool of reusable connections to one server."""
 
     def __init__(self, server: Server):
+        """Start without a connection."""
         self.server = server
         self._idle: deque[Connection] = deque()
 

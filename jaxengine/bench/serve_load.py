@@ -149,7 +149,7 @@ class Traffic:
     timeout: float | None = None
 
     def body(self, planned: Planned) -> dict[str, Any]:
-        """Return the body of the streamed request `planned`, as JSON values; `fields` go before its own. A chat is one
+        """Return the body of the streamed request `planned`, as JSON values; `fields` replace its own. A chat is one
         message of a user.
         """
         if self.route == "completions":
@@ -199,6 +199,7 @@ async def send(
     cpu, start = time.process_time(), time.perf_counter()
 
     async def one(number: int) -> Sample:
+        """Send a request now, or once fewer than max_concurrency are open; return its sample."""
         if places is None:
             lags[number] = time.perf_counter() - start - times[number]
             return await stream(connections, "/" + traffic.route, bodies[number], traffic.timeout)

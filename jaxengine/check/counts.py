@@ -40,6 +40,7 @@ def operations(module: Module) -> dict[str, int]:
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
+        """Return the operations of the matrix products of a computation by element type."""
         by_name, found = {instruction.name: instruction for instruction in body}, Counter()
         for instruction in body:
             if (product := _product(instruction, by_name)) is not None:
@@ -95,6 +96,7 @@ def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
+        """Return the bytes that the instructions of a computation move."""
         by_name = {instruction.name: instruction for instruction in body}
         fetched = {instruction.operands[0] for instruction in body if _fetches(instruction) and instruction.operands}
         return Counter(
@@ -115,6 +117,7 @@ def launches(module: Module, scope: str = "") -> int:
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
+        """Return how many kernels and copies the instructions of a computation start."""
         starting = (each for each in body if each.opcode not in _NO_LAUNCH)
         return Counter(launches=sum(not scope or f"/{scope}/" in each.rest for each in starting))
 

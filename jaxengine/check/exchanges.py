@@ -119,6 +119,7 @@ def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
     """
 
     def size(name: str) -> int:
+        """Return the bytes that a computation and those that it calls exchange; of branches the dearest counts."""
         total = sizes.get(name, 0)
         for instruction in module.computations.get(name, []):
             called = [size(each) for each in instruction.called]
@@ -126,6 +127,7 @@ def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
         return total
 
     def reached(name: str) -> set[str]:
+        """Return the names of a computation and all that it calls."""
         called = [each for instruction in module.computations.get(name, []) for each in instruction.called]
         return {name}.union(*map(reached, called))
 

@@ -163,10 +163,7 @@ def parse(text: str) -> Module:
 
 
 def arrays_of(type_text: str) -> list[int]:
-    """Return the element counts of the arrays in an HLO type.
-
-    A scalar has one element; [] if the type has no array.
-    """
+    """Return the element counts of the arrays in an HLO type: 1 for a scalar, [] if it has no array."""
     return [_elements(match[2]) for match in _SHAPE.finditer(type_text)]
 
 

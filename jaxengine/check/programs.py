@@ -393,6 +393,7 @@ class StagePrograms:
         """Return the shapes of a replica's RaggedBatch of a bucket."""
 
         def int32(*shape: int) -> Any:  # a shape stands for an array
+            """Return an abstract array of int32."""
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
         return RaggedBatch(
@@ -414,6 +415,7 @@ class StagePrograms:
         there = NamedSharding(self._one_device, PartitionSpec())
 
         def part(leaf: Any) -> jax.ShapeDtypeStruct:
+            """Return a device's part of an abstract array."""
             shape = leaf.shape if leaf.sharding is None else part_shape(leaf)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
 

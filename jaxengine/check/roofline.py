@@ -71,8 +71,7 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     """Return the work of one layer's attention, of all its heads: query and output, each visible key and value once,
     and both products.
 
-    kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode. Both are of the whole
-    model, not of a device.
+    kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode.
     """
     if attention.index is not None:
         return _selected_work(attention, bucket, kv_dtype, dtype, context)

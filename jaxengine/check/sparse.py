@@ -28,6 +28,7 @@ def sparse_attention(
     spec = attention_spec(replace(attention, index=None), mesh)
 
     def function(index_q: Any, weights: Any, q: Any, q_rest: Any, kv: Any, batch: Any) -> Any:
+        """Select keys by the indexer and attend to them."""
         schedule = selection_schedule(batch, num_tokens=num_tokens, page_size=kv.page_size, platform=kv.platform)
         found = select_keys(index_q, weights, kv, batch, count=index.top_k, schedule=schedule)
         return selected_attention(q, q_rest, kv, batch, found, spec=spec)

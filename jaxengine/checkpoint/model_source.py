@@ -313,11 +313,13 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
     stored, overrides = read_config_json(path), config.hf_overrides or {}
 
     def token_id(token: str) -> int | None:
+        """Return the id of a token of the vocabulary, else None. Raises ConfigError with skip_tokenizer_init."""
         if config.skip_tokenizer_init:
             raise ConfigError("skip_tokenizer_init", True, "False: classifier_from_token names tokens by their text")
         return Tokenizer.from_hf_folder(_find_tokenizer(config) or path).backend.token_to_id(token)
 
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
+        """Return the model that a config.json describes, and its pooling."""
         pooling = read_pooling(path, raw, config, token_id)
         model = read_hf(raw, None if pooling is None else pooling.pooler)
         if pooling is not None:

@@ -112,8 +112,8 @@ def _embedder(
     """Read how a model embeds prompts, or their tokens.
 
     fields: of its config.json. task: EMBED or TOKEN_EMBED. sentence: what sentence-transformers says of it, None
-    without its files. config: pooler_config goes first. Raises ConfigError for options that a sparse pooler does not
-    support, ModelConfigError or ModelFileError for invalid files.
+    without its files. config: its pooler_config takes precedence. Raises ConfigError for options that a sparse pooler
+    does not support, ModelConfigError or ModelFileError for invalid files.
     """
     pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type

@@ -70,8 +70,10 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str, param: str = "model"):
-        """url: scheme://address of the folder; a trailing slash is dropped. Opens the file system of the scheme, and
-        starts no thread before a read.
+        """Check the URL and open the file system of its scheme; nothing is read and no thread started yet.
+
+        url: scheme://address of the folder. param: the option that names it, for errors. Raises ConfigError for a URL
+        of another scheme, with credentials or a query, and if a package is not installed.
         """
         found = _URL.fullmatch(url)
         scheme, rest = (found[1].lower(), found[2]) if found else ("", url)
@@ -210,6 +212,9 @@ class RemoteFile:
     by_row = False
 
     def __init__(self, fs: Any, path: str, url: str, size: int, threads: ThreadPoolExecutor):
+        """Take a file of `size` bytes at `path` of the file system `fs`; nothing is open. url: not a secret, for
+        errors. threads: fetch ranges.
+        """
         self._fs, self._path, self._url, self._threads = fs, path, url, threads
         self.size = size
 
@@ -220,6 +225,7 @@ class RemoteFile:
         end = min(offset + len(view), self.size)
 
         def fetch(start: int) -> None:
+            """Fetch one range into the view."""
             data = self.fetch(start, end)
             view[start - offset : start - offset + len(data)] = data
 

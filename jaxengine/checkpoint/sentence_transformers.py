@@ -86,7 +86,7 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
     scores and, of a decoder, the tokens whose logits are the score. None for another folder.
 
     They are files of sentence-transformers since version 5.4; older ones have all in config.json. Raises
-    ModelFileError. raw is not changed; what it says of tokens goes first.
+    ModelFileError. raw is not changed; what it says of tokens takes precedence.
     """
     about = read_object(folder, PROMPTS) or {}
     modules = _read_modules(folder)

@@ -75,6 +75,7 @@ class OrderTaker:
         """
 
         def do(number: int, arrays: Sequence[np.ndarray], **arguments: Any) -> None:
+            """Call the function and send its result or its error."""
             try:
                 self._answer(number, {"result": function(self._runner, **arguments)})
             except (RuntimeError, MemoryError) as error:

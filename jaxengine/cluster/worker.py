@@ -135,6 +135,7 @@ class Host0(Peers):
         listener = free_listener()
 
         def serve() -> None:
+            """Accept connections forever, each relayed by a thread of its own."""
             while True:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._relay, args=(connection,), daemon=True).start()

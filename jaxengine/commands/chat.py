@@ -113,6 +113,7 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
     params = llm.get_default_sampling_params().clone_with(**changes)
 
     def answer(messages: Sequence[Message]) -> Iterator[Piece]:
+        """Read the media of a conversation and stream its answer."""
         inputs = llm.core.inputs
         return local_pieces(llm, inputs.chat_prompt(*inputs.media_reader.read(messages)), params)
 

@@ -83,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(group: Any, name: str, help_: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
+        """Add a command with its help text and arguments."""
         parser = group.add_parser(name, help=help_, description=help_, allow_abbrev=False)
         add_config_file(parser)
         add_arguments(parser)

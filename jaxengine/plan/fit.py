@@ -93,7 +93,7 @@ def chips_of(devices: Sequence[Any]) -> Chips:
 
 def _choose(model: PlannedModel, chips: Chips) -> dict[str, Any]:
     """Return the options of the first sizes that fit, as `fitted` says: of the split, and numbers of sequences and
-    tokens. Raises the ConfigError of the first split if none fits.
+    tokens. Raises the first ConfigError of a split if none fits.
     """
     given = {name: value for name in PARALLEL if (value := getattr(model.config, name)) not in (1, False)}
     enough = min(LEAST_LENGTH, model.source.config.max_position_embeddings)

@@ -189,8 +189,8 @@ def plan_budget(config: ResolvedConfig, chips: Chips) -> int:
 
 def device_bytes(config: ResolvedConfig, chips: Chips) -> tuple[int, int | None]:
     """Return (bytes of one device, how many of them jax's client reserves for an engine that is the first in its
-    process to use the device); config: for gpu_memory_utilization. A CPU device has an equal part of this machine's
-    memory. The latter is None for other than CUDA devices, where it reserves none.
+    process to use the device). A CPU device has an equal part of this machine's memory. config: for
+    gpu_memory_utilization. The second is None for other than CUDA devices, where it reserves none.
     """
     chip = chips.chip
     if chip.platform == "cpu":

@@ -254,6 +254,7 @@ class _Model:
             first.append(lambda values: np.concatenate([values[..., ::2], values[..., 1::2]], axis=-1))
 
         def turned(array: np.ndarray) -> np.ndarray:
+            """Apply the functions of `first` in order, then `turn`."""
             for each in first:
                 array = each(array)
             return turn(array)

@@ -84,9 +84,11 @@ def choose(
     needs, nothing = needs_of(steps), np.empty(0)
 
     def decode_seconds(size: int) -> float:
+        """Return the cost of a decode step in a bucket of `size` rows."""
         return size if costs is None else max(costs.seconds(Bucket(size, size), nothing, nothing))
 
     def mixed_seconds(size: int) -> float:
+        """Return the cost of a mixed step in a bucket of `size` tokens."""
         bucket = Bucket(size, min(size - 1, max_num_seqs))
         return size if costs is None else max(costs.seconds(bucket, nothing, nothing))
 

@@ -122,6 +122,9 @@ def loads_of(runner: ModelRunner) -> Iterator[Load]:
     room = runner.plan.num_pages * config.block_size * runner.num_ranks
 
     def load(count: int, length: int, output: int) -> Load:
+        """Return `count` requests with random prompts of `length` tokens and `output` output tokens, as far as these
+        fit.
+        """
         most = min(config.max_model_len, room // count - config.block_size) - output
         ids = rng.integers(2, runner.vocab_size, (count, max(1, min(length, most))))
         return Load(ids.tolist(), [max(1, min(output, config.max_model_len - ids.shape[1]))] * count)

@@ -268,22 +268,27 @@ def _read(text: str, least: float, most: float, allowed: str) -> float:
 
 
 def _share(text: str) -> float:
+    """Return a share from 0.01 to 1. Raises ArgumentTypeError for other texts."""
     return _read(text, 0.01, 1.0, "a share from 0.01 to 1")
 
 
 def _seconds(text: str) -> float:
+    """Return a number of seconds from 0 to 60. Raises ArgumentTypeError for other texts."""
     return _read(text, 0.0, 60.0, "a number of seconds from 0 to 60")
 
 
 def _wait(text: str) -> float:
+    """Return a number of seconds from 0 to 1e6. Raises ArgumentTypeError for other texts."""
     return _read(text, 0.0, 1e6, "a number of seconds from 0 to 1e6")
 
 
 def _events(text: str) -> int:
+    """Return a whole number of at most 6 digits. Raises ArgumentTypeError for other texts."""
     return _whole(text, 6)
 
 
 def _seed(text: str) -> int:
+    """Return a whole number of at most 18 digits. Raises ArgumentTypeError for other texts."""
     return _whole(text, 18)
 
 
@@ -295,6 +300,7 @@ def _whole(text: str, digits: int) -> int:
 
 
 def _positive(text: str) -> float:
+    """Return a number from 1e-9 to 1e9. Raises ArgumentTypeError for other texts."""
     return _read(text, 1e-9, 1e9, "a number above 0, at most 1e9")
 
 

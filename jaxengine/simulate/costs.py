@@ -67,9 +67,9 @@ class RooflineCosts:
 
     def __init__(self, plan: SplitPlan, efficiency: float = 1.0, host: HostCosts | None = None):
         """plan: one that fits, on a chip whose figures are known. efficiency: share of bandwidth and operations that is
-        reached, above 0 to 1.
+        reached, above 0 to 1. host: None for a host that takes no time.
 
-        Raises ConfigError for a chip without figures. host: None for a host that takes no time.
+        Raises ConfigError for a chip without figures.
         """
         from jaxengine.check.roofline import Work, attention_work, epilogue_work, step_work
 
@@ -84,6 +84,7 @@ class RooflineCosts:
         buckets = plan.stages[0].programs.packer.buckets
 
         def attention(model: Any, bucket: Bucket, context: int) -> Work:
+            """Return a device's share of the work of attention in all layers of a stage."""
             own = [model.config.attention[layer] for layer in model.stage.layers]
             each = [attention_work(layer, bucket, *types, context) for layer in own if layer.attends]
             share = model.mesh.model
@@ -91,6 +92,7 @@ class RooflineCosts:
 
         @cache
         def base(stage: int, bucket: Bucket) -> Work:
+            """Return the work of a step of a stage without keys, its sampler included; counted once for each bucket."""
             model = models[stage]
             whole, own = step_work(model, bucket, *types, 0), attention(model, bucket, 0)
             sampler = Work(0, 0)
@@ -151,6 +153,7 @@ class MeasuredCosts:
 
     @property
     def about(self) -> str:
+        """One line for a report: where the costs come from, and how exact they are."""
         return (
             f"measured on {self.platform} over {self.num_steps} steps; a step's seconds are off by "
             f"{self.errors[0]:.0%} in the median, {self.errors[1]:.0%} at the 90th percentile"

@@ -24,6 +24,7 @@ class VirtualTime:
     """Clock of a simulation. now: its time in seconds."""
 
     def __init__(self) -> None:
+        """Start the clock at 0."""
         self.now = 0.0
 
     def monotonic(self) -> float:
@@ -42,6 +43,7 @@ class SimulatedStep:
     started = ready_at = 0.0
 
     def __init__(self, runner: SimulatedRunner, tokens: np.ndarray):
+        """Hold the tokens, i32[replicas, rows], of a step; the runner fills in the rest."""
         self._runner, self.tokens = runner, tokens
         self.held = np.zeros(2)
         self.num_rows = 0
@@ -99,6 +101,7 @@ class SimulatedRunner:
 
     @property
     def buckets(self):
+        """The packer's buckets."""
         return self.packer.buckets
 
     def expect(self, request: Request, tokens: np.ndarray) -> None:

@@ -104,6 +104,7 @@ def _after_the_last(choose: Callable[[Replicas, int], int]) -> Router:
     last = -1
 
     def router(digests: Any, key: Any, replicas: Replicas) -> int:
+        """Return the choice of a replica, which is remembered for the next one. digests, key: not used."""
         nonlocal last
         last = choose(replicas, last)
         return last
@@ -135,6 +136,7 @@ class _Replica:
     """
 
     def __init__(self, index: int, engine: SimulatedEngine, start: float, fleet: Replicas):
+        """Set the engine's clock to `start`, and listen to the pools of all its ranks. fleet: what the router knows."""
         self.index, self.name, self.simulated, self._fleet = index, str(index), engine, fleet
         engine.runner.time.now = start
         engine.engine.timeline = Timeline(1, 1)

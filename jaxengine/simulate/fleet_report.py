@@ -55,6 +55,7 @@ def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
 
 
 def _most_and_mean(values: np.ndarray) -> dict[str, float]:
+    """Return the largest and the mean of f64[n] by name."""
     return {"most": float(values.max()), "mean": float(values.mean())}
 
 

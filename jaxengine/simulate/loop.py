@@ -95,6 +95,7 @@ class _Observer(LoopExtension):
     """Loop extension that notes what steps and requests took."""
 
     def __init__(self):
+        """Start without steps and requests."""
         self.steps: list[StepTime] = []
         self.intervals: list[np.ndarray] = []
         # Of each request that got a token: its arrival, first and last token, and how many it got.

@@ -74,6 +74,7 @@ class Setup:
         packer = plan.stages[0].programs.packer
 
         def progress(done: int, total: int) -> None:
+            """Pass on how many of the requests have ended."""
             self.progress(f"{plan.split.flags} {done:,} of {total:,} requests")
 
         return run_trace(trace, plan.config, packer, self.num_pages(plan), plan.windows, self.costs(plan), progress)
@@ -85,6 +86,7 @@ class Setup:
         plan = self.plan
 
         def progress(done: int, total: int) -> None:
+            """Pass on how many of the requests have ended."""
             self.progress(f"{router}: {done:,} of {total:,} requests")
 
         packer = plan.stages[0].programs.packer
@@ -143,7 +145,7 @@ def open_setup(
 
 def _with_measured(options: Mapping[str, Any], measured: MeasuredCosts) -> dict[str, Any]:
     """Return options with those of the measurement where they are not given. Raises ConfigError for an option of
-    _MEASURED_WITH that differs from the measurement's. Options in `options` go first.
+    _MEASURED_WITH that differs from the measurement's. Those in `options` take precedence.
     """
     for name in _MEASURED_WITH:
         if name in options and options[name] != measured.options.get(

@@ -52,7 +52,7 @@ def synthetic(
     kind: str, num_requests: int, rate: float, max_model_len: int, seed: int = 0, scale: float = 1.0
 ) -> Trace:
     """Return a trace of a kind of KINDS, with arrivals at random at `rate` requests a second; all at once for inf,
-    which conversations refuse. A conversation counts one for each turn.
+    which conversations refuse. Each turn of a conversation is a request.
 
     max_model_len: prompt and output are cut to half of it each; a conversation ends before it has so many tokens.
     scale: factor of all lengths.
@@ -128,6 +128,7 @@ def _lengths(rng: np.random.Generator, count: int, scale: float) -> Callable[[fl
     """
 
     def draw(median: float, shape: float, most: int) -> np.ndarray:
+        """Return log-normal lengths i64[count] with this median and sigma, cut to 1 to `most`."""
         return np.clip(rng.lognormal(np.log(median * scale), shape, count), 1, most).astype(int)
 
     return draw

@@ -87,9 +87,9 @@ class _LineError(ValueError):
 def read_trace(path: str) -> Trace:
     """Read a trace in any of the three forms, distinguished by its first line.
 
-    Raises ConfigError with the line's number for a line that is not as the form says, and OSError. Raises it too for a
-    file without requests. Requests are sorted by arrival, and the first one is moved to time 0. The name is that of the
-    file.
+    Requests are sorted by arrival, and the first one is moved to time 0. The name is that of the file. Raises
+    ConfigError, with the number of the line, for a line that is not as the form says and for a file without requests;
+    OSError if it cannot be read.
     """
     with Path(path).expanduser().open("rb") as file:
         lines = _lines(path, file)

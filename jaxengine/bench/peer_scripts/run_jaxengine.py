@@ -26,6 +26,7 @@ def load(job):
     kept = {"dtype": "float32", "quantization": "gguf"} if job["variant"] == "q4_1" else {"dtype": job["variant"]}
 
     def engine(prefix_caching: bool) -> jaxengine.LLM:
+        """Return the engine with or without prefix caching; the other one is dropped."""
         if prefix_caching not in engines:
             engines.clear()
             engines[prefix_caching] = jaxengine.LLM(
@@ -39,6 +40,7 @@ def load(job):
         return engines[prefix_caching]
 
     def run(workload: Workload) -> Measured:
+        """Run a workload; return its result as of peer.serve."""
         prompts = tuple(map(tuple, workload["prompts"]))
         wanted = workloads.Workload("", prompts, (workload["max_tokens"],) * len(prompts))
         done = engine_run.run_workload(engine(workload["share_prefix"]), wanted)

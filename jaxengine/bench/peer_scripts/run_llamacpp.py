@@ -74,6 +74,7 @@ def load(job):
         return servers[key]
 
     def run(workload: Workload) -> Measured:
+        """Run a workload, a thread for each prompt; return its result as of peer.serve, or why it is skipped."""
         prompts, max_tokens = workload["prompts"], workload["max_tokens"]
         if workload["prefix"] and workload["share_prefix"]:
             return {"skipped": "slots that run at once do not share a prefix"}
@@ -81,9 +82,11 @@ def load(job):
         first, tokens = [], []
 
         def complete(prompt: list[int]) -> None:
+            """Complete one prompt; note its first token and the number of its tokens."""
             started = False
 
             def on_chunk(chunk) -> None:
+                """Note what a chunk of the stream says. Raises RuntimeError for an error."""
                 nonlocal started
                 if not started:
                     started = True

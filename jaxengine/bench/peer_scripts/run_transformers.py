@@ -50,8 +50,8 @@ def load(job):
     ).eval()
 
     def generate(prompts: list[list[int]], max_tokens: int, **options) -> int:
-        """Generate exactly `max_tokens` tokens for each prompt of a batch, padded on the left with 0; options: of
-        `model.generate`; return the number of new tokens.
+        """Generate exactly `max_tokens` tokens for each prompt of a batch, padded on the left with 0; return the number
+        of new tokens. options: of `model.generate`.
         """
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -78,6 +78,7 @@ def load(job):
 
     @torch.inference_mode()
     def run(workload: Workload) -> Measured:
+        """Run a workload; return its result as of peer.serve. Only a single prompt has a time to its first token."""
         prompts = sorted(workload["prompts"], key=len)
         streamer = FirstToken() if len(prompts) == 1 else None
         start = time.perf_counter()

@@ -51,6 +51,7 @@ def load(job):
     engines = {}
 
     def engine(prefix_caching: bool) -> vllm.LLM:
+        """Return the engine with or without prefix caching; the other one is dropped."""
         if prefix_caching not in engines:
             engines.clear()
             engines[prefix_caching] = vllm.LLM(
@@ -64,6 +65,7 @@ def load(job):
         return engines[prefix_caching]
 
     def run(workload: Workload) -> Measured:
+        """Run a workload; return its result as of peer.serve."""
         llm = engine(workload["share_prefix"])
         params = vllm.SamplingParams(
             temperature=0, max_tokens=workload["max_tokens"], ignore_eos=True, detokenize=False
