@@ -304,7 +304,9 @@ async def _follow(connection: Connection, sample: Sample) -> None:
 
 
 def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
-    """Read one chunk of a completion or chat, which arrived at `now`, into `sample`. Raises as `_follow`."""
+    """Read one chunk of a completion or chat, which arrived at `now`, into `sample`: its error, the usage, the last
+    finish_reason, and the time of a chunk that brings output. Raises as `_follow`.
+    """
     if "error" in chunk:
         sample.error, sample.message = "stream error", json.dumps(chunk["error"])[:ERROR_BYTES]
         return

@@ -124,7 +124,11 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Format a sweep as a table with one row per rate. results: of `summary`, with "request_rate"."""
+    """Return as text a table with one row per rate: rates asked for, reached and within limits, tokens a second,
+    failures, and median and p99 of each latency.
+
+    results: of `summary`, with "request_rate".
+    """
     rows = []
     for result in results:
         latency = result["latency_ms"]
@@ -186,7 +190,7 @@ COLOURS = ("#1b6ca8", "#d1495b", "#3d8361", "#8c6bb1", "#e09f3e")
 
 
 def _cumulative(values: Sequence[float]) -> Points:
-    """Return points (value, percent of values not above it), at most a few hundred."""
+    """Return points (value, percent of values not above it) of values, at least one; at most a few hundred."""
     ordered = sorted(values)
     step = max(1, len(ordered) // 200)
     places = [*range(0, len(ordered), step), len(ordered) - 1]

@@ -76,7 +76,8 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
     """Run a workload `num_runs` times, at least 1, each with an empty prefix cache; return the figures of the fastest
-    run.
+    run: tokens a second, seconds to the first token, tokens found in the cache, empty token slots and padding in
+    percent, agreement with the reference, and milliseconds a step by part.
     """
     from jaxengine.bench.engine_run import run_workload
 

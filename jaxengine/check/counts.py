@@ -133,7 +133,10 @@ def _moved(
     module: Module, instruction: Instruction, by_name: Mapping[str, Instruction], leave_out: Collection[int]
 ) -> int:
     """Return the bytes that one instruction reads and writes, as `moved_bytes`; 0 for one that moves none itself.
-    by_name: those of its computation.
+
+    It is the sum of operands and result, except for slices (twice the result), updates (twice what is written), starts
+    of copies, kernels that update in place (their cost estimate), and fusions that read or write only parts of an
+    operand. by_name: the instructions of its computation.
     """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
@@ -178,7 +181,7 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
     """Return how a fusion uses one of its parameters: (bytes read, None for all; bytes written if updated in place,
     else None; whether the fusion returns it).
 
-    body: instructions of the fusion.
+    Only reads of slices and updates in place are parts; any other use reads all. body: instructions of the fusion.
     """
     names, total, written = {parameter.name}, 0, None
     for inner in body:

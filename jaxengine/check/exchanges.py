@@ -77,9 +77,11 @@ class Exchange:
 
 
 def exchanges(module: Module) -> list[Exchange]:
-    """Return every exchange of a compiled module.
+    """Return every exchange of a compiled module, one inside a loop once.
 
-    One inside a loop is listed once.
+    Its scope is that of the instruction, of the instruction that awaits it on another core, or of its operands. Links
+    of one chain of fusions count as one exchange. XLA:TPU's fused reduce-scatters, and the instructions that complete
+    them, are recognised.
     """
     found, chains, offloaded, scatters = defaultdict(list), set(), _offloaded_scopes(module), _scatters(module)
     for name, body in module.computations.items():

@@ -104,9 +104,11 @@ def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
-    """Return a sentence for each figure in which a step exceeds `needs`, the model's own count.
+    """Return a sentence for each figure in which a step exceeds `needs`, the model's own count, by more than its slack:
+    operations, operations in wider types, temporaries besides quantised codes, and bytes moved.
 
-    row: as of `failures`, with "needs". CPUs are not compared by types or temporaries.
+    row: as of `failures`, with "needs". Operations are not compared where attention is plain XLA, types and temporaries
+    not on CPUs.
     """
     needs, found = row["needs"], []
     done, most = sum(row["operations"].values()), int(needs["operations"] * OPERATIONS_SLACK)

@@ -149,7 +149,9 @@ class StagePrograms:
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
-        """Make the abstract weights and the engine's programs. place: prefix of program names."""
+        """Make the abstract weights and the engine's programs, for one stage on its mesh. place: prefix of program
+        names.
+        """
         self.config = config
         self.model = model
         self.mesh = mesh
@@ -217,7 +219,9 @@ class StagePrograms:
         )
 
     def forward(self, bucket: Bucket, num_pages: int) -> CheckedProgram:
-        """Return the bucket's forward pass, with a pool of `num_pages` pages per layer and rank."""
+        """Return the bucket's forward pass as a program to check, with its work, needs, expected exchanges and arrays
+        that it must not copy, with a pool of `num_pages` pages per layer and rank.
+        """
         kv = self.steps.kv_shapes(num_pages)
         program = self.steps.forward(bucket, self.params, kv)
         # CPUs and GPUs pad a single row to two.
@@ -390,7 +394,9 @@ class StagePrograms:
         return MustNotCopy({**{rows // count: "a layer's pool" for count in parts}, elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
-        """Return the shapes of a replica's RaggedBatch of a bucket."""
+        """Return the shapes of a replica's RaggedBatch of a bucket, all int32: cu_q_lens [S + 1], kv_lens [S],
+        page_table [S, columns], slot_mapping [T].
+        """
 
         def int32(*shape: int) -> Any:  # a shape stands for an array
             """Return an abstract array of int32."""

@@ -16,7 +16,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _line(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row in the table; None for a figure that it does not have."""
+    """Return the columns of a row in the table, by name in order; None for a figure that it does not have. Memory is in
+    MiB or KiB, operations in billions, shares in percent; memory of a device only for steps.
+    """
     return {
         "target": row["target"],
         "program": row["program"],

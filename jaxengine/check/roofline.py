@@ -207,6 +207,8 @@ class Products:
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
     """Return what the matrix products of a forward pass need on one device, with a bucket of tokens in every replica.
 
+    Towers are left out. A head computes only the rows of logits, an expert the rows that reach it on average.
+
     model: abstract. dtype: of activations. kv: the abstract pool, whose platform's kernels multiply
       whole tiles of rows and may expand latents to keys; with None neither is counted.
     """

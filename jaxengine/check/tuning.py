@@ -122,8 +122,9 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 
 
 def main() -> int:
-    """Serve the request on standard input: write a result of `tune` for each problem, a line of JSON, to standard
-    output, and the compilers' output to standard error. Returns 0. Raises ConfigError for an unknown target.
+    """Serve the request on standard input (target, problems, log, dumps): write a result of `tune` for each problem, a
+    line of JSON, to standard output, and the compilers' output to standard error. Returns 0. Raises ConfigError for an
+    unknown target.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -145,7 +146,10 @@ def main() -> int:
         return candidate.cost({**known[key], **chip})
 
     def compiled_figures(candidate: Candidate) -> dict[str, Any]:
-        """Compile a candidate's function; return its figures, {} if the compiler refuses it."""
+        """Compile a candidate's function; return its figures: registers, spills and shared memory from the log, and
+        "bundles" from the dumps. {} if the compiler refuses it, which is printed to standard error. Older dumps are
+        deleted.
+        """
         for path in dumps.glob("**/*"):
             if path.is_file():
                 path.unlink()

@@ -52,8 +52,8 @@ def list_files(name: str, *, revision: str | None, token: str | bool | None) -> 
 
 
 def _refusal(param: str, name: str, revision: str | None, error: Exception) -> ConfigError:
-    """Return the ConfigError, which the caller raises, for an error of the hub's client, with advice. Arguments: as of
-    `download`.
+    """Return the ConfigError, which the caller raises, for an error of the hub's client, with advice by its kind:
+    gated, not found, no such revision, hub not reached, or another. Arguments: as of `download`.
     """
     from huggingface_hub import errors
 

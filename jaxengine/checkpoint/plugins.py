@@ -62,8 +62,8 @@ def _load_entry(entry: EntryPoint) -> None:
 
 
 def _load_named(name: str) -> None:
-    """Load the plugin `name`, a file or a module, unless this process has it. Raises ConfigError if it cannot be
-    imported.
+    """Load the plugin `name`, a file or a module, unless this process has loaded or imported it; logs that. Raises
+    ConfigError if it cannot be imported.
     """
     path = Path(name).expanduser().resolve() if is_file_name(name) else None
     key = name if path is None else str(path)

@@ -271,7 +271,9 @@ class Cluster(Peers):
             raise
 
     def _accept(self) -> None:
-        """Accept connections until the listener is closed, each served by a thread of its own."""
+        """Accept connections until the listener is closed, each served by a thread of its own. Beyond _MAX_GREETINGS
+        that are not authenticated yet, the oldest is closed.
+        """
         while True:
             try:
                 connection, (address, *_) = self._listener.accept()
@@ -342,7 +344,10 @@ class Cluster(Peers):
             self._lose(worker, str(error))
 
     def _handle(self, worker: _Worker, message: Message) -> bool:
-        """Handle a worker's message; return whether more are expected. Raises ClusterError for an unknown one."""
+        """Handle a worker's message, wake those that wait for it, and return whether more are expected: "failed" loses
+        the worker, "plan" and "ready" are noted, "bye" ends it, "answer" goes to the orders. Raises ClusterError for an
+        unknown one.
+        """
         if message.op == "failed":
             self._lose(worker, message.fields["reason"])
             return False

@@ -164,7 +164,10 @@ class _Reading:
         self.pieces.put(None)
 
     def _run(self) -> None:
-        """Read the weights and report the outcome, on the reading's thread."""
+        """Read the weights and report the outcome, on the reading's thread: {}, or the error and the faulty tensors. Of
+        tensors that host 0 sends, all are taken and answered even after an error. Reports nothing if the reading was
+        given up without a report.
+        """
         content: Mapping[str, Any] = {}
         try:
             params = self._tensors() if self._path is None else self._path

@@ -166,8 +166,8 @@ class Host0(Peers):
             self.leave(f"host 0 is lost: {error}")
 
     def _join(self) -> Channel:
-        """Connect to host 0, which may not have started yet. Raises ClusterError after cluster_timeout seconds, and at
-        once if it has another key.
+        """Connect to host 0, which may not have started yet: tries again every _RETRY_SECONDS, and logs that. Raises
+        ClusterError after cluster_timeout seconds, and at once if it has another key.
         """
         config = self._config
         where = f"{config.master_addr}:{config.master_port}"

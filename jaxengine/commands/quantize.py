@@ -36,7 +36,8 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     file; the report then includes the model's perplexity on it before and after. None for no perplexity.
 
     Raises ConfigError, before anything is written, for a model without safetensors or one that is already quantised,
-    and for a text that cannot be read; ModelFileError for a folder that exists and for invalid model files.
+    for a text that cannot be read, and for one with a pooling model; ModelFileError for a folder that exists and for
+    invalid model files.
     """
     content = None if text is None else _read(text)
     source = open_model(config)

@@ -244,8 +244,8 @@ def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _pieces(chunk: Any) -> Iterator[Piece]:
-    """Yield the pieces of one event of the stream, a chunk of JSON. Raises RequestError for an error that ends the
-    stream.
+    """Yield the pieces of one event of the stream, a chunk of JSON: reasoning, text, and last the number of tokens of
+    the usage. Nothing for another value. Raises RequestError for an error that ends the stream.
     """
     if not isinstance(chunk, dict):
         return

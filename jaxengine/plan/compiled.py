@@ -63,7 +63,7 @@ class OnCpu:
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
         """Compile the programs that determine the needs of each stage, or load them from the cache, and return these,
-        as `CompiledNeeds`.
+        as `CompiledNeeds`. Nothing is compiled where options fix the number of pages, unless with enforce_eager.
         """
         return foreseen_needs([shape_runner(stage, config.compile_cache_dir) for stage in stages], config)
 

@@ -58,7 +58,11 @@ _COMPILERS = {
 
 
 def estimated_needs(stage: StageArrays) -> StageNeeds:
-    """Estimate what the programs of a stage hold and need of one device, in bytes; the state of slots is exact."""
+    """Estimate what the programs of a stage hold and need of one device, in bytes; the state of slots is exact.
+
+    Held is code: of each bucket by layers, of each epilogue, of the draft model and of encoders. Needed is the largest
+    forward pass, the slots, the largest epilogue with its inputs, and the largest encoder.
+    """
     programs = stage.programs
     how = _COMPILERS[backend_of(programs.platform)]
     model, buckets = programs.model, programs.packer.buckets

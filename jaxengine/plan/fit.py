@@ -51,7 +51,7 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
     the same with half as many sequences and tokens a step, and so on; then the longest context that fits. A length
     that is left open becomes "auto": the engine itself finds the longest that fits.
 
-    On a GPU the card is claimed for this process (`claim_card`). devices: candidates; None for `jax.devices()`. mesh:
+    Has jax's client take its share of CUDA cards (`claim_card`). devices: candidates; None for `jax.devices()`. mesh:
     of the user, which must be None.
 
     Raises:

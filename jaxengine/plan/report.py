@@ -48,7 +48,9 @@ def text(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: in
 def _lines(
     model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None
 ) -> Iterator[str]:
-    """Yield the lines of `text`, whose operands these are."""
+    """Yield the lines of `text`, whose operands these are: whether the best split fits, or why not; kernels that are
+    missing; its memory, capacity and speed; weights on disk and the note; a table of all splits if there are several.
+    """
     best = ranked[0]
     flags = f" with {best.split.flags}" if best.split.flags else ""
     yield f"{chips}: {'fits' if best.fits else 'does not fit'}{flags}"
@@ -71,7 +73,9 @@ def _lines(
 
 
 def _memory_lines(plan: SplitPlan) -> Iterator[str]:
-    """Yield lines about the memory of a device of the tightest stage: a bar, the bytes by purpose, and their sum."""
+    """Yield lines about the memory of a device of the tightest stage: a bar, MiB by purpose with estimates marked, the
+    budget, and the sum in GiB.
+    """
     parts, total = plan.parts(), plan.total
     stage = f", stage {plan.tightest + 1} of {len(plan.stages)}, which holds the most" if len(plan.stages) > 1 else ""
     yield f"  memory of a device{stage}:"
@@ -88,7 +92,9 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
 
 
 def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
-    """Yield lines about pages, the longest context, sequences of `length` tokens, and programs."""
+    """Yield lines about pages and bytes of a token, windows, the longest context, sequences of `length` tokens at once,
+    and programs.
+    """
     config, ranks = plan.config, plan.layout.num_ranks
     replicas = f" in each of {ranks} replicas" if ranks > 1 else ""
     each = f"{plan.page_bytes:,} bytes of a device each"
@@ -105,7 +111,9 @@ def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
 
 
 def _speed_lines(plan: SplitPlan, speed: Speed | None, length: int, price: float | None) -> Iterator[str]:
-    """Yield lines about the upper bounds of speed, and with a price the least costs; none without a speed."""
+    """Yield lines about the upper bounds by the roofline: tokens a second decoded and of prompts, milliseconds a token,
+    bytes and operations of a step; with a price also the least cost of a million tokens. None without a speed.
+    """
     if speed is None:
         return
     yield (
@@ -127,7 +135,9 @@ def _speed_lines(plan: SplitPlan, speed: Speed | None, length: int, price: float
 
 
 def _table_lines(ranked: Sequence[Ranked], length: int) -> Iterator[str]:
-    """Yield a table of the splits, MOST_ROWS at most."""
+    """Yield a table of the first MOST_ROWS splits: sizes, weights and room for pages in GiB, longest context, sequences
+    of `length` tokens and decoded tokens a second; or that they do not fit, or the error of one that cannot be planned.
+    """
     heads = "".join(f"{name:>11}" for name in ("weights", "left", "longest", "sequences", "decode/s"))
     yield f"  {'tp':>4}{'pp':>4}{'dp':>4}  {'ep':<4}{heads}"
     for each in ranked[:MOST_ROWS]:
@@ -168,7 +178,10 @@ def _json_of_row(each: Ranked, length: int) -> dict[str, Any]:
 
 
 def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: int, price: float | None) -> Any:
-    """Return the plan of the best split in full, as JSON values; without speed and costs where they are None."""
+    """Return the plan of the best split in full, as JSON values: options, mesh, bytes by purpose and stage, pages,
+    longest context, sequences of `length` tokens and, where known, speed and costs. price: of a device's hour; None for
+    no costs.
+    """
     config = plan.config
     found: dict[str, Any] = {
         **plan.split.options,

@@ -127,7 +127,7 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the content of the `engine.json` of a folder. Raises RecordError if it is missing, unreadable or of
-    another format.
+    another format, or lacks a field of _FIELDS or has one of another type.
     """
     path = folder / ENGINE_FILE
     if not path.is_file():

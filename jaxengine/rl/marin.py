@@ -232,7 +232,9 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         )
 
     def _choice(self, prompt: list[int], answer: CompletionOutput) -> dict[str, Any]:
-        """Return the fields of a ChatCompletion's choice, with the token ids of the prompt and the answer."""
+        """Return the fields of a ChatCompletion's choice: index, finish_reason, message, log-probabilities by token,
+        and the token ids of the prompt and the answer. A token without a name is <id_N>.
+        """
         names = self.tokenizer.convert_ids_to_tokens([*answer.token_ids])
         content = [
             {"token": name or f"<id_{token}>", "logprob": float(logprob), "bytes": None, "top_logprobs": []}
@@ -251,6 +253,9 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
 def _rollout(request: Any, answer: CompletionOutput) -> Any:
     """Return the TokenizedRollout of an answer to `request`, a TokenizedRolloutRequest. The answer ended with "stop" or
     "length".
+
+    Its reason is LENGTH, EOS_TOKEN or, with a stop_reason, STOP; stop_token_id is its last token if it stopped. Masks
+    are False for the prompt and True for the answer. Its metadata have weight_versions.
     """
     tokens, reasons = tuple(answer.token_ids), _types.TokenRolloutFinishReason
     stopped = answer.finish_reason == "stop"

@@ -179,7 +179,12 @@ class _Model:
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
 
     def location(self, name: str) -> _Location | None:
-        """Return the location of a tensor by its MaxText name; None for an unknown name."""
+        """Return the location of a tensor by its MaxText name; None for an unknown name.
+
+        Names outside the layers have none. "layers_N" is one layer; scanned layers are all, or every GEMMA3_PERIOD-th
+        from N on in Gemma 3's blocks, whose remainder follows them. In a paired family the local layer is 2n, the
+        global one 2n + 1.
+        """
         if name in _TOP:
             return _Location(name)
         if match := _OF_BLOCK.fullmatch(name):
@@ -202,7 +207,8 @@ class _Model:
         return found if found.name in self.family.layer else None
 
     def tensors(self, arrays: Mapping[str, Any], scan_axis: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield Hugging Face names and arrays. arrays: by MaxText's names, all of which are known.
+        """Yield Hugging Face names and arrays: one for each layer and expert, converted on the host as it is reached.
+        arrays: by MaxText's names, all of which are known.
 
         scan_axis and errors: as of `named_tensors`.
         """

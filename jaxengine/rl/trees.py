@@ -22,7 +22,11 @@ def named_arrays(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of a tree, under names that begin with `path`; None is no array."""
+    """Yield the arrays of a tree, under names that begin with `path`, joined by dots.
+
+    Variables and boxes of flax.linen stand for their values; sequences are named by index; None is no array; anything
+    else is one.
+    """
     if isinstance(tree, nnx.Variable):
         tree = tree.get_value()
     elif hasattr(tree, "unbox"):

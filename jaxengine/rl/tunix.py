@@ -243,6 +243,9 @@ class JaxengineRollout(_tunix.BaseRollout):
     def _check(self, config: Any) -> None:
         """Raise ValueError for settings of `config`, a RolloutConfig, that the engine does not support; otherwise store
         its temperature.
+
+        Not supported are options of vLLM's engine, log-probabilities at this temperature, other parallel sizes than the
+        engine's (-1 is allowed), a mapping, and as many tokens to generate as max_model_len.
         """
         engine = self._llm.core.config
         for name in ("rollout_vllm_lora_config", "rollout_vllm_sampling_kwargs"):

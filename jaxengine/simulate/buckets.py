@@ -130,7 +130,9 @@ def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float
     """Return a Grid for each number of sizes from 1 up to MOST_CHOSEN or all that occur: the sizes that lose least; the
     largest is always among them.
 
-    needs: number of steps of each size. seconds(size): of a step in a bucket of that size.
+    Chosen by dynamic programming over at most MOST_SIZES sizes; each step runs in the next chosen size. A size counts
+    no less than any smaller one. needs: number of steps of each size. seconds(size): of a step in a bucket of that
+    size.
     """
     sizes = np.array(_thinned(sorted({*needs, largest})))
     cost = np.array([seconds(int(size)) for size in sizes])

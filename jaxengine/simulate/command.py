@@ -173,8 +173,12 @@ def _fleet(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits)
 
 
 def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Choose step shapes for the trace; print and write them with the runs before and after. Raises the ConfigError of
-    shapes that do not fit.
+    """Choose step shapes for the trace; print and write them, as the option compilation_config, with the runs before
+    and after.
+
+    The trace runs once with the shapes as they are, whose steps decide, and once with the chosen ones. args.by: what
+    shapes lose, device time or padding; args.within: the share that they may lose. Raises the ConfigError of shapes
+    that do not fit.
     """
     from jaxengine.config.compilation_config import CompilationConfig
     from jaxengine.results import table, write_json

@@ -178,7 +178,11 @@ class _Fleet:
         config: ResolvedConfig,
         progress: Callable[[int, int], None],
     ):
-        """outcome: to be filled. make: builds an engine of the fleet. progress(ended, requests): called at times."""
+        """Start options.num_replicas replicas at time 0.
+
+        outcome: to be filled; it has the trace, the options and the name of the router. make: builds an engine of the
+        fleet. progress(ended, requests): called at times.
+        """
         self.outcome, self.trace, self.options = outcome, outcome.trace, outcome.options
         self._make, self._config, self._progress = make, config, progress
         self._choose, self._rng = ROUTERS[outcome.router](), np.random.default_rng(self.options.seed)

@@ -130,7 +130,9 @@ class SimulatedEngine:
         windows: tuple[int | None, ...],
         costs: Costs,
     ):
-        """config, packer, num_pages, windows: of the engine to simulate, as a plan or a runner has them."""
+        """Make the engine on a simulated device, its clock at 0. config, packer, num_pages, windows: of the engine to
+        simulate, as a plan or a runner has them.
+        """
         self.runner = SimulatedRunner(config, packer, num_pages, windows, costs)
         self.engine = Engine(cast(Any, self.runner), clock=self.runner.time.monotonic)
         self.runner.scheduler = self.engine.scheduler
@@ -218,7 +220,7 @@ def run_trace(
 
 
 def request_of(trace: Trace, index: int, max_model_len: int) -> tuple[Request, np.ndarray]:
-    """Return a request of the trace, and its tokens with those that it is to get, i32[n].
+    """Return request `index` of the trace, and its tokens with those that it is to get, i32[n].
 
     A request that ended before its limit has STOP as its last token and stop token. The limit is cut to
     `max_model_len`, but at least 1.
@@ -234,7 +236,11 @@ def request_of(trace: Trace, index: int, max_model_len: int) -> tuple[Request, n
 
 
 def _finish(outcome: Outcome, engine: Engine, runner: SimulatedRunner, observer: _Observer) -> None:
-    """Complete an outcome with the times of all requests, in the order in which they ended."""
+    """Complete an outcome with the counts of the scheduler, the steps, and the times of all requests that got a token,
+    in the order in which they ended.
+
+    Without one, times stay empty and seconds 0. runner: for the time in which the device computed.
+    """
     scheduler = engine.scheduler
     outcome.num_preemptions = scheduler.num_preemptions
     outcome.num_prefix_queries, outcome.num_prefix_hits = scheduler.num_prefix_queries, scheduler.num_prefix_hits

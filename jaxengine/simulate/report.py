@@ -86,8 +86,8 @@ def text(outcome: Outcome, head: Sequence[str], limits: Limits = NONE) -> str:
 
 
 def _lines(outcome: Outcome, found: dict[str, Any], limits: Limits) -> Iterator[str]:
-    """Yield lines of text for a run. found: the run `as_json`. Without an ended request there are only the first
-    lines.
+    """Yield lines of text for a run: requests and seconds, times in milliseconds, rates, goodput if there are limits,
+    steps and the device. found: the run `as_json`. Without an ended request there are only the first lines.
     """
     refused = f", {found['refused']:,} refused" if found["refused"] else ""
     yield f"  {found['requests']:,} requests ended in {found['seconds']:,.2f} s{refused}"
@@ -119,8 +119,8 @@ def _lines(outcome: Outcome, found: dict[str, Any], limits: Limits) -> Iterator[
 
 
 def row(name: str, outcome: Outcome, limits: Limits = NONE) -> dict[str, Any]:
-    """Return a run as one row of a table: times in milliseconds.
-
+    """Return a run as one row of a table: median and p99 of the time to the first token and between tokens in
+    milliseconds, tokens a second, good requests a second, steps, preemptions, padding and cache hits in percent.
     limits: for "good/s", which is None without any.
     """
     found = as_json(outcome, limits)

@@ -119,11 +119,12 @@ def open_setup(
     host: HostCosts,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Setup]:
-    """Open a model and plan its splits; closes it at the end.
+    """Context manager that opens a model, plans its splits and yields a Setup; closes the model at the end.
 
-    options: engine options, in addition to those that were measured. chips: as `jaxengine plan` reads them; None for
-    those that were measured on. Raises ConfigError for options that contradict the measurement or each other. measured,
-    efficiency, host, progress: as of Setup.
+    options: engine options; with a measurement they are added to its own. chips: as `jaxengine plan` reads them; None
+    for those that were measured on. measured, efficiency, host, progress: as of Setup. Raises ConfigError without both,
+    for chips of another platform than was measured, for options that contradict the measurement or each other, and as
+    `open_planned` and `rank_splits`.
     """
     if measured is not None:
         options = _with_measured(options, measured)

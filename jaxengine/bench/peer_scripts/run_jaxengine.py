@@ -40,7 +40,9 @@ def load(job):
         return engines[prefix_caching]
 
     def run(workload: Workload) -> Measured:
-        """Run a workload; return its result as of peer.serve."""
+        """Run a workload, from an empty prefix cache; return the seconds, the output tokens and the mean time to the
+        first token, None without one.
+        """
         prompts = tuple(map(tuple, workload["prompts"]))
         wanted = workloads.Workload("", prompts, (workload["max_tokens"],) * len(prompts))
         done = engine_run.run_workload(engine(workload["share_prefix"]), wanted)

@@ -38,7 +38,9 @@ class FirstToken(transformers.generation.streamers.BaseStreamer):
 
 
 def load(job):
-    """Load the model of a job; return the version and the function that runs a workload, as of peer.serve."""
+    """Load the model of a job, dequantised to the variant's dtype, with job["threads"] threads; return the versions and
+    the function that runs a workload, as of peer.serve.
+    """
     torch.set_num_threads(job["threads"])
     folder, name = os.path.split(job["gguf"])
     # Dequantised at load: packed weights would be unpacked in every matmul, which is slower than reading them unpacked.
@@ -78,7 +80,11 @@ def load(job):
 
     @torch.inference_mode()
     def run(workload: Workload) -> Measured:
-        """Run a workload; return its result as of peer.serve. Only a single prompt has a time to its first token."""
+        """Run a workload; return the seconds, the new tokens and, of a single prompt, the time to the first one.
+
+        Prompts run in batches of BATCH, sorted by length; all at once if they have the same length. A prefix that may
+        be shared is computed once.
+        """
         prompts = sorted(workload["prompts"], key=len)
         streamer = FirstToken() if len(prompts) == 1 else None
         start = time.perf_counter()
