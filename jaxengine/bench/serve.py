@@ -137,9 +137,11 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
 
 async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
     """Ask the server for its model and whether it accepts token ids; return where and how to send, and what to send.
-    One request is sent as a probe.
+    The model is args.model or the first one listed, the limit of lengths args.max_model_len or the listed one. One
+    request is sent as a probe.
 
-    Raises BenchError for a server that cannot be measured, another OSError for one that does not answer.
+    Raises BenchError for a server that cannot be measured, another OSError for one that does not answer, and as
+    `read_api_key` for the key file.
     """
     from jaxengine.bench.serve_client import BadUrlError, Server, get_json
     from jaxengine.bench.serve_load import Load, Traffic

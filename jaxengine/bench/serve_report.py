@@ -54,7 +54,8 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Return all figures of a load; latencies in milliseconds, None without samples.
+    """Return all figures of a load: counts, errors by kind, tokens, rates, peak concurrency, the client's lag and CPU
+    share; latencies in milliseconds, None without samples.
 
     Rates are per second; failed requests count only as errors and in the peak and the lag. slo: limits as of `meets`;
     without any the goodput is None.

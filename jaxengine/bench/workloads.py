@@ -45,7 +45,9 @@ class Workload:
 
 
 def recorded(name: str) -> Workload:
-    """Return the workload `name` of workloads.json. Raises ValueError for an unknown name."""
+    """Return the workload `name` of workloads.json. Its requests all have one output length. Raises ValueError for an
+    unknown name.
+    """
     every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
     if name not in every:
         raise ValueError(f"workload is {name!r}; allowed are {', '.join(every)}")

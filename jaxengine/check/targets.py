@@ -193,8 +193,8 @@ def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Targ
     A target with a number of devices is used as it is; one without may grow to more of its kind. All devices are used:
     if not given, tensor_parallel_size is the number of devices divided by the other parallel sizes.
 
-    options: engine options of the check. Raises ConfigError if the sizes in it do not multiply to the number of
-    devices.
+    options: engine options of the check. Raises ConfigError if the sizes in it do not multiply to a number of devices
+    or, without tensor_parallel_size, divide none.
     """
     names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
     given = {name: options[name] for name in names if name in options}

@@ -319,7 +319,9 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
         return Tokenizer.from_hf_folder(_find_tokenizer(config) or path).backend.token_to_id(token)
 
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
-        """Return the model that a config.json describes, and its pooling."""
+        """Return the model that a config.json describes, and its pooling, None if it generates. Raises as
+        `read_pooling`, `read_hf` and `check_width`.
+        """
         pooling = read_pooling(path, raw, config, token_id)
         model = read_hf(raw, None if pooling is None else pooling.pooler)
         if pooling is not None:

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine demo`."""
+    """Add the arguments of `jaxengine demo` to its parser, with `_demo` as the function that executes it."""
     add_model(parser)
     add_engine_options(parser)
     parser.set_defaults(run=_demo)
@@ -159,7 +159,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine convert`."""
+    """Add the arguments of `jaxengine convert` to its parser, with `_convert` as the function that executes it."""
     add_model(parser)
     parser.add_argument("output", metavar="FOLDER", help="a new folder, to be used as --model with the same options")
     parser.add_argument(
@@ -199,7 +199,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine calibrate`."""
+    """Add the arguments of `jaxengine calibrate` to its parser, with `_calibrate` as the function that executes it."""
     add_model(parser)
     parser.add_argument("prompts", metavar="TEXTS", help="a file with a prompt on each line")
     parser.add_argument("output", metavar="FILE", help="file to write, for --kv-cache-scales")
@@ -219,7 +219,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine worker`."""
+    """Add the arguments of `jaxengine worker` to its parser, with `_worker` as the function that executes it."""
     names = ["nnodes", "master_addr", "master_port", "cluster_key_file", "cluster_timeout"]
     parser.add_argument("--node-rank", type=positive_int, required=True, help="number of this process, 1 to nnodes - 1")
     add_options(parser, "options, equal to host 0's", EngineConfig, names)
@@ -234,7 +234,7 @@ def _worker(args: argparse.Namespace) -> int:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine generate`."""
+    """Add the arguments of `jaxengine generate` to its parser, with `_generate` as the function that executes it."""
     parser.add_argument(
         "prompts",
         nargs="*",
@@ -349,7 +349,7 @@ def _load(args: argparse.Namespace) -> LLM:
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine chat`."""
+    """Add the arguments of `jaxengine chat` to its parser, with `_chat` as the function that executes it."""
     add_model(parser)
     add_url_options(parser)
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message")

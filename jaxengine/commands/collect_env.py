@@ -39,7 +39,7 @@ _GPUS = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine collect-env`: none."""
+    """Set `run` as the function that executes `jaxengine collect-env`, which has no arguments."""
     parser.set_defaults(run=run)
 
 

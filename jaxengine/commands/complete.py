@@ -22,7 +22,7 @@ from jaxengine.scheduler.errors import RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine complete`."""
+    """Add the arguments of `jaxengine complete` to its parser, with `run` as the function that executes it."""
     add_model(parser)
     add_url_options(parser)
     parser.add_argument("--quick", metavar="TEXT", help="continue this text and leave")

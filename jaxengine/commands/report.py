@@ -26,7 +26,7 @@ _SECRET = ("hf_token", "cluster_key_file", "bundle_key_file")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine report`."""
+    """Add the arguments of `jaxengine report` to its parser, with `run` as the function that executes it."""
     add_model(parser)
     parser.add_argument(
         "-o", "--output", type=output_file, default=DEFAULT_FILE, metavar="FILE", help=f"default: {DEFAULT_FILE}"

@@ -36,7 +36,7 @@ TABLE: dict[str, tuple[tuple[int, int, int, int, str, dict[str, int]], ...]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine tune`."""
+    """Add the arguments of `jaxengine tune` to its parser, with `run` as the function that executes it."""
     chips = ", ".join(CLOCKS)
     parser.add_argument("--target", required=True, metavar="NAME", help=f"{chips}; timed if this machine has one")
     parser.add_argument("--shapes", default=SHAPES, metavar="KxN,KxN,...", help="inputs and outputs of matrices")

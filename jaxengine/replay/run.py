@@ -86,7 +86,8 @@ class _Run:
         self._kv_shapes = self._programs.kv_shapes(max(2, 1 << max(map(len, self._pages)).bit_length()))
 
     def results(self) -> dict[str, np.ndarray]:
-        """Run forward pass and sampler; return their results under the record's names.
+        """Run forward pass and sampler; return their results on the host under the record's names: written pages,
+        states, logits of the rows, sampled results and, if the stage records them, hidden states of layers.
 
         Raises RecordError for arrays whose shapes or dtypes differ from this engine's, KeyError for missing ones.
         """
