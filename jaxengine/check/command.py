@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
     """Check every target of `args.targets`, print the report, and write the files of --save and --json. Returns 1 if
     anything failed, else 0.
 
-    Failures are those of programs, devices that are overfull, figures worse than the baseline's, and programs that are
-    only in it. Raises ConfigError for wrong arguments and options, before anything is compiled; OSError.
+    Failures are those of programs, devices that are overfull, figures worse than the baseline's, and, unless only some
+    were to be checked, programs that are only in it. Raises ConfigError for wrong arguments and options, before
+    anything is compiled; OSError.
     """
     from jaxengine.check import baseline, judge, report
     from jaxengine.check.children import Job, check_smallest

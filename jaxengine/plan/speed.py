@@ -35,7 +35,8 @@ class Speed:
 
 
 def speed_of(plan: SplitPlan, length: int) -> Speed | None:
-    """Return the bounds with as many sequences of `length` tokens as fit, or one where not even one does.
+    """Return the bounds of a plan that fits, with as many sequences of `length` tokens as fit, or one where not even
+    one does.
 
     Prompts are counted as the largest mixed steps. None where the chip's figures are not known, and for a model that
     generates nothing.

@@ -146,7 +146,9 @@ def _run(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -
 
 
 def _check_fleet(args: argparse.Namespace) -> None:
-    """Raise ConfigError for arguments of a fleet that do not go together."""
+    """Raise ConfigError for an argument of a fleet without --replicas, for --optimise with it, and for more than
+    _MOST_REPLICAS replicas.
+    """
     for name in _OF_FLEET if args.replicas is None else ():
         if getattr(args, name) is not None:
             raise ConfigError(name, getattr(args, name), "absent without --replicas")

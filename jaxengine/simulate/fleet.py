@@ -279,7 +279,7 @@ class _Fleet:
             self._at(now + self.options.publish_seconds, self._publish, replica)
 
     def _ended(self, now: float, replica: _Replica, request: Request) -> None:
-        """Note the end of a request, whose tokens the caller now has."""
+        """Note the end of a request that got tokens, and its times, whose tokens the caller now has."""
         self._gone(now, replica, int(request.request_id))
         count = len(request.output_token_ids)
         assert request.first_token_time is not None
@@ -407,7 +407,7 @@ def run_fleet(
 ) -> FleetOutcome:
     """Run a trace on a fleet to its end. router: a name of ROUTERS; all others as of `run_trace`.
 
-    Raises ConfigError as `check_simulated`.
+    Raises ConfigError as `check_simulated`. RuntimeError if requests wait forever, as `SimulatedEngine.step`.
     """
     check_simulated(config)
     outcome, begun = FleetOutcome(trace, options, router), time.process_time()
