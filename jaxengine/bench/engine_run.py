@@ -53,7 +53,7 @@ class Run:
 
     @property
     def inter_token_seconds(self) -> list[float]:
-        """Return the mean time between tokens of each request with at least two."""
+        """Return the mean seconds between tokens of each request with at least two and with metrics."""
         means = []
         for output in self.outputs:
             metrics, count = output.metrics, sum(len(completion.token_ids) for completion in output.outputs)
@@ -69,7 +69,7 @@ class Run:
 
     def timeline(self) -> dict[str, float]:
         """Return the milliseconds per step of each part; `outside` is the time around steps: tokenisation, outputs and
-        so on.
+        so on. Its `steps` is their number, at least 1.
         """
         steps = max(1, int(self.stats["num_steps"]))
         parts = ("schedule", "dispatch", "wait", "update")
@@ -82,7 +82,8 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
     """Submit all requests at once, with temperature 0 and an empty prefix cache, and wait for all of them.
 
     Only the workload's stop_token_ids end a request early, not the end of sequence. Nothing is detokenised. max_tokens:
-    output length of each request, in place of the workload's own; None keeps them.
+    output length of each request, in place of the workload's own; None keeps them. Raises RequestError for a request
+    that the engine refuses.
     """
     from jaxengine.requests.sampling_params import SamplingParams
 
@@ -112,7 +113,7 @@ def run_static(llm: LLM, workload: Workload, batch_size: int) -> tuple[float, in
     """Run a workload in static batches of `batch_size` requests; return (seconds, requested tokens).
 
     Batches are formed in order of arrival. Each row runs until the longest one of its batch is done, and then the next
-    batch starts. Only requested tokens are counted.
+    batch starts. Only requested tokens are counted. seconds: the sum over the batches.
     """
     seconds = 0.0
     for first in range(0, len(workload.prompts), batch_size):

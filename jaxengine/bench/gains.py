@@ -41,7 +41,7 @@ class Sizes:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest request."""
+        """Tokens of the longest request that a measure sends: four times input and output, at least 16."""
         return max(16, 4 * (self.input_len + self.output_len))
 
 
@@ -70,14 +70,19 @@ class Gain:
 
 
 def requests_of(llm: LLM, sizes: Sizes) -> Workload:
-    """Return requests of random tokens with these sizes."""
+    """Return requests of random tokens with these sizes, the same in each call. Ids are below the vocabulary size of
+    `llm`.
+    """
     from jaxengine.bench.workloads import fixed_lengths
 
     return fixed_lengths(sizes.num_prompts, sizes.input_len, sizes.output_len, llm.core.runner.vocab_size)
 
 
 def rate(llm: LLM, workload: Workload) -> float:
-    """Return the prompt and output tokens per second of a run whose requests arrive at once."""
+    """Return the prompt and output tokens per second of a run whose requests arrive at once.
+
+    The prefix cache is emptied first.
+    """
     from jaxengine.bench.engine_run import run_workload
 
     done = run_workload(llm, workload)
@@ -90,8 +95,8 @@ def plain_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def shared_prefix_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return `rate` of requests that share all of their prompt but the last sixteenth, as with a common
-    system prompt.
+    """Return `rate` of requests that share all of their prompt but the last sixteenth, as with a common system prompt.
+    At least one token of each is its own.
     """
     import dataclasses
 
@@ -111,7 +116,9 @@ def repeating_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def ragged_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return the output tokens per second of requests of very different lengths that arrive at once."""
+    """Return the output tokens per second of requests of very different lengths that arrive at once: sizes.num_prompts
+    requests of at most sizes.context tokens.
+    """
     from jaxengine.bench.engine_run import run_workload
 
     done = run_workload(llm, _ragged(llm, sizes))
@@ -119,8 +126,8 @@ def ragged_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def static_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return `ragged_rate` in static batches: the next batch begins when the longest request of the
-    last one has ended.
+    """Return `ragged_rate` in static batches: the next batch begins when the longest request of the last one has ended.
+    Batches have a quarter of the requests, at most max_num_seqs.
     """
     from jaxengine.bench.engine_run import run_static
 
@@ -131,13 +138,19 @@ def static_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def _ragged(llm: LLM, sizes: Sizes) -> Workload:
+    """Return sizes.num_prompts requests of very different lengths, at most sizes.context tokens each, below the
+    engine's vocabulary.
+    """
     from jaxengine.bench.workloads import ragged_trace
 
     return ragged_trace(sizes.num_prompts, llm.core.runner.vocab_size, sizes.context)
 
 
 def first_seconds(llm: LLM, sizes: Sizes) -> float:
-    """Return the seconds until a request has its first token."""
+    """Return the seconds until a request has its first token.
+
+    It has sizes.input_len random tokens, and an empty prefix cache.
+    """
     from jaxengine.bench.engine_run import run_workload
     from jaxengine.bench.workloads import fixed_lengths
 
@@ -146,8 +159,9 @@ def first_seconds(llm: LLM, sizes: Sizes) -> float:
 
 
 def longest_gap(llm: LLM, sizes: Sizes) -> float:
-    """Return the milliseconds of the longest pause between the tokens of a running request while long
-    prompts arrive.
+    """Return the milliseconds of the longest pause between the tokens of a running request while long prompts arrive.
+    The stream gets 4 * sizes.output_len tokens; three prompts of 4 * sizes.input_len tokens arrive during it. The
+    prefix cache is emptied first; runs until all have ended.
     """
     import time
 
@@ -160,6 +174,7 @@ def longest_gap(llm: LLM, sizes: Sizes) -> float:
     llm.reset_prefix_cache()
 
     def add(name: str, length: int, new: int) -> None:
+        """Queue a request of `length` random tokens for `new` tokens."""
         params = SamplingParams(
             temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
@@ -236,8 +251,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return its exit status. A gain that the model or the machine does not have is a row that says
-    why.
+    """Measure each gain of args.only, all of them without it; print the table and write it to the --json file. Returns
+    0.
+
+    Options that an engine refuses (ConfigError) become a row that says why. Other errors are raised.
     """
     from jaxengine.config.errors import ConfigError
     from jaxengine.results import table, write_json
@@ -262,7 +279,8 @@ def compare(gain: Gain, options: Mapping[str, Any], sizes: Sizes, num_runs: int)
     """Measure one gain; return a row with the figures `without` and `with` it, and how many `times` better the latter
     is.
 
-    options: of both engines, before those of the gain. Raises ConfigError if an engine refuses them.
+    The best of `num_runs` figures of each counts. The engines are shut down at the end. options: of both engines; those
+    of the gain replace them. Raises ConfigError if an engine refuses them.
     """
     from jaxengine import LLM
 

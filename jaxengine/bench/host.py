@@ -57,17 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _turnover(text: str) -> int:
+    """Return the whole number of a text. Raises ArgumentTypeError for what is none, and for 0 and 1."""
     if (count := positive_int(text)) == 1:
         raise argparse.ArgumentTypeError("1 leaves nothing to decode; allowed is 2 or more")
     return count
 
 
 def _window(text: str) -> int | None:
+    """Return the window of a text in tokens; None for "all". Raises ArgumentTypeError for other than whole numbers
+    above 0.
+    """
     return None if text == "all" else positive_int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure each number of sequences; print and write the figures. Returns 0."""
+    """Measure each of args.num_seqs with the other arguments; print the figures and write them to the --json file.
+    Returns 0.
+    """
     from jaxengine.results import table, write_json
 
     windows = tuple(args.windows)
@@ -99,6 +105,11 @@ class _Steps:
         width: int = 1,
         sees: bool = False,
     ):
+        """Make a scheduler with `num_seqs` requests, and run it until all prompts are computed.
+
+        Random ids and accepted counts are drawn from a fixed seed, for 64 steps in turn. longest, turnover: as of
+        `_requests`. windows, width, sees: as of `measure`.
+        """
         import numpy as np
 
         from jaxengine.scheduler.config import SchedulerConfig
@@ -139,7 +150,10 @@ class _Steps:
             self.step()
 
     def step(self) -> None:
-        """Run one scheduler step, and add what its parts took to `spent`."""
+        """Run one scheduler step, and add what its parts took to `spent`.
+
+        A new request takes the place of each that ends.
+        """
         clock, scheduler = time.perf_counter, self.scheduler
         start = clock()
         scheduled_step = scheduler.schedule(0.0)
@@ -241,7 +255,7 @@ def measure(
 def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any]:
     """Return (sampled ids, accepted counts) of step `number`; with width 1 the first token of each row, and no counts.
 
-    tokens, counts: as of FreeRunner.
+    tokens, counts: as of FreeRunner; counts count only with drafts.
     """
     ids = tokens[number % len(tokens)]
     if width > 1:
@@ -265,6 +279,9 @@ class _Loop:
     """
 
     def __init__(self, steps: _Steps, requests: Any, width: int, *, offload: bool):
+        """Make an engine on a FreeRunner with as many requests as `steps` has sequences, and run it until all prompts
+        are computed.
+        """
         from jaxengine.engine.engine import Engine
 
         config = steps.config
@@ -293,6 +310,7 @@ class _Loop:
         self._engine.extensions.shutdown()
 
     def _step(self) -> None:
+        """Run a step of the engine; a new request takes the place of each that ends."""
         for _ in self._engine.step().finished:
             self._engine.queue([next(self._requests)])
 
@@ -301,12 +319,16 @@ class _FreeConfig:
     """Configuration of a FreeRunner: the given values, and for all else what an engine without options has."""
 
     def __init__(self, **own: Any):
+        """own: the values that are given, by option."""
         from jaxengine.config.engine_config import EngineConfig
 
         self._usual = EngineConfig()
         vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
+        """Return an option that was not given, as an engine has it without options. Raises AttributeError for what is
+        none.
+        """
         return getattr(self._usual, name)
 
 
@@ -321,6 +343,9 @@ class FreeRunner:
     on_cpu, page_bytes, state_bytes, block_bytes = False, 1 << 10, 0, 1 << 10
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None, *, offload: bool = False):
+        """config: a SchedulerConfig. packer, tokens, counts, offload: as the class says; counts are None without
+        drafts.
+        """
         from jaxengine.config.speculation import SpeculativeConfig
         from jaxengine.runner.compile_watch import CompileWatch
 
@@ -342,6 +367,9 @@ class FreeRunner:
         self._tokens, self._counts, self._taken = tokens, counts, 0
 
     def execute(self, step: Any) -> Any:
+        """Return a step that is ready at once: its sampled ids and, with drafts, its counts are the next of those
+        given.
+        """
         self._taken += 1
         ids, right = sampled(self._tokens, self._counts, self._taken, step.bucket.width)
         drafts = None if right is None else right * 0 + ids.shape[-1] - 1
@@ -349,6 +377,7 @@ class FreeRunner:
         return SimpleNamespace(token_ids=lambda: ids, result=results.get, is_ready=lambda: True)
 
     def extension(self, name: str) -> Any:
+        """Return this runner, which stands in for its extensions."""
         return self
 
     def sample(self, pending: Any) -> None: ...
@@ -381,7 +410,7 @@ def _fields(sections):
 
 
 def _buckets(config, sections=()):
-    """Return the buckets of a scheduler's config, each kind with the largest size alone. sections: of messages."""
+    """Return the buckets of a SchedulerConfig, each kind with the largest size alone. sections: of messages."""
     from jaxengine.scheduler.buckets import Buckets
 
     limits = config.max_num_seqs, config.max_num_batched_tokens
@@ -391,7 +420,7 @@ def _buckets(config, sections=()):
 def _requests(generator, longest: int, turnover: int):
     """Yield requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer.
 
-    longest: output tokens of each request if `turnover`, their mean number otherwise, is 0.
+    generator: of numpy. turnover: mean number of their output tokens, from 1 on; 0 for `longest` in each.
     """
     import numpy as np
 

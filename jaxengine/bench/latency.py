@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure `num_runs` batches; print and write latencies, the time of a step's parts and the roofline. Returns 0."""
+    """Load an engine, measure `args.num_runs` batches, print latencies, the time of a step's parts and the roofline,
+    and write them to the --json file. Returns 0.
+
+    Raises as `LLM` and `run_workload`.
+    """
     from jaxengine import LLM
     from jaxengine.bench.engine_run import run_workload
     from jaxengine.bench.workloads import fixed_lengths

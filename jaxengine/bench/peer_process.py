@@ -88,6 +88,7 @@ def install(peer: Peer, folder: Path) -> Path:
 
 
 def _call(peer: Peer, command: list[str]) -> None:
+    """Run a command to its end. Raises PeerError, with the end of what it says, if its status is not 0."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"{peer.name}: {' '.join(command[1:4])} ... failed: {done.stderr.strip()[-500:]}")
@@ -130,7 +131,7 @@ class PeerProcess:
     def run(self, workload: dict[str, Any]) -> dict[str, Any]:
         """Measure one workload and wait for its result; see `peer_scripts/peer.py` for both dicts.
 
-        Raises PeerError.
+        Raises PeerError if the process has ended or ends before it answers.
         """
         assert self._process.stdin is not None
         try:
@@ -151,12 +152,15 @@ class PeerProcess:
         self._process.stdout.close()
 
     def __enter__(self) -> PeerProcess:
+        """Return the process itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the process."""
         self.close()
 
     def _read(self) -> dict[str, Any]:
+        """Wait for the next line of the process and return its JSON. Raises PeerError if it ends first."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -164,6 +168,9 @@ class PeerProcess:
         return json.loads(line)
 
     def _failed(self) -> PeerError:
+        """Return the PeerError, which the caller raises, of a process that has ended; waits up to ten seconds for its
+        end, to quote the last line of its log.
+        """
         # Its answers end before its last words are written.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)

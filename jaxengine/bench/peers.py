@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all engines; print and write figures and ratios. Returns 1 if there is nothing to compare."""
+    """Measure all engines on args.workloads; print figures and ratios and write them to the --json file. Returns 1 if
+    there is nothing to compare, else 0.
+
+    Engines are installed under args.venv_dir, which is created; all of them stay loaded until the end. Raises
+    DefaultModelMissing without a model, OSError.
+    """
     from os import cpu_count
 
     from jaxengine.checkpoint.default_model import default_model_path
@@ -60,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 def _start(
     peers: list[Peer], args: argparse.Namespace, job: dict[str, Any], stack: contextlib.ExitStack
 ) -> list[PeerProcess]:
-    """Load every variant of every peer, or only those of args.variants; one that fails is reported and skipped.
+    """Load every variant of every peer, or only those of args.variants; return their processes. One that fails to
+    install or load is reported and skipped.
 
     job: as of PeerProcess. stack: closes the processes.
     """
@@ -157,7 +163,9 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return a row for each peer with the ratio of our best figure `key` to its best. rows: of `figure`."""
+    """Return a row for each peer with the ratio of our best figure `key` to its best. [] without a figure of ours.
+    workload, weights: names for the rows. rows: of `figure`.
+    """
     best: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = row["engine"]

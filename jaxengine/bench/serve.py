@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the server at each rate; print, write and draw the figures. Returns 1 if no request of a rate succeeded.
+    """Measure the server at each rate; print the figures, write them to the --json file and draw them in the --svg
+    file. Returns 1 if no request of a rate succeeded, else 0.
 
     Raises BenchError or another OSError.
     """
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, Any]]:
-    """Send the load at each rate; return (figures of each rate, samples of the last rate by metric, settings).
+    """Send the load of `args`, as of `prepare`, at each rate, with other prompts each time; return (figures of each
+    rate, samples of the last rate by metric, settings).
 
     Raises BenchError or another OSError.
     """
@@ -135,8 +137,11 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
 
 async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
     """Ask the server for its model and whether it accepts token ids; return where and how to send, and what to send.
+    The model is args.model or the first one listed, the limit of lengths args.max_model_len or the listed one. One
+    request is sent as a probe.
 
-    Raises BenchError for a server that cannot be measured, another OSError for one that does not answer.
+    Raises BenchError for a server that cannot be measured, another OSError for one that does not answer, and as
+    `read_api_key` for the key file.
     """
     from jaxengine.bench.serve_client import BadUrlError, Server, get_json
     from jaxengine.bench.serve_load import Load, Traffic
@@ -194,22 +199,29 @@ async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
 
 
 def _plain(rate: float) -> float | str:
+    """Return the rate, "inf" for infinity, which JSON lacks."""
     return rate if math.isfinite(rate) else "inf"
 
 
 def _rate(text: str) -> float:
+    """Return a rate above 0, inf for "inf". Raises ArgumentTypeError for other texts."""
     return math.inf if text == "inf" else _positive(text)
 
 
 def _positive(text: str) -> float:
+    """Return a finite number above 0. Raises ArgumentTypeError for other texts."""
     return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
 
 
 def _share(text: str) -> float:
+    """Return a number from 0 to 1. Raises ArgumentTypeError for other texts."""
     return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def _number(text: str, allowed: Any, what: str) -> float:
+    """Return the number of a text. allowed: takes it (NaN for no number) and returns whether it may be. Raises
+    ArgumentTypeError, which says `what` it must be, for others.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -220,6 +232,7 @@ def _number(text: str, allowed: Any, what: str) -> float:
 
 
 def _object(text: str) -> dict[str, Any]:
+    """Return a JSON object. Raises ArgumentTypeError for other texts."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -230,6 +243,9 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _limit(text: str) -> tuple[str, float]:
+    """Return (metric, milliseconds) of "METRIC:MS". Raises ArgumentTypeError for a metric not of SLO_METRICS and other
+    numbers than above 0.
+    """
     name, _, milliseconds = text.partition(":")
     if name not in SLO_METRICS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a limit; allowed: {', '.join(SLO_METRICS)}, as in ttft:500")

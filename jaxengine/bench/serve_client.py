@@ -47,10 +47,11 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None, ca_file: str | None = None) -> Server:
-        """Return the Server of a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError, and OSError for
-        `ca_file`.
+        """Return the Server of a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError for anything else, and
+        OSError for a `ca_file` that cannot be read.
 
-        ca_file: PEM file of certificates to trust instead of the system's; None for those.
+        api_key: sent as a bearer token; None or "" for none. ca_file: PEM file of certificates to trust instead of the
+        system's; None for those.
         """
         try:
             parts = urlsplit(url)
@@ -73,17 +74,20 @@ class Connection:
     """
 
     def __init__(self, server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        """Wrap an open connection; `used` says later whether it has carried a request."""
         self._server, self._reader, self._writer = server, reader, writer
         self._http = h11.Connection(h11.CLIENT)
         self.used = False
 
     @classmethod
     async def open(cls, server: Server) -> Connection:
-        """Open a connection. Raises OSError."""
+        """Open a connection. Raises OSError if the server cannot be reached."""
         return cls(server, *await asyncio.open_connection(server.host, server.port, ssl=server.tls))
 
     async def send(self, method: str, path: str, body: bytes = b"") -> h11.Response:
-        """Send a request; return the response's status and headers. Raises OSError, h11.RemoteProtocolError."""
+        """Send a request as `post` does and wait for the answer; return the response's status and headers. Raises
+        OSError, h11.RemoteProtocolError.
+        """
         self.post(method, path, body)
         while True:
             event = await self._next()
@@ -91,7 +95,9 @@ class Connection:
                 return event
 
     def post(self, method: str, path: str, body: bytes = b"") -> None:
-        """Write a request without waiting for the response."""
+        """Write a request without waiting for the response. path: after the server's own. body: JSON, b"" for none.
+        Raises h11.LocalProtocolError if the last request is not complete.
+        """
         headers = [*self._server.headers, ("Content-Length", str(len(body)))]
         if body:
             headers.append(("Content-Type", "application/json"))
@@ -112,7 +118,9 @@ class Connection:
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     def restart(self) -> None:
-        """Prepare the connection for the next request."""
+        """Prepare the connection for the next request, and mark it as used. Raises h11.LocalProtocolError unless it is
+        reusable.
+        """
         self._http.start_next_cycle()
         self.used = True
 
@@ -121,6 +129,9 @@ class Connection:
         self._writer.transport.abort()
 
     async def _next(self) -> Any:
+        """Wait for the next event of h11 and return it. Raises OSError, or h11.RemoteProtocolError if the server breaks
+        off or violates the protocol.
+        """
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(READ_BYTES))
         return event
@@ -130,11 +141,12 @@ class Connections:
     """Pool of reusable connections to one server."""
 
     def __init__(self, server: Server):
+        """Start without a connection."""
         self.server = server
         self._idle: deque[Connection] = deque()
 
     async def take(self) -> Connection:
-        """Return an idle connection, or a new one. Raises OSError."""
+        """Return an idle connection, which is no longer in the pool, or a new one. Raises OSError."""
         return self._idle.pop() if self._idle else await Connection.open(self.server)
 
     async def fresh(self) -> Connection:
@@ -206,7 +218,8 @@ class Sample:
 
 
 async def stream(connections: Connections, path: str, body: dict[str, Any], timeout: float | None) -> Sample:
-    """Send a streaming request and read its response to the end; any failure is recorded in the returned sample.
+    """Send a streaming request and read its response to the end; any failure is recorded in the returned sample, but
+    for a cancellation.
 
     path: route of the server. body: of the request. timeout: seconds after which it is given up; None for no limit.
     """
@@ -228,7 +241,8 @@ async def stream(connections: Connections, path: str, body: dict[str, Any], time
 
 
 async def _stream(connections: Connections, path: str, payload: bytes, sample: Sample) -> Connection:
-    """Send a request and read its response into `sample`; return the connection, which is not closed.
+    """POST `payload` to the route `path` and read the response, of any status, into `sample`; return the connection,
+    which is not closed.
 
     Raises what `_follow` does, after closing the connection.
     """
@@ -262,7 +276,8 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
 
 
 async def _follow(connection: Connection, sample: Sample) -> None:
-    """Read a stream of server-sent events into `sample`, to the end, with the error that an event may report.
+    """Read a stream of server-sent events, the body of the connection's response, into `sample`, to the end, with the
+    error that an event may report.
 
     Raises OSError or h11.RemoteProtocolError; AttributeError, KeyError, TypeError or ValueError for events of another
     form.
@@ -289,7 +304,9 @@ async def _follow(connection: Connection, sample: Sample) -> None:
 
 
 def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
-    """Read one chunk of a completion or chat, which arrived at `now`, into `sample`. Raises as `_follow`."""
+    """Read one chunk of a completion or chat, which arrived at `now`, into `sample`: its error, the usage, the last
+    finish_reason, and the time of a chunk that brings output. Raises as `_follow`.
+    """
     if "error" in chunk:
         sample.error, sample.message = "stream error", json.dumps(chunk["error"])[:ERROR_BYTES]
         return
@@ -337,6 +354,9 @@ async def get_json(server: Server, path: str) -> Any:
 
 
 async def _read_text(connection: Connection, limit: int = ERROR_BYTES) -> str:
+    """Return the body of a response as text, its first `limit` bytes; the rest is read too. Raises as
+    `Connection.body`.
+    """
     text = b""
     async for piece in connection.body():
         if len(text) < limit:

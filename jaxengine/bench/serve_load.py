@@ -94,8 +94,8 @@ def plan(load: Load) -> list[Planned]:
 
 
 def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
-    """Return `count` random token ids, or indices into WORDS for text. Avoids low ids, which often are special tokens
-    or single bytes.
+    """Return `count` random token ids, from 300 or half the vocabulary on, or indices into WORDS where the load is
+    text. Low ids often are special tokens or single bytes.
     """
     if load.text:
         return generator.integers(0, len(WORDS), count).tolist()
@@ -103,7 +103,9 @@ def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
 
 
 def _lengths(load: Load, generator: np.random.Generator, length: int) -> list[int]:
-    """Draw a length for each request from the load's distribution around `length`."""
+    """Draw a length for each request of the load from its distribution around `length`: at least 1, log-normal ones at
+    least 2.
+    """
     if load.lengths == "uniform":
         low, high = math.ceil(length * (1 - load.range_ratio)), math.floor(length * (1 + load.range_ratio))
         values = generator.integers(max(1, low), max(1, high) + 1, load.num_prompts)
@@ -147,7 +149,9 @@ class Traffic:
     timeout: float | None = None
 
     def body(self, planned: Planned) -> dict[str, Any]:
-        """Return the body of a streamed request, as JSON values."""
+        """Return the body of the streamed request `planned`, as JSON values; `fields` replace its own. A chat is one
+        message of a user.
+        """
         if self.route == "completions":
             prompt = {"prompt": planned.prompt}
         else:
@@ -195,6 +199,7 @@ async def send(
     cpu, start = time.process_time(), time.perf_counter()
 
     async def one(number: int) -> Sample:
+        """Send a request now, or once fewer than max_concurrency are open; return its sample."""
         if places is None:
             lags[number] = time.perf_counter() - start - times[number]
             return await stream(connections, "/" + traffic.route, bodies[number], traffic.timeout)

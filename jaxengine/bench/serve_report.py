@@ -24,7 +24,7 @@ Points = Sequence[tuple[float, float]]
 
 def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
     """Return the values of each of METRICS over the successful requests, in milliseconds: one per request, of "itl" one
-    per gap.
+    per gap. A failed request counts nowhere.
     """
     good = [sample for sample in samples if sample.error is None]
     tpot = [value for sample in good if (value := sample.per_token_seconds) is not None]
@@ -41,7 +41,7 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
     """Whether a request succeeded within all limits (metric -> milliseconds); a metric without a value meets its
     limit.
 
-    Metrics are "ttft", "tpot" and "e2el".
+    slo: limits of the metrics "ttft", "tpot" and "e2el"; a failed request meets none.
     """
     if sample.error is not None:
         return False
@@ -54,9 +54,11 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Return all figures of a load; latencies in milliseconds, None without samples.
+    """Return all figures of a load: counts, errors by kind, tokens, rates, peak concurrency, the client's lag and CPU
+    share; latencies in milliseconds, None without samples.
 
-    slo: limits as of `meets`; without any the goodput is None.
+    Rates are per second; failed requests count only as errors and in the peak and the lag. slo: limits as of `meets`;
+    without any the goodput is None.
     """
     good = [sample for sample in run.samples if sample.error is None]
     failed = [sample for sample in run.samples if sample.error is not None]
@@ -86,6 +88,7 @@ def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str
 
 
 def _rate(count: float, seconds: float) -> float:
+    """Return count a second, rounded; 0 in no time."""
     return round(count / seconds, 3) if seconds else 0.0
 
 
@@ -99,7 +102,9 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _peak(samples: Sequence[Sample]) -> int:
-    """Return the largest number of requests open at the same time."""
+    """Return the largest number of requests open at the same time, of all samples; one that ends as another is sent is
+    not counted with it.
+    """
     changes = sorted([(sample.sent, 1) for sample in samples] + [(sample.ended, -1) for sample in samples])
     most = now = 0
     for _, change in changes:
@@ -109,7 +114,7 @@ def _peak(samples: Sequence[Sample]) -> int:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Format the figures of one rate, as `summary` returns them, for people."""
+    """Return as text the figures of one rate, as `summary` returns them, for people."""
     plain = {name: value for name, value in result.items() if name not in ("latency_ms", "errors", "first_error")}
     rows = [{"ms": METRICS[name], **spread} for name, spread in result["latency_ms"].items()]
     parts = [record(plain), table(rows)]
@@ -120,7 +125,11 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Format a sweep as a table with one row per rate. results: of `summary`, with "request_rate"."""
+    """Return as text a table with one row per rate: rates asked for, reached and within limits, tokens a second,
+    failures, and median and p99 of each latency.
+
+    results: of `summary`, with "request_rate".
+    """
     rows = []
     for result in results:
         latency = result["latency_ms"]
@@ -138,8 +147,8 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]]) -> str:
-    """Return the text of an SVG chart: for one rate the cumulative distribution of each latency, for several the
-    latencies and throughputs by rate.
+    """Return the text of an SVG chart: for one rate (a single result) the cumulative distribution of each latency, for
+    several the latencies and throughputs by rate.
 
     results: of `summary`, with "request_rate". curves: milliseconds by metric, of one rate; unused for several.
     """
@@ -182,7 +191,7 @@ COLOURS = ("#1b6ca8", "#d1495b", "#3d8361", "#8c6bb1", "#e09f3e")
 
 
 def _cumulative(values: Sequence[float]) -> Points:
-    """Return points (value, percent of values not above it), at most a few hundred."""
+    """Return points (value, percent of values not above it) of values, at least one; at most a few hundred."""
     ordered = sorted(values)
     step = max(1, len(ordered) // 200)
     places = [*range(0, len(ordered), step), len(ordered) - 1]
@@ -205,12 +214,14 @@ def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str,
     width, height = PANEL_WIDTH - LEFT - RIGHT, PANEL_HEIGHT + 30 - BOTTOM - TOP
 
     def across(x: float) -> float:
+        """Return the x coordinate of a value."""
         if log:
             span = math.log(high / low) or 1.0
             return left + width * math.log(max(x, 1e-3) / low) / span
         return left + width * (x - low) / ((high - low) or 1.0)
 
     def down(y: float) -> float:
+        """Return the y coordinate of a value."""
         return bottom - height * y / top
 
     parts = [f'<text x="{left}" y="{TOP - 10}">{escape(title)}</text>']

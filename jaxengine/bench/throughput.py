@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the chosen workload; print and write the figures of the fastest run. Returns 0."""
+    """Load an engine, measure the workload that `args` choose, print the figures of the fastest run and write them to
+    the --json file. Returns 0.
+
+    Raises as `LLM` and `run_workload`.
+    """
     from jaxengine import LLM
     from jaxengine.results import record, table, write_json
 
@@ -56,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
-    """Return the workload that the arguments choose, for the vocabulary and lengths of an engine."""
+    """Return the workload that the arguments choose: a recorded one, a trace, or random requests, within the vocabulary
+    of `llm`, and a trace within its lengths.
+    """
     from jaxengine.bench.workloads import fixed_lengths, ragged_trace, recorded
 
     runner = llm.core.runner
@@ -69,7 +75,10 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 
 
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
-    """Run a workload `num_runs` times; return the figures of the fastest run."""
+    """Run a workload `num_runs` times, at least 1, each with an empty prefix cache; return the figures of the fastest
+    run: tokens a second, seconds to the first token, tokens found in the cache, empty token slots and padding in
+    percent, agreement with the reference, and milliseconds a step by part.
+    """
     from jaxengine.bench.engine_run import run_workload
 
     best = min((run_workload(llm, workload) for _ in range(num_runs)), key=lambda done: done.seconds)
@@ -90,7 +99,8 @@ def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
 
 
 def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> dict[str, Any]:
-    """Run the same requests in static batches of max_num_seqs; return their figures and the engine's speedup over them.
+    """Run the requests of `workload` in static batches of max_num_seqs; return their figures and the engine's speedup
+    over them.
 
     tokens_per_second: requested tokens a second without static batches, for the speedup.
     """
@@ -107,12 +117,13 @@ def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> di
 
 
 def _mean(values: list[float]) -> float | None:
+    """Return the rounded mean; None without values."""
     return round(sum(values) / len(values), 4) if values else None
 
 
 def _same(done: Run, workload: Workload) -> str | None:
-    """Return "N of M": how many requests' tokens equal the reference, and how many requests there are; None without a
-    reference.
+    """Return "N of M": how many requests' tokens equal the reference, and how many requests there are; None if the
+    workload has no reference. done: its run.
     """
     if not workload.reference:
         return None

@@ -45,7 +45,9 @@ class Workload:
 
 
 def recorded(name: str) -> Workload:
-    """Return the workload `name` of workloads.json. Raises ValueError for an unknown name."""
+    """Return the workload `name` of workloads.json. Its requests all have one output length. Raises ValueError for an
+    unknown name.
+    """
     every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
     if name not in every:
         raise ValueError(f"workload is {name!r}; allowed are {', '.join(every)}")
@@ -77,8 +79,8 @@ def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size:
 
 
 def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: int = 0) -> Workload:
-    """Return requests with log-normal prompt and output lengths, as in chat traffic: many short ones and a few very
-    long.
+    """Return `num_prompts` requests with log-normal prompt and output lengths, as in chat traffic: many short ones and
+    a few very long.
 
     vocab_size: upper bound (exclusive) of the random token ids. max_model_len: limit of a prompt and its output
     together, each of which has at most half of it. Raises ValueError for less than 16, or no prompts.

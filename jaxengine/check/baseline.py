@@ -37,7 +37,8 @@ CPU_FIGURES = ("exchanged_bytes",)
 def save(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows, the settings and the compiler versions to a file, as JSON.
 
-    settings: model and options of the check. rows: figures of each program, as `Compiler.row` returns them.
+    settings: model and options of the check. rows: figures of each program, as `Compiler.row` returns them. Raises
+    OSError.
     """
     from jaxengine.results import write_json
 
@@ -54,7 +55,10 @@ def compilers() -> dict[str, str]:
 
 
 def other_compilers(path: str) -> str:
-    """Describe how the installed compilers differ from those in the baseline's file `path`; "" if they do not."""
+    """Describe how the installed compilers differ from those in the baseline's file `path`; "" if they do not.
+
+    A compiler that is not installed here is not compared. Raises OSError or ValueError if the file cannot be read.
+    """
     then, now = json.loads(Path(path).read_text()).get("compilers", {}), compilers()
     differing = [f"{name} {now[name]} (then {then.get(name)})" for name in now if now[name] != then.get(name)]
     return f"other compilers than the baseline's: {', '.join(differing)}" if differing else ""

@@ -63,7 +63,8 @@ class Found:
 
 
 def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
-    """Check one target after another until the model fits into one; return what was found there, or on the last.
+    """Check one target after another until one is not refused as too small for the model; return what was found there,
+    or on the last.
 
     places: (target, engine options that replace the job's), at least one. progress: see `check_target`.
     """
@@ -81,6 +82,7 @@ def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str,
     """Compile the job's programs for a target and return their rows of figures; waits for the compiling processes.
 
     Calls progress(name of the target, programs done, programs in total, name of the program) before each is compiled.
+    For a TPU with `job.cycles`, a second process profiles the blocks of kernels, whose rows come last.
     """
     rows, known = _run(target, job, progress)
     if target.backend == "tpu" and job.cycles and known and not target.no_profile:
@@ -101,7 +103,8 @@ def _run(
 
     known: memory plan of an earlier call; None to make one. The plan is empty if there is none, as for a model that is
     too large for the target; its only row then has "too_small". If the process dies, the program that it was compiling
-    gets a row with an error, and another process continues after it; without a plan nothing continues.
+    gets a row with an error, and another process continues after it; without a plan nothing continues. progress: as of
+    `check_target`.
     """
     rows: list[dict[str, Any]] = []
     skip: list[str] = []
@@ -169,6 +172,7 @@ def prepare_libtpu() -> None:
 
 
 def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:
+    """Return the row of a program that failed with `reason`, which is its "error" and its only failure."""
     return {"target": target.name, "program": program, "step": False, "error": reason, "failures": [reason]}
 
 
@@ -178,7 +182,8 @@ def replies(
     """Start a compiling process and yield its messages, then {"event": "exit", "code": its status}.
 
     request: sent as JSON, by default the fields of compile.CompileRequest. variables: the process's environment. log:
-    file for its standard error. module: what it runs. The process is killed when the iterator is closed.
+    file for its standard error. module: what it runs. The process is killed when the iterator is closed. Raises
+    ValueError for a line that is not JSON, BrokenPipeError if it ends before it has read the request.
     """
     command = [sys.executable, "-m", module]
     with log.open("wb") as errors:
@@ -199,5 +204,5 @@ def replies(
 
 
 def tail(log: Path) -> str:
-    """Return the last _TAIL characters of what a compiler printed, on one line."""
+    """Return the last _TAIL characters of the log of a compiler, on one line. Raises OSError if there is no log."""
     return " ".join(log.read_text(errors="replace").split())[-_TAIL:]

@@ -100,6 +100,11 @@ class Compiler:
     """Compiles the programs of a request, one after another."""
 
     def __init__(self, request: CompileRequest, reply: Reply):
+        """Read the model and open its stages on the target's devices.
+
+        request: what to compile; its file `log` must exist. reply: called with each message. Raises ConfigError as the
+        engine does, and for an unknown target.
+        """
         self.request = request
         self.target: Target = find_target(request.target)
         self._devices = target_devices(self.target)
@@ -113,13 +118,14 @@ class Compiler:
         self.stages = open_stages(self._model, config, self._platform, self._devices)
 
     def _read(self, *, whole: bool) -> ModelConfig:
+        """Return the configuration of the request's model, with all its layers if `whole`. Raises ConfigError."""
         asked, keep_tables = self.request.options.get("quantization"), self._platform.keeps_tables
         return model_config(self.request.model, asked, whole=whole, keep_tables=keep_tables)
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
-        """Return the stages with all layers, for which memory is planned; the stages that are compiled may have only
-        the first few layers.
+        """Stages with all layers, for which memory is planned; the stages that are compiled may have only the first few
+        layers.
         """
         if (model := self._read(whole=True)) == self._model:
             return self.stages
@@ -129,7 +135,8 @@ class Compiler:
     def run(self) -> None:
         """Plan the memory, then compile all programs that are not to be skipped, with a reply for each.
 
-        Raises TooSmall if the model does not fit into the target, ConfigError as the engine does.
+        Raises TooSmall if the model does not fit into the target, ConfigError as the engine does. Errors of compilers
+        become rows, but not those in the memory plan, which are raised.
         """
         request = self.request
         if request.needs_only:
@@ -264,8 +271,10 @@ class Compiler:
     def row(self, program: CheckedProgram, planned: int) -> dict[str, Any]:
         """Compile a program and return its row of figures, with what is wrong with it as "failures".
 
-        planned: bytes that the memory plan grants it on a device. A compiler's error becomes the row's "error"; the
-        figures after it are then missing.
+        Figures are bytes of memory, copies, exchanges, operations, moved bytes, attention kernels, sizes and compile
+        seconds; on TPUs also on-chip memory and the cycles of blocks, on GPUs launches, registers and spills. planned:
+        bytes that the memory plan grants it on a device. A compiler's error becomes the row's "error"; the figures
+        after it are then missing.
         """
         row: dict[str, Any] = {
             "target": self.target.name,
@@ -345,17 +354,19 @@ class Compiler:
         return compiled, time.perf_counter() - start
 
     def _dumps(self) -> Path | None:
+        """Return the folder of the compiler's dumps on TPU, None on other targets."""
         return Path(self.request.dumps) if self.target.backend == "tpu" else None
 
 
 def main() -> int:
     """Serve the request on standard input: write replies to standard output, and the compilers' output to standard
-    error.
+    error. A model that is refused (TooSmall, ConfigError) is a reply too. Returns 0; other errors are raised.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def reply(message: dict[str, Any]) -> None:
+        """Write a message as a line of JSON."""
         replies.write(json.dumps(message) + "\n")
 
     request = CompileRequest(**json.load(sys.stdin))

@@ -40,6 +40,7 @@ def operations(module: Module) -> dict[str, int]:
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
+        """Return the operations of the matrix products of a computation by element type."""
         by_name, found = {instruction.name: instruction for instruction in body}, Counter()
         for instruction in body:
             if (product := _product(instruction, by_name)) is not None:
@@ -74,12 +75,14 @@ def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tu
 
 
 def _array(type_text: str) -> tuple[str, tuple[int, ...]]:
+    """Return (element type, shape) of the first array in the text of a type. Raises AssertionError if it has none."""
     match = _ARRAY.search(type_text)
     assert match is not None, type_text
     return match[1], tuple(int(size) for size in match[2].split(",") if size)
 
 
 def _width(dtype: str) -> int:
+    """Return the bits of an element type by the digits in its name; 8 if it has none, as pred."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8
 
@@ -93,6 +96,7 @@ def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
+        """Return the bytes that the instructions of a computation move."""
         by_name = {instruction.name: instruction for instruction in body}
         fetched = {instruction.operands[0] for instruction in body if _fetches(instruction) and instruction.operands}
         return Counter(
@@ -113,6 +117,7 @@ def launches(module: Module, scope: str = "") -> int:
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
+        """Return how many kernels and copies the instructions of a computation start."""
         starting = (each for each in body if each.opcode not in _NO_LAUNCH)
         return Counter(launches=sum(not scope or f"/{scope}/" in each.rest for each in starting))
 
@@ -120,13 +125,19 @@ def launches(module: Module, scope: str = "") -> int:
 
 
 def _fetches(instruction: Instruction) -> bool:
+    """Return whether an instruction starts to prefetch an array that this run uses, not the next one."""
     return instruction.opcode == "copy-start" and _NEXT_RUN not in instruction.rest
 
 
 def _moved(
     module: Module, instruction: Instruction, by_name: Mapping[str, Instruction], leave_out: Collection[int]
 ) -> int:
-    """Return the bytes that one instruction reads and writes, as moved_bytes. by_name: those of its computation."""
+    """Return the bytes that one instruction reads and writes, as `moved_bytes`; 0 for one that moves none itself.
+
+    It is the sum of operands and result, except for slices (twice the result), updates (twice what is written), starts
+    of copies, kernels that update in place (their cost estimate), and fusions that read or write only parts of an
+    operand. by_name: the instructions of its computation.
+    """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0
@@ -162,6 +173,7 @@ def _moved(
 
 
 def _number(parameter: Instruction) -> int:
+    """Return the number of a parameter instruction."""
     return int(parameter.rest.partition(")")[0])
 
 
@@ -169,7 +181,7 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
     """Return how a fusion uses one of its parameters: (bytes read, None for all; bytes written if updated in place,
     else None; whether the fusion returns it).
 
-    body: instructions of the fusion.
+    Only reads of slices and updates in place are parts; any other use reads all. body: instructions of the fusion.
     """
     names, total, written = {parameter.name}, 0, None
     for inner in body:
@@ -212,8 +224,9 @@ def _executed(
 ) -> Counter[str]:
     """Sum `of_body` over a computation and all that it calls, weighted by how often each runs.
 
-    name: of the computation. of_body: returns the figures of a computation's instructions. fused: include the bodies of
-    fusions and of asynchronous starts. Of a conditional only the branch with the largest sum counts.
+    name: of the computation, which counts nothing if the module lacks it. of_body: returns the figures of a
+    computation's instructions. fused: include the bodies of fusions and of asynchronous starts. Of a conditional only
+    the branch with the largest sum counts.
     """
     body = module.computations.get(name, [])
     total = of_body(body)

@@ -41,6 +41,9 @@ def read(dumps: Path, module: Module) -> int | None:
 
 
 def _first(folder: Path, glob: str) -> int | None:
+    """Return the cycles in the first file of a folder, by name, that matches `glob` and states them; None if none
+    does.
+    """
     for path in sorted(folder.glob(glob)):
         if match := _CYCLES.search(path.read_text(errors="replace")):
             return int(match[1])
@@ -52,7 +55,8 @@ def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     tokens of a run).
 
     rows: of Compiler.row, two for each kind, with TRIPS repetitions. Rows without a block, such as those of programs
-    that failed, are kept. A kind with only one of the two programs gets no row; one without cycles gets a failure.
+    that failed, are kept. A kind with only one of the two programs gets no row; one without cycles gets a row with a
+    failure.
     """
     kinds: dict[str, dict[int, dict[str, Any]]] = {}
     found = [row for row in rows if "block" not in row]

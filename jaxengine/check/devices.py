@@ -14,7 +14,8 @@ def target_devices(target: Target) -> list[Any]:
     """Return the `num_devices` devices for which the target's programs are compiled.
 
     CPU devices are this process's own, which must have been started with so many (children.environment); the others are
-    virtual, described by the installed compiler.
+    virtual, described by the installed compiler. Fewer are returned where there are fewer. Raises errors of jax if the
+    compiler is missing.
     """
     if target.backend == "cpu":
         devices = jax.devices("cpu")

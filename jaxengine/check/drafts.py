@@ -42,7 +42,7 @@ class Drafting(NamedTuple):
 
 def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the config, completed from the config.json of an EAGLE-3 head if it names one. Raises as `settle_draft`
-    does.
+    does. model: of the target. Reads the config.json, no weights.
     """
     chosen = config.speculative_config
     if chosen is None or chosen.method != EAGLE3:
@@ -54,7 +54,7 @@ def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 def drafting(stage: StagePrograms) -> Drafting | None:
     """Return the draft model or head that the stage's config names; None for other methods of drafting.
 
-    Raises ConfigError as the engine does.
+    Its weights are abstract; a head's config.json is read. Raises ConfigError as the engine does.
     """
     chosen, config = stage.config.speculative_config, stage.config
     if chosen is None or not chosen.has_model:

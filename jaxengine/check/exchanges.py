@@ -77,7 +77,12 @@ class Exchange:
 
 
 def exchanges(module: Module) -> list[Exchange]:
-    """Return every exchange of a compiled module."""
+    """Return every exchange of a compiled module, one inside a loop once.
+
+    Its scope is that of the instruction, of the instruction that awaits it on another core, or of its operands. Links
+    of one chain of fusions count as one exchange. XLA:TPU's fused reduce-scatters, and the instructions that complete
+    them, are recognised.
+    """
     found, chains, offloaded, scatters = defaultdict(list), set(), _offloaded_scopes(module), _scatters(module)
     for name, body in module.computations.items():
         if name in scatters:
@@ -116,6 +121,7 @@ def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
     """
 
     def size(name: str) -> int:
+        """Return the bytes that a computation and those that it calls exchange; of branches the dearest counts."""
         total = sizes.get(name, 0)
         for instruction in module.computations.get(name, []):
             called = [size(each) for each in instruction.called]
@@ -123,6 +129,7 @@ def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
         return total
 
     def reached(name: str) -> set[str]:
+        """Return the names of a computation and all that it calls."""
         called = [each for instruction in module.computations.get(name, []) for each in instruction.called]
         return {name}.union(*map(reached, called))
 
@@ -188,6 +195,7 @@ def _offloaded_scopes(module: Module) -> dict[str, str]:
 
 
 def _scope(instruction: Instruction) -> str:
+    """Return the scope that the source gives an instruction (its op_name); "" if it has none."""
     match = _SCOPE.search(instruction.rest)
     return match[1] if match else ""
 
@@ -220,7 +228,10 @@ def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], modul
 
 
 def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scope: str, count: int) -> Exchange:
-    """Return the Exchange of an instruction. by_name: those of its computation. scope, count: as `exchanges` found."""
+    """Return the Exchange of an instruction. by_name: those of its computation. scope, count: as `exchanges` found.
+
+    The text is cut to 300 characters.
+    """
     opcode, place = instruction.opcode.removesuffix("-start"), _place(scope)
     written = "ragged-all-to-all" if _RAGGED in scope.split("/") else _WRITTEN.get(scope.rpartition("/")[2], opcode)
     kind = written if place else opcode
@@ -239,7 +250,7 @@ def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scop
 
 
 def _place(scope: str) -> str:
-    """Return the place, as of Exchange, of a scope of the form "a/b/c"."""
+    """Return the place, as of Exchange, of a scope of the form "a/b/c": its first part that is one; "" if none is."""
     for part in scope.split("/"):
         if match := _LAYER.match(part):
             return f"layer {match[1]}"
@@ -249,7 +260,7 @@ def _place(scope: str) -> str:
 
 
 def counts(found: Sequence[Exchange]) -> dict[str, int]:
-    """Return the number of exchange instructions by opcode."""
+    """Return the number of exchange instructions by opcode. Those of all branches count."""
     return dict(Counter(exchange.opcode for exchange in found))
 
 
@@ -322,7 +333,9 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
 
 
 def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
-    """Return how many of a layer's norms span heads of several devices."""
+    """Return how many of a layer's norms take sums over several devices: those over all heads, and those over groups of
+    which there are fewer than devices of the mesh that split the heads.
+    """
     nodes = [node for _, node in nnx.iter_graph(layer)]
     grouped = sum(isinstance(node, GroupsRMSNorm) and node.num_groups < mesh.num_shards("heads") for node in nodes)
     return grouped + sum(isinstance(node, HeadsRMSNorm) for node in nodes)
@@ -346,6 +359,7 @@ def gathered_inputs(layer: nnx.Module, num_per_token: int = 1) -> list[int]:
 
 
 def _quantized(layer: nnx.Module) -> list[QuantizedWeight]:
+    """Return the quantized weights of a layer."""
     return [node for _, node in nnx.iter_graph(layer) if isinstance(node, QuantizedWeight)]
 
 
@@ -417,4 +431,5 @@ def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
 
 
 def _kinds_text(kinds: Mapping[str, int]) -> str:
+    """Return counts of exchanges by kind as text, such as "1 all-gather and 2 all-reduce"; "nothing" for {}."""
     return " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "nothing"

@@ -97,7 +97,10 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """Return the names of the computations that it runs: the branches of a conditional, the body of a loop."""
+        """Return the names of the computations that it runs: the branches of a conditional, the body of a loop.
+
+        [] for most instructions.
+        """
         return [name for found in _CALLED.findall(self.rest) for name in _NAME.findall("".join(found))]
 
 
@@ -160,12 +163,14 @@ def parse(text: str) -> Module:
 
 
 def arrays_of(type_text: str) -> list[int]:
-    """Return the element counts of the arrays in an HLO type."""
+    """Return the element counts of the arrays in an HLO type: 1 for a scalar, [] if it has no array."""
     return [_elements(match[2]) for match in _SHAPE.finditer(type_text)]
 
 
 def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
-    """Return the bytes of device memory of each array in an HLO type; with `on_chip` on-chip memory counts too."""
+    """Return the bytes of device memory of each array in an HLO type, 0 for one in on-chip memory; with `on_chip`
+    on-chip memory counts too.
+    """
     return [
         _elements(match[2]) * _element_bits(match[1]) // 8 if on_chip or "S(" not in (match[3] or "") else 0
         for match in _SHAPE.finditer(type_text)
@@ -173,7 +178,10 @@ def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
 
 
 def _element_bits(dtype: str) -> int:
-    """Return the bits of an HLO element type such as bf16, f8e4m3fn or pred."""
+    """Return the bits of an HLO element type such as bf16, f8e4m3fn or pred.
+
+    token and opaque have none. Raises TypeError for a type without a width in its name.
+    """
     if dtype in ("pred", "token", "opaque"):
         return 8 if dtype == "pred" else 0
     return int(re.search(r"\d+", dtype)[0])  # pyright: ignore[reportOptionalSubscript] - all others have their width
@@ -186,6 +194,7 @@ def _first_array(type_text: str) -> tuple[int, bool]:
 
 
 def _elements(sizes: str) -> int:
+    """Return the number of elements of sizes such as "8,128"; 1 for ""."""
     return math.prod(int(size) for size in sizes.split(",") if size)
 
 
@@ -206,7 +215,11 @@ class MustNotCopy:
 
 
 def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
-    """Return a text for each instruction that moves an entire protected array through memory."""
+    """Return a text for each instruction that moves an entire protected array through memory.
+
+    Each is "NAME: OPCODE INSTRUCTION TYPE". Instructions inside fusions and on other cores, in-place updates,
+    prefetches to the chip and what puts them back do not count.
+    """
     found, given = [], _given(module)
     for body, instruction in module.outside_fusions():
         if instruction.fast or instruction.opcode in PASSIVE or instruction.opcode in _IN_PLACE:
@@ -229,12 +242,13 @@ def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
 
 
 def _brief(instruction: Instruction) -> str:
+    """Return opcode, name and type of an instruction, in at most 160 characters."""
     return f"{instruction.opcode} {instruction.name} {instruction.type_text}"[:160]
 
 
 def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
     """Whether the instruction evicts from on-chip memory what was prefetched, unchanged; `moved_bytes` counts these
-    bytes.
+    bytes. body: instructions of its computation.
     """
     if instruction.opcode != "copy-start" or not any(each.fast for each in body if each.name in instruction.operands):
         return False
@@ -270,7 +284,10 @@ def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) ->
 
 
 def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -> str:
-    """Return the opcode of the instruction that an instruction passes on unchanged, or its own."""
+    """Return the opcode of the instruction that an instruction passes on unchanged, or its own.
+
+    by_name: instructions of its computation.
+    """
     while instruction.opcode in ("bitcast", "get-tuple-element") and instruction.operands:
         inner = by_name.get(instruction.operands[0])
         if inner is None:
@@ -289,7 +306,10 @@ def _changes_layout(instruction: Instruction) -> bool:
 
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
-    """Whether an instruction moves or converts data and computes nothing."""
+    """Whether an instruction moves or converts data and computes nothing.
+
+    A fusion does if all that is in it moves data or is trivial, and something moves it.
+    """
     if instruction.opcode != "fusion":
         return instruction.opcode in _MOVERS | _OFFLOADED
     opcodes = {inner.opcode for inner in module.inside(instruction)}
@@ -320,7 +340,8 @@ def _given(module: Module) -> _Given:
 def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given: _Given) -> bool:
     """Whether an operand of `instruction` is, through moves alone, a parameter of the program or of a loop.
 
-    Parameters of a branch, and on-chip parameters of a loop, are traced to the instructions that make them.
+    Parameters of a branch, and on-chip parameters of a loop, are traced to the instructions that make them. body:
+    instructions of its computation. given: as `_given` returns it.
     """
     by_name = {inner.name: inner for inner in body}
     pending, seen = list(instruction.operands), set()
@@ -353,7 +374,10 @@ def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given
 
 
 def custom_calls(module: Module) -> Iterator[Instruction]:
-    """Yield every custom call, our kernels among them."""
+    """Yield every custom call, our kernels among them.
+
+    They are those of all computations, fused ones included.
+    """
     for body in module.computations.values():
         yield from (instruction for instruction in body if instruction.opcode == "custom-call")
 

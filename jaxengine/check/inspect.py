@@ -45,8 +45,9 @@ def memory(compiled: Any) -> dict[str, int]:
 def program_text(compiled: Any, dumps: Path | None) -> str:
     """Return the optimised HLO of a compiled program as text.
 
-    dumps: folder of the compiler's dumps, read if it holds the program, as jaxlib cannot always read back the HLO of a
-    newer libtpu; None for no folder.
+    dumps: folder of the compiler's dumps, of which the largest after code generation, else after optimisations, is
+    read, as jaxlib cannot always read back the HLO of a newer libtpu. None for no folder; without a dump the program
+    itself is asked.
     """
     if dumps is not None:
         for pattern in ("*after_codegen.txt", "*after_optimizations.txt"):
@@ -93,5 +94,5 @@ def mosaic_gpu(log: str) -> dict[str, int | None]:
 
 
 def serialized(compiled: Any) -> bytes:
-    """Return a compiled program's executable as bytes."""
+    """Return a compiled program's executable as bytes. Raises errors of jax for one that it cannot serialise."""
     return serialize_executable.serialize(compiled)[0]

@@ -42,7 +42,8 @@ MIB = 2**20
 
 
 def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: bool) -> list[str]:
-    """Return a sentence for everything that is wrong with a row; [] if nothing is.
+    """Return a sentence for everything that is wrong with a row; [] if nothing is. A row with "error" has only that
+    one.
 
     Args:
       row: figures of a program, as `Compiler.row` of jaxengine.check.compile collects them.
@@ -86,7 +87,10 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
 
 
 def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each stage whose loaded programs together hold more bytes than planned."""
+    """Return a sentence for each stage whose loaded programs together hold more bytes than planned.
+
+    Rows that are no steps, or have no "held_bytes", do not count, nor do stages for which nothing is planned.
+    """
     found = []
     steps = [row for row in rows if row["step"] and "held_bytes" in row]
     for target, stage in dict.fromkeys((row["target"], row["stage"]) for row in steps):
@@ -100,7 +104,12 @@ def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
-    """Return a sentence for each figure in which a step exceeds `needs`, the model's own count."""
+    """Return a sentence for each figure in which a step exceeds `needs`, the model's own count, by more than its slack:
+    operations, operations in wider types, temporaries besides quantised codes, and bytes moved.
+
+    row: as of `failures`, with "needs". Operations are not compared where attention is plain XLA, types and temporaries
+    not on CPUs.
+    """
     needs, found = row["needs"], []
     done, most = sum(row["operations"].values()), int(needs["operations"] * OPERATIONS_SLACK)
     # Plain attention multiplies whole tiles, which are mostly empty for few tokens.

@@ -122,7 +122,9 @@ class CheckedProgram:
 def open_stages(
     model_config: ModelConfig, config: EngineConfig, platform: Platform, devices: Sequence[Any]
 ) -> list[StagePrograms]:
-    """Build the programs of each pipeline stage on its share of the devices. Raises ConfigError as the engine does."""
+    """Build the programs of each pipeline stage on its share of the devices, with abstract weights. Raises ConfigError
+    as the engine does.
+    """
     model_config = as_it_sees(model_config, config)
     resolved = config.resolved(model_config, platform, largest_items(model_config))
     layout = resolved.mesh_layout(model_config)
@@ -147,7 +149,9 @@ class StagePrograms:
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
-        """Make the abstract weights and the engine's programs. place: prefix of program names."""
+        """Make the abstract weights and the engine's programs, for one stage on its mesh. place: prefix of program
+        names.
+        """
         self.config = config
         self.model = model
         self.mesh = mesh
@@ -215,7 +219,9 @@ class StagePrograms:
         )
 
     def forward(self, bucket: Bucket, num_pages: int) -> CheckedProgram:
-        """Return the bucket's forward pass, with a pool of `num_pages` pages per layer and rank."""
+        """Return the bucket's forward pass as a program to check, with its work, needs, expected exchanges and arrays
+        that it must not copy, with a pool of `num_pages` pages per layer and rank.
+        """
         kv = self.steps.kv_shapes(num_pages)
         program = self.steps.forward(bucket, self.params, kv)
         # CPUs and GPUs pad a single row to two.
@@ -241,8 +247,8 @@ class StagePrograms:
         )
 
     def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[CheckedProgram]:
-        """Yield the kernels of one layer as programs of their own: attention, of each kind in the model, and its KV
-        write.
+        """Yield the kernels of one layer as programs of their own: attention, of each kind with pages in the model but
+        that with compressed keys, and the KV write of each page size, for a step of `bucket`.
 
         They run on one device of the mesh, with its heads and its rank's sequences; schedules are arguments. num_pages:
         of the pool.
@@ -349,11 +355,13 @@ class StagePrograms:
 
     @property
     def _exchanged_itemsize(self) -> int:
+        """Bytes of an element of activations while devices exchange them: XLA:CPU exchanges bfloat16 as float32."""
         # XLA:CPU exchanges bfloat16 as float32.
         return 4 if self._platform == "cpu" else jnp.dtype(self.config.dtype).itemsize
 
     @property
     def _context(self) -> int:
+        """Keys of a sequence for which a decode step's work is counted."""
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
     def _must_not_copy(self, num_logits: int, kv: Any) -> MustNotCopy:
@@ -386,9 +394,12 @@ class StagePrograms:
         return MustNotCopy({**{rows // count: "a layer's pool" for count in parts}, elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
-        """Return the shapes of a replica's RaggedBatch of a bucket."""
+        """Return the shapes of a replica's RaggedBatch of a bucket, all int32: cu_q_lens [S + 1], kv_lens [S],
+        page_table [S, columns], slot_mapping [T].
+        """
 
         def int32(*shape: int) -> Any:  # a shape stands for an array
+            """Return an abstract array of int32."""
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
         return RaggedBatch(
@@ -402,6 +413,7 @@ class StagePrograms:
 
     @property
     def _one_device(self) -> Mesh:
+        """Mesh of the first device alone."""
         return make_mesh(ONE_DEVICE, [self.mesh.devices.flat[0]])
 
     def _on_one_device(self, tree: Any) -> Any:
@@ -409,6 +421,7 @@ class StagePrograms:
         there = NamedSharding(self._one_device, PartitionSpec())
 
         def part(leaf: Any) -> jax.ShapeDtypeStruct:
+            """Return a device's part of an abstract array."""
             shape = leaf.shape if leaf.sharding is None else part_shape(leaf)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
 
@@ -424,7 +437,7 @@ def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDty
 
 
 def _limit(spec: AttentionSpec) -> str:
-    """Return the window or chunk of an attention spec as a suffix of program names."""
+    """Return the window or chunk of an attention spec as a suffix of program names. "" without either."""
     for name in ("window", "chunk"):
         if getattr(spec, name) is not None:
             return f" {name} {getattr(spec, name)}"
@@ -432,10 +445,11 @@ def _limit(spec: AttentionSpec) -> str:
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
-    """Whether an array is a matrix; with one column it is a vector."""
+    """Whether an array of this shape has more than one axis longer than 1; with one column it is a vector."""
     return sum(size > 1 for size in shape) > 1
 
 
 def _hlo_type(dtype: Any) -> str:
+    """Return HLO's name of a dtype; numpy's for those that the table lacks."""
     name = jnp.dtype(dtype).name
     return {"int32": "s32", "float32": "f32", "uint32": "u32", "bfloat16": "bf16", "bool": "pred"}.get(name, name)

@@ -10,6 +10,9 @@ from typing import Any
 
 
 def _yarn(factor: float, **fields: float | bool) -> dict[str, Any]:
+    """Return the rope_scaling of YaRN with this factor over 4,096 positions. fields: further ones, or others than
+    these.
+    """
     return {
         "rope_type": "yarn",
         "factor": factor,

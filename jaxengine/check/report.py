@@ -16,7 +16,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _line(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row in the table; None for a figure that it does not have."""
+    """Return the columns of a row in the table, by name in order; None for a figure that it does not have. Memory is in
+    MiB or KiB, operations in billions, shares in percent; memory of a device only for steps.
+    """
     return {
         "target": row["target"],
         "program": row["program"],
@@ -44,10 +46,12 @@ def _line(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaled(row: dict[str, Any], name: str, unit: int) -> float | None:
+    """Return a figure of a row in units of `unit`; None if the row lacks it."""
     return None if row.get(name) is None else row[name] / unit
 
 
 def _percent(row: dict[str, Any], of: str) -> float | None:
+    """Return the peak bytes in percent of another figure of the row, `of`; None if it lacks one or that figure is 0."""
     return 100 * row["peak_bytes"] / row[of] if row.get(of) and "peak_bytes" in row else None
 
 

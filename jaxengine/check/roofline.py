@@ -52,7 +52,9 @@ class Work:
 def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int, int]:
     """Return (keys read from the pool, query-key pairs) of one layer's attention over all sequences of a bucket.
 
-    context: keys per sequence of a decode. window: keys that a token sees; None for all.
+    A decode-only bucket has a token and `context` keys for each sequence, one with drafts `width` tokens each; a mixed
+    bucket is a single prompt of all its tokens, for which `context` does not count. window: keys that a token sees;
+    None for all.
     """
     if bucket.decode_only:
         keys = min(context, window or context)
@@ -84,7 +86,8 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 
 def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
     """Return `attention_work` of a layer with an indexer: each visible key of the indexer and each latent that may be
-    selected is read once.
+    selected is read once. All operands are as of `attention_work`. The indexer counts only in layers that select by
+    themselves (index.source None).
     """
     index, latent, itemsize = attention.index, attention.latent, jnp.dtype(dtype).itemsize
     assert index is not None and latent is not None
@@ -106,6 +109,7 @@ def _compressed_work(
 ) -> Work:
     """Return `attention_work` of a layer with compressed keys: the window's keys, which are part of its state, and
     those of blocks, or of the blocks that may be selected, are read once; the indexer's keys of all blocks, too.
+    compressed: of the layer; other operands are as of `attention_work`.
     """
     itemsize, index, rate = jnp.dtype(dtype).itemsize, compressed.index, compressed.rate
     pairs = visible_keys(bucket, context, compressed.window)[1]
@@ -126,20 +130,26 @@ def _compressed_work(
 def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
     """Return the work of one layer's recurrent states: each read and written once, and the computation of every token.
 
-    dtype: of activations.
+    dtype: of activations, and of states that do not say theirs. A bucket that is not decode-only counts as one
+    sequence.
     """
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
     return Work(_state_bytes(state, num_seqs, dtype), bucket.num_tokens * state.flops)
 
 
 def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
-    """Return the bytes of one layer's recurrent states of `num_seqs` sequences, read and written."""
+    """Return the bytes of one layer's recurrent states of `num_seqs` sequences, read and written.
+
+    dtype: of those that do not say theirs.
+    """
     sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
 
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
-    """Return the work of one layer's KV write: new keys and values, read (as `dtype`) and stored (as `kv_dtype`)."""
+    """Return the work of one layer's KV write for all tokens of a bucket and all KV heads, without operations: new keys
+    and values, read (as `dtype`) and stored (as `kv_dtype`).
+    """
     if (compressed := attention.compressed) is not None:
         itemsize = jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize
         return Work(bucket.num_tokens * sum(compressed.widths) * itemsize // (compressed.rate or 1), 0)
@@ -155,8 +165,8 @@ def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
 
 
 def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
-    """Return a device's share of the work of an epilogue: the sampler reads the logits once, a score computes those of
-    every token.
+    """Return a device's share of the work of an epilogue: one such as the sampler reads the float32 logits once and
+    does no operations, a score computes those of every token.
 
     name: of the epilogue. size: its rows, of a score its tokens. width: tokens of each row of the step before.
     """
@@ -196,6 +206,8 @@ class Products:
 
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
     """Return what the matrix products of a forward pass need on one device, with a bucket of tokens in every replica.
+
+    Towers are left out. A head computes only the rows of logits, an expert the rows that reach it on average.
 
     model: abstract. dtype: of activations. kv: the abstract pool, whose platform's kernels multiply
       whole tiles of rows and may expand latents to keys; with None neither is counted.
@@ -262,6 +274,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
 
 
 def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:
+    """Return the bytes of keys and values that the attention of the stage's layers copies from pages on one device."""
     attending = [each for layer in model.stage.layers if (each := model.config.attention[layer]).attends]
     rows = kv.platform, bucket.num_seqs, kv.spec.page_size
     return sum(gathered_bytes(each, model.mesh, *rows) for each in attending)
@@ -272,7 +285,7 @@ def _num_matrices(decl: ParamDecl) -> int:
     applied to rows of its own: groups of its sources' rows. 0 for other weights.
 
     A projection from heads to a latent, as Mamba's x_proj, has the same axes, but its sources are joined along the
-    latent.
+    latent. decl: the declaration of the weight.
     """
     if decl.axes != ("heads", "latent") or decl.joined_axis:
         return 0

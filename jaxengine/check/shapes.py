@@ -43,7 +43,7 @@ _SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "rms_norm_eps": 1e-5, "head_dim
 
 
 def _llama_rope(factor: float) -> RopeScaling | None:
-    """Return Llama 3.1's scaling of rotary frequencies by `factor`."""
+    """Return Llama 3.1's scaling of rotary frequencies by `factor`, from 8,192 to 131,072 positions."""
     return RopeScaling.from_hf(
         {
             "rope_type": "llama3",
@@ -73,8 +73,10 @@ def _model(
 ) -> ModelConfig:
     """Return the shape of a text model.
 
-    hidden, intermediate: sizes of activations and of the feed-forward part. head_dim: None for hidden / heads.
-    attention: additional fields of every layer; windows: repeated over the layers. fields: others of ModelConfig.
+    architecture: name in config.json. hidden, intermediate: sizes of activations and of the feed-forward part.
+    rope_theta, rope_scaling: base of the rotary frequencies and their scaling, None for none. head_dim: None for hidden
+    / heads. attention: additional fields of every layer; windows: repeated over the layers. fields: others of
+    ModelConfig.
     """
     head_dim = head_dim or hidden // heads
     rope = Rope(head_dim, rope_theta, rope_scaling)
@@ -209,7 +211,12 @@ def model_config(
 
 
 def _named(name: str, *, whole: bool) -> ModelConfig:
-    """Return the shape of a model that is not a GGUF file; arguments and errors as of model_config."""
+    """Return the shape of a model that is a name of SHAPES, a folder, or a hub id, of which the config.json is
+    downloaded.
+
+    name, whole: as of `model_config`. Raises ConfigError for other names, for `:N` beyond the layers, and if the
+    download fails; ModelFileError for a folder that cannot be used.
+    """
     known, _, layers = name.lower().partition(":")
     if known in SHAPES and not layers:
         return SHAPES[known]
@@ -228,8 +235,8 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
 
 
 def largest_items(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return, by modality, (embeddings, patches) assumed for the largest image, and those of one window of a sound, as
-    a check has no processor.
+    """Return, by modality (IMAGE, AUDIO) of the model's towers, (embeddings, patches) assumed for the largest image,
+    and those of one window of a sound, as a check has no processor.
     """
     found = {}
     for tower in model.towers:

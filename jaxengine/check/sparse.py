@@ -20,13 +20,15 @@ def sparse_attention(
     """Return a function (queries and weights of the indexer, both parts of the queries, pool, RaggedBatch) -> output
     of a step of `num_tokens` tokens, and its first four arguments.
 
-    attention: a layer with an indexer. shape_of: function from (shape, dtype) to an abstract array on the device.
+    attention: a layer with an indexer. shape_of: function from (shape, dtype) to an abstract array on the device. mesh:
+    the layout whose part of the heads a device has. dtype: of queries.
     """
     index = attention.index
     assert index is not None
     spec = attention_spec(replace(attention, index=None), mesh)
 
     def function(index_q: Any, weights: Any, q: Any, q_rest: Any, kv: Any, batch: Any) -> Any:
+        """Select keys by the indexer and attend to them."""
         schedule = selection_schedule(batch, num_tokens=num_tokens, page_size=kv.page_size, platform=kv.platform)
         found = select_keys(index_q, weights, kv, batch, count=index.top_k, schedule=schedule)
         return selected_attention(q, q_rest, kv, batch, found, spec=spec)

@@ -176,10 +176,12 @@ def find_target(name: str) -> Target:
 
 
 def _sizes(target: Target) -> Iterable[int]:
+    """Return the numbers of devices, beyond one, that exist of a target."""
     return _SLICES.get(target.name, _CPU_SLICES if target.backend == "cpu" else _GPU_SLICES)
 
 
 def _several(target: Target, devices: int) -> Target:
+    """Return a target of `devices` devices, one of `_sizes`, with its name (NAME-N) and its topology."""
     name, slices = f"{target.name}-{devices}", _SLICES.get(target.name)
     topology = target.topology if slices is None else f"{target.name}:{slices[devices]}"
     return replace(target, name=name, topology=topology, num_devices=devices)
@@ -191,8 +193,8 @@ def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Targ
     A target with a number of devices is used as it is; one without may grow to more of its kind. All devices are used:
     if not given, tensor_parallel_size is the number of devices divided by the other parallel sizes.
 
-    options: engine options of the check. Raises ConfigError if the sizes in it do not multiply to the number of
-    devices.
+    options: engine options of the check. Raises ConfigError if the sizes in it do not multiply to a number of devices
+    or, without tensor_parallel_size, divide none.
     """
     names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
     given = {name: options[name] for name in names if name in options}
@@ -225,6 +227,7 @@ def require_compiler(target: Target) -> None:
 
 
 def _installed(module: str) -> bool:
+    """Return whether a module, also one in a package, is installed, without importing it."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # a parent package is missing
@@ -232,7 +235,9 @@ def _installed(module: str) -> bool:
 
 
 def gpu_target_config(target: Target) -> str:
-    """Return the GpuTargetConfigProto of a CUDA target, in text form."""
+    """Return the GpuTargetConfigProto of a CUDA target, in text form. Raises AssertionError for a target that is no
+    GPU.
+    """
     gpu = target.gpu
     assert gpu is not None, target
     major, minor = gpu.capability

@@ -50,7 +50,7 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
     """Return a device's share of the work of an encoder call: every weight and patch read once, and all products but
     those of attention.
 
-    size: patches of a device in the call.
+    Biases and norms do no operations. layout: of the tower that is called. size: patches of a device in the call.
     """
     num_bytes, flops = 4 * size * layout.tower.num_features, 0
     for param in declared_params(model):
@@ -84,7 +84,8 @@ def tower_exchanges(tower: nnx.Module, mesh: MeshLayout, layout: EncoderLayout) 
     """Return the expected number of exchanges of a vision tower by scope and kind.
 
     If devices encode different images, the tower has none inside and one all-gather after it; otherwise each product
-    whose inputs are split is followed by an all-reduce.
+    whose inputs are split is followed by an all-reduce. {} if there are none. layout.parts: devices that encode
+    different images.
     """
     if layout.parts > 1:
         return {"gather": {"all-gather": 1}}

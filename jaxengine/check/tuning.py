@@ -65,7 +65,10 @@ def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
 
 
 def _device_of(target: Target) -> Any:
-    """Return this machine's device if it is of the target's kind, else None."""
+    """Return this machine's device if it is of the target's kind, else None.
+
+    Only the first device of this process is looked at.
+    """
     device = jax.devices()[0]
     if device.platform in ("gpu", "cuda") and target.gpu is not None:
         return device if device.compute_capability == "{}.{}".format(*target.gpu.capability) else None
@@ -74,7 +77,8 @@ def _device_of(target: Target) -> Any:
 
 
 def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float | None]) -> dict[str, Any]:
-    """Measure all candidates of a problem; return a result of `tune`.
+    """Measure all candidates of a problem; return a result of `tune`. The usual sizes stay unless others take at most
+    _WORTH of their time.
 
     measure: returns the microseconds of a candidate, None for one that is not feasible.
     """
@@ -95,7 +99,8 @@ def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float
 def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
     """Return the median microseconds of the product on the device, with random inputs; None if it does not compile.
 
-    candidate: tile sizes to use. problem: shapes of the product; uint8 codes are packed two to a byte.
+    candidate: tile sizes to use. problem: shapes of the product; uint8 codes are packed two to a byte. The median is
+    over _REPEATS groups of _REPEATS runs each.
     """
     key = jax.random.key(0)
     packed = 2 if problem.codes == "uint8" else 1
@@ -117,8 +122,9 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 
 
 def main() -> int:
-    """Serve the request on standard input: write a result of `tune` for each problem, a line of JSON, to standard
-    output, and the compilers' output to standard error.
+    """Serve the request on standard input (target, problems, log, dumps): write a result of `tune` for each problem, a
+    line of JSON, to standard output, and the compilers' output to standard error. Returns 0. Raises ConfigError for an
+    unknown target.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -140,7 +146,10 @@ def main() -> int:
         return candidate.cost({**known[key], **chip})
 
     def compiled_figures(candidate: Candidate) -> dict[str, Any]:
-        """Compile a candidate's function; return its figures, {} if the compiler refuses it."""
+        """Compile a candidate's function; return its figures: registers, spills and shared memory from the log, and
+        "bundles" from the dumps. {} if the compiler refuses it, which is printed to standard error. Older dumps are
+        deleted.
+        """
         for path in dumps.glob("**/*"):
             if path.is_file():
                 path.unlink()

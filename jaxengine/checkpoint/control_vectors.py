@@ -26,8 +26,8 @@ _DIRECTION = re.compile(r"direction\.(\d{1,6})")
 def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Return the vectors f32[D] of a control vector by the names of their taps, such as "residual:5".
 
-    Raises ModelFileError for a file that is no GGUF file, one without directions, and vectors that are not finite or
-    differ in length.
+    Raises ModelFileError for a file that cannot be read or is no GGUF file, one with other tensors than direction.N, N
+    from 1 on, one without directions, and vectors that are not finite or differ in length.
     """
     name = os.fspath(path)
     try:
@@ -47,7 +47,8 @@ def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def read_control_vectors(named: Mapping[str, str] | None, model: ModelConfig) -> dict[str, ControlVector]:
-    """Return `read_control_vector` of each file of an engine's option, by name; empty for None.
+    """Return `read_control_vector` of each file of an engine's option, by name; {} for None. named: path of the file by
+    name.
 
     Raises ModelFileError, also for a file that is not for a model of this shape.
     """
@@ -67,7 +68,7 @@ def _for_model(path: str, model: ModelConfig) -> ControlVector:
 
 
 def _layer(path: str, tensor: TensorInfo) -> int:
-    """Return N of a tensor direction.N. Raises ModelFileError for another name."""
+    """Return N, at least 1, of a tensor direction.N. path: for errors. Raises ModelFileError for another name."""
     match = _DIRECTION.fullmatch(tensor.name)
     if match is None or int(match[1]) == 0:
         raise ModelFileError(path, "is no direction.N of a layer N >= 1: this is no control vector", tensor.name)
@@ -75,7 +76,9 @@ def _layer(path: str, tensor: TensorInfo) -> int:
 
 
 def _values(path: str, tensor: TensorInfo, descriptor: int) -> np.ndarray:
-    """Read a tensor of one axis, of any storage format, as f32[D]. Raises ModelFileError."""
+    """Read a tensor of one axis, of any storage format, as f32[D]. descriptor: of the open file; path: for errors.
+    Raises ModelFileError for more axes and for numbers that are not finite.
+    """
     if len(tensor.shape) != 1:
         raise ModelFileError(path, f"must have one axis, got {list(tensor.shape)}", tensor.name)
     values = dequantize(tensor.format, os.pread(descriptor, tensor.num_bytes, tensor.start)).astype(np.float32)

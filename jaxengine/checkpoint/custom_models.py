@@ -13,7 +13,7 @@ from jaxengine.models.registry import ENCODERS, MODELS, model_for_hf
 def register_model(architecture: str, model_class: type[CausalLM]) -> None:
     """Register a model class for checkpoints whose config.json names `architecture`, as if it were a built-in family.
 
-    It is registered in this process only. Commands, which start further processes, load it as a plugin
+    It is registered in this process only, in MODELS. Commands, which start further processes, load it as a plugin
     (EngineConfig.plugins), as does `LLM(plugins=[...])`. Compiled steps of such a model are not cached on disk, because
     the files that the class depends on are not known.
 
@@ -48,7 +48,10 @@ def is_custom(model_class: type) -> bool:
 
 
 def has_custom_class(config: ModelConfig) -> bool:
-    """Whether the model of this config has a class registered by a user."""
+    """Whether the model of this config has a class registered by a user.
+
+    Raises as `model_for_hf` if no class has its architecture.
+    """
     return is_custom(model_for_hf(config.architecture))
 
 

@@ -31,8 +31,8 @@ def is_gguf(path: Path) -> bool:
 def open_gguf_weights(path: Path, model: ModelConfig) -> WeightSource:
     """Open a GGUF file as weights of `model`: quantised as the model holds them, or else dequantised.
 
-    Raises ModelFileError for an invalid file, and for one whose matrices, of a model that keeps them as they were
-    stored, have other formats.
+    The source owns the file, which is closed if this fails. Raises ModelFileError for an invalid file, and for one
+    whose matrices, of a model that keeps them as they were stored, have other formats.
     """
     file = GGUFFile(path)
     try:

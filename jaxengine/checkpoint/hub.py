@@ -52,7 +52,9 @@ def list_files(name: str, *, revision: str | None, token: str | bool | None) -> 
 
 
 def _refusal(param: str, name: str, revision: str | None, error: Exception) -> ConfigError:
-    """Return the ConfigError for an error of the hub's client, with advice. Arguments: as of `download`."""
+    """Return the ConfigError, which the caller raises, for an error of the hub's client, with advice by its kind:
+    gated, not found, no such revision, hub not reached, or another. Arguments: as of `download`.
+    """
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -74,5 +76,6 @@ def _refusal(param: str, name: str, revision: str | None, error: Exception) -> C
 
 
 def _brief(error: Exception) -> str:
+    """Return the kind and the first 200 characters of an error, of its cause if it has one, on one line."""
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"

@@ -35,9 +35,10 @@ def download_model(name: str, config: EngineConfig) -> Path:
     """Download a hub model, or find it downloaded; return its folder, or the GGUF file that `name` names.
 
     name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. With load_format "dummy" a folder has no weights.
+    config: for revision, download_dir, hf_token and load_format.
 
     Raises:
-      ConfigError: `name` is not a hub model, or the hub refuses it.
+      ConfigError: `name` is not a hub model, the hub refuses it, or it has no config.json or no safetensors.
       ModelFileError: the index of its weights is invalid.
     """
     if quantised := _QUANTISED.fullmatch(name):
@@ -68,7 +69,9 @@ def download_model(name: str, config: EngineConfig) -> Path:
 
 
 def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
-    """Download matching files of a hub id; return their folder. param: option that names it. Raises ConfigError."""
+    """Download matching files of a hub id; return their folder. param: option that names it. patterns, revision: as of
+    `download`. config: for download_dir and hf_token. Raises ConfigError for what is no org/name, and as `download`.
+    """
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
         what = "a folder with a tokenizer.json" if param == "tokenizer" else "a GGUF file, a Hugging Face folder"
@@ -77,7 +80,9 @@ def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | Non
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return patterns of the weight files: the shards that the index lists, or the single file."""
+    """Return patterns of the weight files: the shards that the index in the folder lists, or the single file without an
+    index. Raises ModelFileError for an index that cannot be read.
+    """
     index = read_object(folder, INDEX_FILE)
     shards = (index or {}).get("weight_map")
     if not isinstance(shards, dict):

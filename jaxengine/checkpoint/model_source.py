@@ -75,7 +75,7 @@ class ModelSource:
     control_vectors: Mapping[str, ControlVector] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Close the weight files."""
+        """Close the weight files, if any are open."""
         if self.weights is not None and not isinstance(self.weights, Path):
             self.weights.close()
 
@@ -101,7 +101,7 @@ class ModelSource:
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
         """Load the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init.
 
-        Raises ModelFileError.
+        Raises ModelFileError if its files are missing or invalid.
         """
         if config.skip_tokenizer_init:
             return None
@@ -114,12 +114,14 @@ class ModelSource:
 
 
 def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource:
-    """Open the model that `config.model` names, the default one for None; load the plugins first.
+    """Open the model that `config.model` names, the default one for None; load the plugins first. The caller closes the
+    result.
 
     keep_tables: with `quantization` gguf, keep the token tables as stored in the file, too.
 
     Raises:
-      ConfigError: there is no such file, folder or hub model, or a plugin cannot be imported.
+      ConfigError: there is no such file, folder or hub model, a plugin cannot be imported, or an option
+        contradicts the model.
       DefaultModelMissing: no model is named, and the package with the default one is not installed.
       ModelFileError: a file is invalid, or describes an unsupported model.
     """
@@ -157,7 +159,8 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """Return the model without the towers for what requests may not contain, and without any if it pools. Raises
-    ConfigError for a model that cannot do without sounds and may not have any.
+    ConfigError for a model that cannot do without sounds and may not have any. config: for limit_mm_per_prompt and
+    language_model_only.
     """
     if model.tower is not None and model.tower.crosses:
         if config.mm_limit(AUDIO):
@@ -172,7 +175,8 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 def _makes_types(folder: Path) -> bool:
     """Whether a tokenizer's types of tokens are for the model: unless its `model_input_names` lack them, as those of
-    transformers 5's general class do by default. Raises ModelFileError.
+    transformers 5's general class do by default. folder: with its tokenizer_config.json, which may be absent. Raises
+    ModelFileError for an invalid one.
     """
     about = read_object(folder, TOKENIZER) or {}
     names = about.get("model_input_names")
@@ -182,7 +186,8 @@ def _makes_types(folder: Path) -> bool:
 def _find_tokenizer(config: EngineConfig) -> Path | None:
     """Return the folder of the tokenizer named by the options, downloaded if needed; None for the model's own.
 
-    Raises ConfigError.
+    config: for tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision of a
+    tokenizer on this machine.
     """
     revision = config.tokenizer_revision
     if config.tokenizer is None and revision is None:
@@ -201,7 +206,8 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
 
 def find_model(config: EngineConfig) -> Path:
     """Return the file or folder that `config.model`, which is not None, names; downloaded if needed. Raises ConfigError
-    or ModelFileError.
+    for a name that cannot be looked up, a revision with a URL, and as `download_model` and `RemoteFolder`;
+    ModelFileError for invalid files.
     """
     assert config.model is not None
     if is_url(config.model):
@@ -219,7 +225,10 @@ def find_model(config: EngineConfig) -> Path:
 
 
 def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSource:
-    """Open a GGUF file. keep_tables: as of open_model. Raises ConfigError or ModelFileError."""
+    """Open a GGUF file as the model that config describes, with hf_overrides and generation_config; without weights for
+    load_format "dummy". keep_tables: as of open_model. Raises ConfigError for options that do not go with it,
+    ModelFileError for an invalid file.
+    """
     if config.load_format not in ("auto", "gguf", "dummy"):
         raise ConfigError("load_format", config.load_format, f"auto, gguf or dummy for a file, {path}")
     if path.name.endswith((".safetensors", ".safetensors.index.json", "config.json")):
@@ -261,7 +270,9 @@ def _rope_factors(file: GGUFFile) -> RopeFactors:
 
 
 def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
-    """Open a Hugging Face folder, or one that `convert` wrote. Raises ConfigError or ModelFileError."""
+    """Open a Hugging Face folder, or one that `convert` wrote. config: as of `open_model`. Raises ConfigError for
+    options that do not go with it, ModelFileError for invalid or missing files.
+    """
     if not path.is_dir():
         raise ModelFileError(path, "must be a regular file or a folder")
     converted = (path / LAYOUT_FILE).is_file()
@@ -296,16 +307,21 @@ def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
     """Read a folder's config.json with hf_overrides; return its content, the model, and its pooling if it pools.
 
-    Raises ConfigError or ModelFileError.
+    path: of the folder. Raises ConfigError for an override that nothing reads and for options that contradict the
+    model; ModelFileError for an invalid config.json.
     """
     stored, overrides = read_config_json(path), config.hf_overrides or {}
 
     def token_id(token: str) -> int | None:
+        """Return the id of a token of the vocabulary, else None. Raises ConfigError with skip_tokenizer_init."""
         if config.skip_tokenizer_init:
             raise ConfigError("skip_tokenizer_init", True, "False: classifier_from_token names tokens by their text")
         return Tokenizer.from_hf_folder(_find_tokenizer(config) or path).backend.token_to_id(token)
 
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
+        """Return the model that a config.json describes, and its pooling, None if it generates. Raises as
+        `read_pooling`, `read_hf` and `check_width`.
+        """
         pooling = read_pooling(path, raw, config, token_id)
         model = read_hf(raw, None if pooling is None else pooling.pooler)
         if pooling is not None:
@@ -340,7 +356,10 @@ def _named_overrides() -> Iterator[None]:
 
 
 def _what_to_name(path: Path) -> str:
-    """Return advice, for an error, what to name instead of a folder that is not a model."""
+    """Return advice, for an error, what to name instead of a folder that is not a model.
+
+    It names a GGUF file in the folder, else a model in a folder inside, else what is allowed.
+    """
     files = sorted(file.name for file in path.glob("*.gguf"))
     if files:
         return f"name the GGUF file itself, {str(path / files[0])!r}"
@@ -355,7 +374,8 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     tower with what the file adds.
 
     The file is the one in the folder that the option generation_config names, else the model's, as in vLLM, whatever
-    the tokenizer is. Raises ModelFileError.
+    the tokenizer is. path: of the model. config: for generation_config. Raises ModelFileError for an invalid file, and
+    for ids beyond the vocabulary.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = Path(config.generation_config).expanduser() if named else path

@@ -62,7 +62,9 @@ def _load_entry(entry: EntryPoint) -> None:
 
 
 def _load_named(name: str) -> None:
-    """Load the plugin `name`, a file or a module, unless this process has it. Raises ConfigError."""
+    """Load the plugin `name`, a file or a module, unless this process has loaded or imported it; logs that. Raises
+    ConfigError if it cannot be imported.
+    """
     path = Path(name).expanduser().resolve() if is_file_name(name) else None
     key = name if path is None else str(path)
     if key in _LOADED or (path is not None and _is_imported(path)):
@@ -82,7 +84,7 @@ def _load_named(name: str) -> None:
 
 
 def _is_imported(path: Path) -> bool:
-    """Whether a module of this process, the script that it runs among them, is this file."""
+    """Whether a module of this process, the script that it runs among them, is this file. path: resolved."""
     # __mp_main__ is another name of the script, or of one that has ended.
     modules = [module for name, module in list(sys.modules.items()) if name != "__mp_main__"]
     files = [getattr(module, "__file__", None) for module in modules]
@@ -90,7 +92,9 @@ def _is_imported(path: Path) -> bool:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as the module of its name, or of another one if that is taken. Raises what the import raises."""
+    """Import a file as the module of its name, or of another one if that is taken. The module stays in sys.modules
+    unless its code fails. Raises ImportError for what is not a Python file, and what its code raises.
+    """
     name = path.stem
     if name in sys.modules or not name.isidentifier() or importlib.util.find_spec(name) is not None:
         name = f"plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
@@ -107,7 +111,7 @@ def _import_file(path: Path) -> None:
 
 
 def _why(error: BaseException) -> str:
-    """Return the text of an error, with the file and the line where it was raised."""
+    """Return the kind and the text of an error, with the file and the line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     if isinstance(error, SyntaxError) and error.filename:

@@ -67,7 +67,8 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
       raw: its config.json, with hf_overrides.
       token_id: maps a token of the vocabulary to its id, and others to None.
 
-    Raises ConfigError, ModelConfigError or ModelFileError.
+    Raises ConfigError for options that contradict the model, ModelConfigError for wrong fields of config.json,
+    ModelFileError for other invalid files.
     """
     crosses = with_cross_encoder(folder, raw)
     fields = ConfigFields(crosses or raw)
@@ -108,7 +109,12 @@ def _embedder(
     sentence: SentenceModel | None,
     config: EngineConfig,
 ) -> PoolingModel:
-    """Read how a model embeds prompts, or their tokens. Raises ConfigError, ModelConfigError or ModelFileError."""
+    """Read how a model embeds prompts, or their tokens.
+
+    fields: of its config.json. task: EMBED or TOKEN_EMBED. sentence: what sentence-transformers says of it, None
+    without its files. config: its pooler_config takes precedence. Raises ConfigError for options that a sparse pooler
+    does not support, ModelConfigError or ModelFileError for invalid files.
+    """
     pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
     dense, splade = () if sentence is None else sentence.dense, None if sentence is None else sentence.splade
@@ -141,7 +147,7 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
     """Return how the model of a GGUF file pools; None for a generating model. Its metadata has a pooling type if it is
     an embedder.
 
-    Raises ConfigError.
+    Raises ConfigError for options that contradict it, and for a reranker that is to pool.
     """
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     found = _GGUF_TYPES.get(int(kind)) if kind is not None else None
@@ -167,7 +173,8 @@ def check_width(model: PoolingModel, hidden_size: int) -> None:
 
 
 def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool) -> bool:
-    """Whether the model pools. Raises ConfigError for options that contradict the model or each other.
+    """Whether the model pools. config: for runner, convert, pooler_config and hf_overrides. Raises ConfigError for
+    options that contradict the model or each other.
 
     name, own_task: of the architecture, as of `_task`. says_so: the model's files describe a pooling model.
     """
@@ -187,10 +194,11 @@ def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool)
 
 
 def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: bool) -> str:
-    """Return the task, EMBED or CLASSIFY. Raises ConfigError for one that the checkpoint does not support.
+    """Return the task: the architecture's own, else what the option convert asks for, EMBED or CLASSIFY. Raises
+    ConfigError for one that the checkpoint does not support.
 
-    name: of the architecture, for messages. own_task: of the architecture; None for one that generates. has_tokens:
-    whether config.json names tokens that stand for labels.
+    name: of the architecture, for messages. own_task: of the architecture, which may answer for tokens; None for one
+    that generates. has_tokens: whether config.json names tokens that stand for labels.
     """
     task = {"auto": own_task or (CLASSIFY if has_tokens else EMBED), "none": own_task}.get(
         config.convert, config.convert
@@ -210,8 +218,8 @@ def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: boo
 
 
 def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
-    """Override the checkpoint's settings with the user's. Raises ConfigError for dimensions that the model does not
-    have.
+    """Return the model with the checkpoint's settings overridden by the user's, `chosen`; None there keeps one, except
+    that dimensions are always the user's. Raises ConfigError for dimensions or a task that the model does not have.
     """
     use_activation = model.use_activation if chosen.use_activation is None else chosen.use_activation
     if chosen.dimensions is not None:
@@ -227,7 +235,7 @@ def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
 def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
     """Read how many labels are scored, and which tokens' logits stand for them if the model has no head for labels.
 
-    token_id: as of read_pooling. Raises ModelConfigError.
+    fields: of config.json. token_id: as of read_pooling. Raises ModelConfigError.
     """
     tokens = fields.value("classifier_from_token", None)
     if tokens is None:
@@ -254,7 +262,7 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
     """Return the activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for
     several.
 
-    Raises ModelConfigError.
+    fields: of config.json. Raises ModelConfigError for an unknown one.
     """
     problem = fields.text("problem_type", None)
     if problem is not None and problem not in _ACTIVATIONS:
@@ -273,7 +281,7 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
 
 def _labels(fields: ConfigFields) -> dict[int, str]:
     """Return label names by number, from id2label, whose keys are strings in JSON; {} without it. Raises
-    ModelConfigError.
+    ModelConfigError for more than MAX_LABELS or for other keys and values.
     """
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(

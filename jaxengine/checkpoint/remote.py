@@ -70,6 +70,11 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str, param: str = "model"):
+        """Check the URL and open the file system of its scheme; nothing is read and no thread started yet.
+
+        url: scheme://address of the folder. param: the option that names it, for errors. Raises ConfigError for a URL
+        of another scheme, with credentials or a query, and if a package is not installed.
+        """
         found = _URL.fullmatch(url)
         scheme, rest = (found[1].lower(), found[2]) if found else ("", url)
         if scheme not in SCHEMES:
@@ -97,8 +102,9 @@ class RemoteFolder:
     ) -> Path:
         """Download the files that match `patterns`, configuration and tokenizer without others; return their folder.
 
-        It is in the folder `cache`, None for that of hub downloads, and named by its content. Raises ConfigError if the
-        URL cannot be read, or has no file `needed`.
+        It is in the folder `cache`, None for that of hub downloads, and named by its content. A folder that is there
+        already is returned. Raises ConfigError if the URL cannot be read or has no file `needed`, ModelFileError for a
+        file of more than _MOST_BYTES, OSError if the cache cannot be written.
         """
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -127,7 +133,9 @@ class RemoteFolder:
         return target
 
     def open(self, name: str) -> RemoteFile:
-        """Open a file of the folder. Raises ModelFileError if there is none."""
+        """Open a file of the folder. Only its size is read. Raises ModelFileError if it cannot be read or the server
+        does not tell its size.
+        """
         path = f"{self._root}/{name}"
         try:
             size = self._fs.size(path)
@@ -138,8 +146,8 @@ class RemoteFolder:
         return RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
 
     def _names(self, patterns: Sequence[str]) -> list[str]:
-        """Return the names of the files that match `patterns`, sorted, _MOST_FILES at most. A store that cannot list
-        its files is asked for those of _NAMES.
+        """Return the names of the files that match `patterns`, sorted, _MOST_FILES at most. Raises ConfigError if the
+        store cannot be read. A store that cannot list its files is asked for those of _NAMES.
         """
         if not self._lists:
             asked = [name for name in _NAMES if any(fnmatch(name, one) for one in patterns)]
@@ -149,6 +157,7 @@ class RemoteFolder:
         return sorted(name for name in names if any(fnmatch(name, one) for one in patterns))[:_MOST_FILES]
 
     def _exists(self, name: str) -> bool:
+        """Return whether the folder has a file of this name. Raises ConfigError if the store does not answer."""
         return self._read(name, lambda: self._fs.exists(f"{self._root}/{name}"))
 
     def _pieces(self, name: str) -> Iterator[bytes]:
@@ -168,7 +177,9 @@ class RemoteFolder:
         yield from pieces
 
     def _read(self, name: str, function: Callable[[], T]) -> T:
-        """Return what `function` returns, with its errors as ConfigError. name: of the file that it reads."""
+        """Return what `function` returns, with all its errors raised as ConfigError. name: of the file that it
+        reads.
+        """
         try:
             return function()
         except Exception as error:  # each file system has errors of its own
@@ -180,7 +191,9 @@ class RemoteFolder:
 
 
 def local_adapter(path: str) -> str:
-    """Return the path of an adapter's folder on this machine, downloaded if `path` is a URL. Raises ModelFileError."""
+    """Return the path of an adapter's folder on this machine, downloaded if `path` is a URL. Raises ModelFileError if
+    it cannot be downloaded.
+    """
     if not is_url(path):
         return path
     try:
@@ -199,14 +212,20 @@ class RemoteFile:
     by_row = False
 
     def __init__(self, fs: Any, path: str, url: str, size: int, threads: ThreadPoolExecutor):
+        """Take a file of `size` bytes at `path` of the file system `fs`; nothing is open. url: not a secret, for
+        errors. threads: fetch ranges.
+        """
         self._fs, self._path, self._url, self._threads = fs, path, url, threads
         self.size = size
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Read bytes from `offset` on into `view`, as far as the file goes; return how many. Raises OSError."""
+        """Read bytes from `offset` on into `view`, as far as the file goes; return how many; 0 beyond its end. Several
+        threads fetch ranges at a time; waits for all. Raises RangeError, an OSError, as `fetch`.
+        """
         end = min(offset + len(view), self.size)
 
         def fetch(start: int) -> None:
+            """Fetch one range into the view."""
             data = self.fetch(start, end)
             view[start - offset : start - offset + len(data)] = data
 
@@ -217,8 +236,8 @@ class RemoteFile:
         """Close the file, of which nothing is open between two reads."""
 
     def fetch(self, start: int, end: int | None = None) -> bytes:
-        """Fetch _RANGE_BYTES bytes from `start` on, as far as `end` or the file goes, again after a failure. Raises
-        OSError after _ATTEMPTS failures.
+        """Fetch _RANGE_BYTES bytes from `start` on, as far as `end` or the file goes, again after a failure. Waits
+        between attempts, longer each time. Raises RangeError, an OSError, after _ATTEMPTS failures.
         """
         stop = min(start + _RANGE_BYTES, self.size if end is None else end)
         for attempt in range(_ATTEMPTS):

@@ -38,7 +38,11 @@ _EARLIER_MODES = {
 
 
 def read_sentence_model(folder: Path) -> SentenceModel | None:
-    """Read the sentence-transformers files of a model folder; None if there are none. Raises ModelFileError."""
+    """Read the sentence-transformers files of a model folder; None if there are none. Raises ModelFileError.
+
+    It raises it for files that are invalid, modules that are not supported or out of order, and models that make
+    prompts of messages.
+    """
     modules = _read_modules(folder)
     if modules is None:
         return None
@@ -82,7 +86,7 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
     scores and, of a decoder, the tokens whose logits are the score. None for another folder.
 
     They are files of sentence-transformers since version 5.4; older ones have all in config.json. Raises
-    ModelFileError.
+    ModelFileError. raw is not changed; what it says of tokens takes precedence.
     """
     about = read_object(folder, PROMPTS) or {}
     modules = _read_modules(folder)
@@ -105,7 +109,7 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
 
 def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
     """Read a LogitScore module as fields of config.json: the score is the logit of a token, less that of another if
-    there is one. Raises ModelFileError.
+    there is one. path: of the module's folder within `folder`. Raises ModelFileError for invalid fields.
     """
     fields = ConfigFields(read_object(folder, name := f"{path}/config.json") or {})
     try:
@@ -120,7 +124,9 @@ def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Read modules.json: (class name, path) of each module, in order. None without the file. Raises ModelFileError."""
+    """Read modules.json: (class name, path) of each module, in order. None without the file. Raises ModelFileError for
+    an invalid one, or other than 1 to 100 modules.
+    """
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
     if source is None:
         return None
@@ -137,14 +143,18 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
 
 
 def _is_of_pylate(folder: Path) -> bool:
-    """Whether the modules are those of PyLate, which embed tokens (ColBERT). Raises ModelFileError."""
+    """Whether the modules in a folder, which has a modules.json, are those of PyLate, which embed tokens (ColBERT).
+    Raises ModelFileError.
+    """
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
     listed = parse_object(folder / MODULES, f'{{"modules": {source}}}')["modules"]
     return any(str(each.get("type")).startswith("pylate.") for each in listed)
 
 
 def _read_splade(folder: Path, path: str) -> Splade:
-    """Read a SpladePooling module; num_tokens is not known here, and 0. Raises ModelFileError."""
+    """Read a SpladePooling module; num_tokens is not known here, and 0. path: of the module's folder within `folder`.
+    Raises ModelFileError for what is not supported.
+    """
     name = f"{path}/config.json"
     fields = ConfigFields(read_object(folder, name) or {})
     try:
@@ -179,7 +189,11 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
 
 
 def _read_dense(folder: Path, path: str) -> Dense:
-    """Read the config.json of a Dense module. Raises ModelFileError."""
+    """Read the config.json of a Dense module.
+
+    path: of the module's folder within `folder`. Raises ModelFileError if it has none, and for fields that are invalid
+    or not supported.
+    """
     name = f"{path}/config.json"
     raw = read_object(folder, name)
     if raw is None or not path:
@@ -201,8 +215,8 @@ def _read_dense(folder: Path, path: str) -> Dense:
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
-    """Read (texts that are prepended to inputs, by name; name of the default one, None without one). Raises
-    ModelFileError.
+    """Read (texts that are prepended to inputs, by name; name of the default one, None without one). They are in the
+    config_sentence_transformers.json of the folder, which may be absent. Raises ModelFileError for an invalid one.
     """
     raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
@@ -238,14 +252,16 @@ def reads_messages(folder: Path) -> bool:
 
 
 def _read_transformer(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Read the file about the input: its name and its content, empty without one. Raises ModelFileError."""
+    """Read the file about the input: its name and its content, empty without one. The first name of TRANSFORMER that is
+    there counts. Raises ModelFileError for an invalid one.
+    """
     file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
     return file, read_object(folder, file) or {}
 
 
 def _read_input(folder: Path) -> tuple[int | None, bool]:
-    """Read the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises
-    ModelFileError.
+    """Read the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises ModelFileError
+    for values of other types.
 
     Since version 5.4 the limit is the tokenizer's, which sentence-transformers has always taken where its own file has
     none.

@@ -22,7 +22,8 @@ def sound_adapter(source: ModelSource) -> Path | None:
 
 def with_sound_adapter(config: EngineConfig, source: ModelSource) -> EngineConfig:
     """Return the config with room for the adapter, if there is one. Raises ModelFileError for an invalid one,
-    ConfigError where max_lora_rank is given and too low.
+    ConfigError where max_lora_rank is given and too low. Without enable_lora the adapter enables it, with the least
+    rank that fits.
     """
     folder = sound_adapter(source)
     if folder is None:

@@ -33,7 +33,8 @@ def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: Weight
     embedding; True without a head, if the top level of config.json says so too.
 
     raw: the config.json. weights: a checkpoint, or a folder in device layout, which alone decides; None for dummy ones,
-    which change nothing, as for a pooling model. Raises ModelFileError.
+    which change nothing, as for a pooling model. Logs a warning if a head differs. Raises ModelFileError for files that
+    cannot be read.
     """
     if weights is None or model.pooler is not None:
         return model
@@ -55,14 +56,19 @@ def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: Weight
 
 
 def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """Return a config.json in which `tie_word_embeddings` is `tied`, at the level that is read first."""
+    """Return a config.json in which `tie_word_embeddings` is `tied`, at the level that is read first.
+
+    raw is not changed.
+    """
     if isinstance(text := raw.get("text_config"), Mapping):
         return {**raw, TIED: tied, "text_config": {**text, TIED: tied}}
     return {**raw, TIED: tied}
 
 
 def _look_equal(weights: WeightSource, first: str, second: str) -> bool:
-    """Whether rows all over two matrices are equal. Matrices of other shapes count as equal: the loader says so."""
+    """Whether at most MAX_ROWS rows all over two matrices, by their names, are equal. Matrices of other shapes count as
+    equal: the loader says so.
+    """
     shape = weights.shape(first)
     if shape != weights.shape(second) or len(shape) != 2 or 0 in shape:
         return True

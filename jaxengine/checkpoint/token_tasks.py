@@ -22,8 +22,11 @@ _LINEAR = ("linear.weight", "model.linear.weight")
 
 
 def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
-    """Return the projection of a ColBERT checkpoint that has it among its weights, as `linear.weight`. Raises
-    ModelFileError for a checkpoint without it.
+    """Return the projection of a ColBERT checkpoint that has it among its weights, as `linear.weight`: its sizes, of
+    which only the header is read.
+
+    fields: of config.json, with hidden_size. Raises ModelFileError for a checkpoint without it or of another shape,
+    ModelConfigError without hidden_size.
     """
     checkpoint = SafetensorsCheckpoint(folder)
     try:
@@ -53,7 +56,8 @@ def has_m3_heads(folder: Path, architecture: str) -> bool:
 def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: ConfigFields) -> PoolingModel:
     """Return the model with its tasks about tokens and the heads that these have of their own. Raises ModelConfigError.
 
-    model: as far as it pools prompts, or with the heads of labels of tokens.
+    model: as far as it pools prompts, or with the heads of labels of tokens. Sparse poolers, and encoders that score
+    prompts, have none. fields: of config.json.
     """
     pooler = model.pooler
     if pooler.splade is not None:
@@ -75,12 +79,15 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
 
 
 def with_token_labels(pooler: Pooler, num_labels: int) -> Pooler:
-    """Return the pooler with scores of labels for each token."""
+    """Return the pooler with scores of labels for each token. It replaces other heads of tokens."""
     return replace(pooler, token_heads=(TokenHead(TOKEN_CLASSIFY, num_labels),))
 
 
 def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> PoolingModel:
-    """Return the model with bge-m3's tasks: embeddings of tokens, and their weights. Raises ModelConfigError."""
+    """Return the model with bge-m3's tasks: embeddings of tokens, and their weights. fields: of config.json, for
+    hidden_size and the ids of the first and last token, which tasks leave out. Raises ModelConfigError for invalid
+    ones.
+    """
     first, last = fields.integer("bos_token_id", 0, minimum=0), fields.integer("eos_token_id", 2, minimum=0)
     size = fields.integer("hidden_size", 1024)
     heads = tuple(TokenHead(task, size if task == TOKEN_EMBED else 1, name) for task, name in M3_HEADS)

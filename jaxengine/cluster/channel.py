@@ -94,7 +94,8 @@ class Message:
 def encode(message: Message) -> bytes:
     """Encode a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
 
-    Raises KeyError for an array of a dtype that DTYPES lacks, ClusterError for fields that are too large.
+    The dtypes are those of DTYPES, stored little-endian. Raises KeyError for an array of a dtype that DTYPES lacks,
+    ClusterError for fields that are too large.
     """
     arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
@@ -108,7 +109,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Decode bytes from `encode`. Raises ClusterError, with the reason, for anything else."""
+    """Return the message that `encode` made `payload` of; its arrays are read-only views of it. Raises ClusterError,
+    with the reason, for anything else.
+    """
     length = int.from_bytes(payload[:4], "little")
     if len(payload) < 4 or not 2 <= length <= min(len(payload) - 4, _MAX_HEADER_BYTES):
         raise ClusterError(f"a message of {len(payload)} bytes cannot have a header of {length}")
@@ -150,7 +153,9 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
 
 
 def read_cluster_key(file: str | None) -> bytes:
-    """Return the key that all processes of an engine share. Raises ConfigError for None, and as `read_key` does."""
+    """Return the key that all processes of an engine share, from a file. Raises ConfigError for None, and as `read_key`
+    does.
+    """
     if file is None:
         problem = "nnodes above 1 needs cluster_key_file, a secret of all processes"
         raise ConfigError.because("cluster_key_file", problem, f"{HOW_TO_MAKE}, the same on every host")
@@ -167,7 +172,9 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes):
-        """Take over a connection after its handshake. send_key, receive_key: 32 bytes, of either direction."""
+        """Take over a connection after its handshake. send_key, receive_key: 32 bytes, of either direction. Sets its
+        timeout to SILENCE_SECONDS.
+        """
         self.connection = connection
         self._ciphers = ChaCha20Poly1305(send_key), ChaCha20Poly1305(receive_key)
         self._numbers = [0, 0]
@@ -177,7 +184,8 @@ class Channel:
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
         """Send a message of the operation `op` with these fields; returns when the connection has taken it.
 
-        Raises ClusterError for a message that is too large, OSError when the connection has ended.
+        arrays: of the dtypes in DTYPES; KeyError for others. Raises ClusterError for a message that is too large,
+        OSError when the connection has ended.
         """
         payload = encode(Message(op, fields, arrays))
         if len(payload) > MAX_MESSAGE_BYTES:
@@ -203,14 +211,18 @@ class Channel:
             raise ClusterError("a message was not sent by the other end") from None
 
     def receive_bytes(self) -> memoryview:
-        """Wait for the next message, which must be "bytes", and return its content. Raises as `receive`."""
+        """Wait for the next message, which must be "bytes", and return its content.
+
+        Raises ClusterError for another message, and as `receive`.
+        """
         message = self.receive()
         if message.op != "bytes" or [array.dtype.name for array in message.arrays] != ["uint8"]:
             raise ClusterError(f"a connection of jax's start-up sent {message.op!r}")
         return message.arrays[0].data
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
-        """Pass messages, except heartbeats, to `handle` until it returns False; send heartbeats meanwhile.
+        """Pass messages, except heartbeats, to `handle` on this thread, and return once it returns False; send
+        heartbeats meanwhile.
 
         Raises OSError or ClusterError once the other end is gone or has been silent for SILENCE_SECONDS.
         """
@@ -252,7 +264,10 @@ def connect_channel(host: str, port: int, key: bytes) -> Channel:
 
 
 def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
-    """Do a worker's part of the handshake. Raises as `connect_channel`; the caller then closes the connection."""
+    """Do a worker's part of the handshake on a connection to host 0, and return its channel. key: that all processes
+    share. Raises ClusterError if the peer has another key or is none of this version, OSError if it does not answer in
+    time; the caller then closes the connection.
+    """
     deadline = _prepare(connection)
     own = X25519PrivateKey.generate()
     public = own.public_key().public_bytes_raw()
@@ -273,8 +288,8 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
-    """Authenticate a new connection at host 0. Raises ClusterError or OSError if the peer does not prove in time that
-    it has the key; the caller then closes the connection.
+    """Authenticate a new connection at host 0, and return its channel. Raises ClusterError or OSError if the peer does
+    not prove in time that it has the key; the caller then closes the connection.
     """
     deadline = _prepare(connection)
     greeting = _receive_exactly(connection, len(_GREETING) + _PUBLIC_BYTES, deadline)
@@ -307,7 +322,8 @@ def _prepare(connection: socket.socket) -> float:
 
 
 def _secret(own: X25519PrivateKey, theirs: bytes) -> bytes:
-    """Return the secret of a connection whose other end sent the public value `theirs`, both of 32 bytes.
+    """Return the secret of a connection whose other end sent the public value `theirs`, both of 32 bytes. own: the
+    private value of this end.
 
     Raises ClusterError for a value that gives everybody the same secret.
     """
@@ -318,8 +334,8 @@ def _secret(own: X25519PrivateKey, theirs: bytes) -> bytes:
 
 
 def _keyed(key: bytes, role: bytes, shared: bytes) -> bytes:
-    """Return a proof of the key, or a key of one direction, 32 bytes, for a connection with these public values and
-    secret.
+    """Return the HMAC-SHA256 of `role` and `shared` under `key`: a proof of the key, or a key of one direction, 32
+    bytes, for a connection with these public values and secret.
     """
     return hmac.new(key, role + b"\0" + shared, hashlib.sha256).digest()
 

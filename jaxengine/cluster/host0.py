@@ -116,6 +116,12 @@ class Cluster(Peers):
             raise
 
     def agree(self, num_pages: int, programs: str) -> int:
+        """Wait until all workers have loaded the model, and return the smallest number of pages of any process, which
+        is sent to all.
+
+        programs: what says which programs this process runs. Raises ClusterError if a worker has others, is lost, or is
+        not done in time.
+        """
         self._await("load the model", lambda worker: worker.plan is not None)
         plans = {worker: worker.plan.fields for worker in self._workers.values() if worker.plan is not None}
         for worker, plan in plans.items():
@@ -127,14 +133,21 @@ class Cluster(Peers):
         return num_pages
 
     def await_ready(self) -> None:
+        """Wait until all workers have compiled their programs. Raises ClusterError if one is lost or not done in
+        time.
+        """
         self._await("compile", lambda worker: worker.ready)
 
     def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
+        """Announce an operation to the workers, then `run` the function that executes it here; return its result.
+        Raises as these do.
+        """
         self.announce(op, arrays, **fields)
         return self.run(function)
 
     def announce(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Send all workers the operation that this process is about to execute; does not wait until they execute it.
+        """Send all workers the operation `op`, a key of OPERATIONS, that this process is about to execute; does not
+        wait until they execute it.
 
         arrays, fields: of the message. Raises ClusterError if a process is lost.
         """
@@ -258,7 +271,9 @@ class Cluster(Peers):
             raise
 
     def _accept(self) -> None:
-        """Accept connections until the listener is closed, each served by a thread of its own."""
+        """Accept connections until the listener is closed, each served by a thread of its own. Beyond _MAX_GREETINGS
+        that are not authenticated yet, the oldest is closed.
+        """
         while True:
             try:
                 connection, (address, *_) = self._listener.accept()
@@ -274,7 +289,9 @@ class Cluster(Peers):
             threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
-        """Serve a new connection, from its handshake to its end; one that is refused is logged."""
+        """Serve a new connection, from its handshake to its end; one that is refused is logged. The connection is
+        closed at the end. address: of the other end, for the log.
+        """
         try:
             try:
                 channel = accept_channel(connection, self._key)
@@ -327,7 +344,10 @@ class Cluster(Peers):
             self._lose(worker, str(error))
 
     def _handle(self, worker: _Worker, message: Message) -> bool:
-        """Handle a worker's message; return whether more are expected. Raises ClusterError for an unknown one."""
+        """Handle a worker's message, wake those that wait for it, and return whether more are expected: "failed" loses
+        the worker, "plan" and "ready" are noted, "bye" ends it, "answer" goes to the orders. Raises ClusterError for an
+        unknown one.
+        """
         if message.op == "failed":
             self._lose(worker, message.fields["reason"])
             return False
@@ -346,8 +366,8 @@ class Cluster(Peers):
         return message.op != "bye"
 
     def _lose(self, worker: _Worker, reason: str) -> None:
-        """Record the loss of a worker. Before the start it may join again; afterwards the engine and all
-        workers end.
+        """Record the loss of a worker. Before the start it may join again; afterwards the engine fails with this
+        `reason`, which every call raises, and the other workers are told to end. A worker that has ended is not lost.
         """
         with self._changed:
             first = self._started and not self._closing and self._failure is None and not worker.ended
@@ -382,8 +402,8 @@ class Cluster(Peers):
 def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
     """Initialise jax.distributed for this process and discover all devices; wait for all processes.
 
-    port: on this machine, of the service in process 0 and of a relay to it elsewhere. timeout: seconds after which jax
-    aborts this process if others are missing.
+    num_processes: of the engine; process_id: of this one, from 0 on. port: on this machine, of the service in process 0
+    and of a relay to it elsewhere. timeout: seconds after which jax aborts this process if others are missing.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)  # jax does not end this process when another one is lost
@@ -402,15 +422,15 @@ def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> No
 
 
 def seal(source: socket.socket, channel: Channel) -> None:
-    """Send the bytes of a socket over a channel until either end is closed."""
+    """Send the bytes of the socket `source` over a channel, as messages "bytes", until either end is closed."""
     with contextlib.suppress(OSError):
         while part := source.recv(1 << 16):
             channel.send("bytes", [np.frombuffer(part, np.uint8)])
 
 
 def unseal(channel: Channel, sink: socket.socket) -> None:
-    """Write what `seal` sends at the other end to a socket until either end is closed. Raises ClusterError for another
-    message.
+    """Write what `seal` sends at the other end of the channel to the socket `sink` until either end is closed. Raises
+    ClusterError for another message.
     """
     with contextlib.suppress(OSError):
         while True:
@@ -428,8 +448,8 @@ def versions() -> str:
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options for the workers, as JSON values. Left out are the key file and hub token, of which each has
-    its own, and the steering vectors, whose files only this process reads.
+    """Return the options of `config` for the workers, as JSON values. Left out are the key file and hub token, of which
+    each has its own, and the steering vectors, whose files only this process reads.
     """
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     for name in ("compilation_config", "structured_outputs_config"):
@@ -439,7 +459,7 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Open a listening socket at an address. Raises ConfigError if that is not possible."""
+    """Open a listening socket at an address and port of this machine. Raises ConfigError if that is not possible."""
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address, port), family=family, backlog=_MAX_GREETINGS)

@@ -53,7 +53,8 @@ class OrderTaker:
         }
 
     def take(self, message: Message) -> None:
-        """Execute an order. An answer that a thread sends may follow after the return.
+        """Execute the order that `message` gives, by the method of its name. An answer that a thread sends may follow
+        after the return.
 
         Raises ClusterError for an unknown order, and whatever a switch to new weights raises.
         """
@@ -68,9 +69,13 @@ class OrderTaker:
             self._send("answer", arrays, number=number, content=dict(content))
 
     def _sleeper(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """Return the method for an order that calls `function` of this runner and answers with its result or error."""
+        """Return the method for an order that calls `function` of this runner and answers with its result or error.
+
+        Errors other than RuntimeError and MemoryError are raised.
+        """
 
         def do(number: int, arrays: Sequence[np.ndarray], **arguments: Any) -> None:
+            """Call the function and send its result or its error."""
             try:
                 self._answer(number, {"result": function(self._runner, **arguments)})
             except (RuntimeError, MemoryError) as error:
@@ -82,7 +87,7 @@ class OrderTaker:
         """Answer with some bytes of a part of a weight; host 0 requests one part at a time, from its first byte on.
 
         number: of the order. first, count: the bytes; which: stage, index and part, as of
-        `jaxengine.runner.process_weights.bytes_of_part`.
+        `jaxengine.runner.process_weights.bytes_of_part`. Raises as `bytes_of_part`.
         """
         if first == 0:
             self._part = bytes_of_part(self._runner, **which)
@@ -101,15 +106,19 @@ class OrderTaker:
             self._answer(number, {})
 
     def _take_tensor(self, number: int, arrays: Any, *, key: int, **about: Any) -> None:
-        """Pass a piece of a tensor on to a reading, which answers. about: see `_Reading.pieces`."""
+        """Pass a piece of a tensor on to a reading, which answers. Raises KeyError if none has this key. about: see
+        `_Reading.pieces`.
+        """
         self._read[key].pieces.put((number, arrays[0], about))
 
     def _end_tensors(self, number: int, arrays: Any, *, key: int) -> None:
-        """End the tensors of a reading, which answers with their faults."""
+        """End the tensors of a reading, which answers with their faults. Raises KeyError if none has this key."""
         self._read[key].pieces.put(lambda content: self._answer(number, content))
 
     def _put_weights(self, number: int, arrays: Any, *, key: int) -> None:
-        """Switch to the weights of a reading, which must be complete. Not answered: an error ends the worker."""
+        """Switch to the weights of the reading under `key`, which must be complete. Not answered: an error ends the
+        worker.
+        """
         new = self._read.pop(key).new
         assert new is not None, "host 0 switches once all processes have read their weights"
         new.put()
@@ -155,7 +164,10 @@ class _Reading:
         self.pieces.put(None)
 
     def _run(self) -> None:
-        """Read the weights and report the outcome, on the reading's thread."""
+        """Read the weights and report the outcome, on the reading's thread: {}, or the error and the faulty tensors. Of
+        tensors that host 0 sends, all are taken and answered even after an error. Reports nothing if the reading was
+        given up without a report.
+        """
         content: Mapping[str, Any] = {}
         try:
             params = self._tensors() if self._path is None else self._path

@@ -39,6 +39,9 @@ class OpenOrders(Orders):
         self._changed = threading.Condition()
 
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
+        """Send all workers the order `name`, and return a function that waits for their answers and returns them.
+        Raises ClusterError, as that function does, if a process is lost.
+        """
         number = next(self._numbers)
         with self._changed:
             found = self._answers[number] = _Answers()
@@ -46,10 +49,13 @@ class OpenOrders(Orders):
         return lambda: self._await(found)
 
     def leave(self, name: str, /, **arguments: Any) -> None:
+        """Have another thread send all workers the order `name`, which none answers; return at once."""
         self._later(lambda: self._announce("order", (), number=NO_ANSWER, name=name, arguments=arguments))
 
     def answered(self, who: str, message: Message) -> None:
-        """Record a worker's answer. who: names the worker."""
+        """Record a worker's answer, `message`, and wake those that wait for it; dropped if nobody can. who: names the
+        worker.
+        """
         with self._changed:
             found = self._answers.get(message.fields["number"])
             if found is not None:  # else no caller can wait for it any more
@@ -57,7 +63,9 @@ class OpenOrders(Orders):
                 self._changed.notify_all()
 
     def _await(self, found: _Answers) -> list[Answer]:
-        """Wait for the answers of all workers and return them. Raises ClusterError if a process is lost."""
+        """Wait until `found` has the answers of all workers, and return it. Raises ClusterError if a process is lost or
+        the engine is shut down.
+        """
         with self._changed:
             while len(found) < self._num_workers:
                 self._check()

@@ -68,21 +68,25 @@ class Host0(Peers):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     def agree(self, num_pages: int, programs: str) -> int:
+        """Send host 0 the pages that fit here and what says which programs run; wait for, and return, the number of
+        pages of all. Raises ClusterError for another answer.
+        """
         self._channel.send("plan", num_pages=num_pages, programs=programs)
         return self.expect("plan").fields["num_pages"]
 
     def await_ready(self) -> None:
+        """Tell host 0 that the programs are compiled; does not wait."""
         self._channel.send("ready")
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Send host 0 a message: operation `op` with its arrays and fields. A lost connection is ignored here, and
-        detected where messages are received.
+        """Send host 0 a message: operation `op` with its arrays and fields. A lost connection is ignored here
+        (OSError), and detected where messages are received.
         """
         with contextlib.suppress(OSError):
             self._channel.send(op, arrays, **fields)
 
     def next(self) -> Message:
-        """Wait for the next message and return it."""
+        """Wait for the next message, take it from the queue, and return it."""
         return self._messages.get()
 
     def expect(self, op: str) -> Message:
@@ -131,6 +135,7 @@ class Host0(Peers):
         listener = free_listener()
 
         def serve() -> None:
+            """Accept connections forever, each relayed by a thread of its own."""
             while True:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._relay, args=(connection,), daemon=True).start()
@@ -152,15 +157,17 @@ class Host0(Peers):
         channel.close()
 
     def _unseal(self, channel: Channel, connection: socket.socket) -> None:
-        """Write to a connection of jax's client what host 0 sends for it; exit if somebody else sends something."""
+        """Write to a connection of jax's client what host 0 sends for it over the channel, until either ends; exit if
+        somebody else sends something.
+        """
         try:
             unseal(channel, connection)
         except ClusterError as error:
             self.leave(f"host 0 is lost: {error}")
 
     def _join(self) -> Channel:
-        """Connect to host 0, which may not have started yet. Raises ClusterError after cluster_timeout seconds, and at
-        once if it has another key.
+        """Connect to host 0, which may not have started yet: tries again every _RETRY_SECONDS, and logs that. Raises
+        ClusterError after cluster_timeout seconds, and at once if it has another key.
         """
         config = self._config
         where = f"{config.master_addr}:{config.master_port}"
@@ -203,9 +210,11 @@ class Host0(Peers):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command until host 0 ends, and exit the process: with status 0 if it ended the engine, else with 1.
+    """Run the command with the cluster options and the node_rank of `args` until host 0 ends, and exit the process:
+    with status 0 if it ended the engine, else with 1.
 
-    Raises ConfigError or ClusterError if it cannot join.
+    Raises ConfigError or ClusterError if it cannot join; later errors are logged, told to host 0, and end the process.
+    It never returns.
     """
     host0 = Host0(EngineConfig.from_options(**given_options(args, EngineConfig)), args.node_rank)
     try:
@@ -221,9 +230,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(host0: Host0, runner: ModelRunner) -> Any:
-    """Execute the steps that host 0 sends, until it ends; return the last step's output, None without one.
+    """Execute the steps, changes of state and orders that host 0 sends, until it ends; return the last step's output,
+    None without one.
 
-    Raises ClusterError for an operation or a shape that this engine does not have.
+    runner: this process's part of the engine. Waits for messages. Raises ClusterError for an operation or a shape that
+    this engine does not have.
     """
     buckets, pending, orders = set(runner.buckets), None, OrderTaker(runner, host0.send)
     while (message := host0.next()).op != "end":

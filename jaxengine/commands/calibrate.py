@@ -20,7 +20,7 @@ def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
     layer and KV head, to the file `output`; return a summary for the user.
 
     Raises ConfigError, before weights are loaded, for a file without texts, prompts longer than max_model_len, or an
-    output that cannot be written.
+    output that cannot be written. Also raises ConfigError, ModelFileError and DefaultModelMissing as an engine does.
     """
     try:
         lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()]

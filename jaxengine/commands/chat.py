@@ -51,11 +51,13 @@ class Conversation:
         self.images = [*images]
 
     def messages(self) -> list[Message]:
-        """Return the messages in the form that chat templates take."""
+        """Return the messages, the system message first unless it is None or empty, in the form that chat templates
+        take.
+        """
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def say(self, text: str) -> None:
-        """Add a message of the user, with the images that wait for one."""
+        """Add a message of the user with this text and the images that wait for one, which no longer wait."""
         pictures = [_picture(image) for image in self.images]
         self.images.clear()
         self.turns.append(
@@ -71,12 +73,14 @@ def chat(
     remote: RemoteModel | None = None,
     quick: str | None = None,
 ) -> int:
-    """Read messages until /exit or the end of input and answer each; return the exit status.
+    """Read messages until /exit or the end of input and answer each; return the exit status, 0 but for `quick`. Ctrl-C
+    at the prompt ends it too.
 
     engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams; others have the model's
     defaults, and an answer may fill the context. system: text of the system message. images: files and addresses of
     images to send with the first message. remote: model of a server that answers; None loads one with `engine_options`.
-    quick: the only message to answer, with status 1 if it is refused; None to read messages.
+    quick: the only message to answer, with status 1 if it is refused; None to read messages. Raises ConfigError,
+    ModelFileError or RequestError if the model cannot be loaded with these options.
     """
     answer = _local(engine_options, sampling_options) if remote is None else remote.chat
     conversation = Conversation(system, images)
@@ -97,7 +101,10 @@ def chat(
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Answer:
-    """Load a model; return a function that answers a conversation with it."""
+    """Load a model; return a function that answers a conversation with it.
+
+    Operands: as of `chat`. Raises as `LLM`; the function raises RequestError for a message that is refused.
+    """
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)
@@ -106,6 +113,7 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
     params = llm.get_default_sampling_params().clone_with(**changes)
 
     def answer(messages: Sequence[Message]) -> Iterator[Piece]:
+        """Read the media of a conversation and stream its answer."""
         inputs = llm.core.inputs
         return local_pieces(llm, inputs.chat_prompt(*inputs.media_reader.read(messages)), params)
 
@@ -158,7 +166,7 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
 
 def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
     """Print the answer to a message and its timing, and add both messages to the conversation; return False, adding
-    neither, if the message was refused.
+    neither, if the message was refused; its images are dropped.
 
     answer: streams the answer to a conversation. Ctrl-C ends the answer, not the chat. Raises ConfigError if the
     connection to a server is lost.
@@ -187,7 +195,10 @@ def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
 
 
 def _picture(image: str) -> Message:
-    """Return the content part of a message for an image, given as an address or as the name of a local file."""
+    """Return the content part of a message for an image, given as an address or as the name of a local file.
+
+    A name may begin with ~.
+    """
     return {"type": "image", "image": image if scheme_of(image) else Path(image).expanduser()}
 
 
@@ -232,7 +243,10 @@ def use_readline(greeting: str) -> None:
 
 
 def read_line(prompt: str) -> str | None:
-    """Read a line and return it without trailing white space; None at the end of input or for Ctrl-C."""
+    """Read a line and return it without trailing white space; None at the end of input or for Ctrl-C.
+
+    prompt: shown if input comes from a terminal.
+    """
     try:
         return input(prompt if sys.stdin.isatty() else "").rstrip()
     except (EOFError, KeyboardInterrupt):

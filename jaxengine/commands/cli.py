@@ -72,6 +72,7 @@ class _Parser(FlexibleArgumentParser):
     """Argument parser whose errors are one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the message in one line to standard error and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
@@ -82,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(group: Any, name: str, help_: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
+        """Add a command with its help text and arguments."""
         parser = group.add_parser(name, help=help_, description=help_, allow_abbrev=False)
         add_config_file(parser)
         add_arguments(parser)
@@ -143,19 +145,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine demo` to its parser, with `_demo` as the function that executes it."""
     add_model(parser)
     add_engine_options(parser)
     parser.set_defaults(run=_demo)
 
 
 def _demo(args: argparse.Namespace) -> int:
+    """Run `jaxengine demo`; return its status. Raises as `LLM`."""
     from jaxengine.commands.demo import run
 
     return run(**given_options(args, EngineConfig))
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine convert`."""
+    """Add the arguments of `jaxengine convert` to its parser, with `_convert` as the function that executes it."""
     add_model(parser)
     parser.add_argument("output", metavar="FOLDER", help="a new folder, to be used as --model with the same options")
     parser.add_argument(
@@ -173,7 +177,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Run `jaxengine convert`. Raises ConfigError for options that contradict each other."""
+    """Run `jaxengine convert`. Returns 0. Raises ConfigError for options that contradict each other, and as `convert`
+    or `quantize`.
+    """
     from jaxengine.commands.convert import convert
     from jaxengine.commands.quantize import quantize
 
@@ -193,7 +199,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine calibrate`."""
+    """Add the arguments of `jaxengine calibrate` to its parser, with `_calibrate` as the function that executes it."""
     add_model(parser)
     parser.add_argument("prompts", metavar="TEXTS", help="a file with a prompt on each line")
     parser.add_argument("output", metavar="FILE", help="file to write, for --kv-cache-scales")
@@ -204,6 +210,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    """Run `jaxengine calibrate`, print its summary, and return 0. Raises as `calibrate`."""
     from jaxengine.commands.calibrate import calibrate
 
     config = EngineConfig.from_options(**given_options(args, EngineConfig))
@@ -212,6 +219,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `jaxengine worker` to its parser, with `_worker` as the function that executes it."""
     names = ["nnodes", "master_addr", "master_port", "cluster_key_file", "cluster_timeout"]
     parser.add_argument("--node-rank", type=positive_int, required=True, help="number of this process, 1 to nnodes - 1")
     add_options(parser, "options, equal to host 0's", EngineConfig, names)
@@ -219,13 +227,14 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(args: argparse.Namespace) -> int:
+    """Run `jaxengine worker`; return its status. Raises as `jaxengine.cluster.worker.run`."""
     from jaxengine.cluster.worker import run
 
     return run(args)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine generate`."""
+    """Add the arguments of `jaxengine generate` to its parser, with `_generate` as the function that executes it."""
     parser.add_argument(
         "prompts",
         nargs="*",
@@ -246,7 +255,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    """Run `jaxengine generate`; return 1 if any output ended with an error."""
+    """Run `jaxengine generate`: print outputs, and counts to standard error; return 1 if any output ended with an
+    error, else 0.
+
+    A first prompt that looks like a model becomes `args.model`. Raises RequestError for wrong sampling options, before
+    the model is loaded, and for a prompt that is refused; also as `_prompts` and `LLM`.
+    """
     if args.prompts and not hasattr(args, MODEL) and looks_like_model(args.prompts[0]):
         setattr(args, MODEL, args.prompts.pop(0))
     prompts = _prompts(args)
@@ -274,7 +288,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
-    """Return a line of counts and rates of tokens."""
+    """Return a line of counts and rates of tokens. seconds: in which the outputs were made."""
     from jaxengine.api.progress import count_tokens, speed_text
 
     prompt, generated = count_tokens(outputs)
@@ -285,7 +299,9 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
 
 
 def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
-    """Return one output as plain JSON values, with log-probabilities by token id."""
+    """Return one output as plain JSON values, with log-probabilities by token id where they were asked for. completion:
+    one of output.outputs.
+    """
     result = {
         "prompt": prompt,
         "text": completion.text,
@@ -303,7 +319,7 @@ def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the arguments, a file or standard input. Raises RequestError without any, ConfigError for a
-    file that cannot be read.
+    file that cannot be read. Blank lines are left out.
     """
     if args.prompts and args.file:
         raise RequestError("prompts were given as arguments and with --file; one of the two", param="file")
@@ -326,13 +342,14 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _load(args: argparse.Namespace) -> LLM:
+    """Load the model of the given engine options. Raises as `LLM`."""
     from jaxengine.api.llm import LLM
 
     return LLM(**given_options(args, EngineConfig))
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine chat`."""
+    """Add the arguments of `jaxengine chat` to its parser, with `_chat` as the function that executes it."""
     add_model(parser)
     add_url_options(parser)
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message")
@@ -345,7 +362,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    """Run `jaxengine chat`. Raises RequestError for sampling options, before a model is loaded."""
+    """Run `jaxengine chat`. Returns its status. Raises RequestError for wrong sampling options, before a model is
+    loaded, and as `remote_model` and `chat`.
+    """
     from jaxengine.commands.chat import chat
 
     engine, sampling = given_options(args, EngineConfig), given_options(args, SamplingParams)

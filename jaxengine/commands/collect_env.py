@@ -39,12 +39,12 @@ _GPUS = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine collect-env`: none."""
+    """Set `run` as the function that executes `jaxengine collect-env`, which has no arguments."""
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the text and return 0."""
+    """Print the text about this machine and return 0. args: not used."""
     for line in collected():
         print(line, flush=True)
     return 0
@@ -77,6 +77,7 @@ def without_home(line: str) -> str:
 
 
 def _ours() -> Iterator[str]:
+    """Yield lines about the version, the place of installation and Python."""
     yield f"version: {__version__}"
     yield f"installed in: {HOME}"
     yield f"Python: {sys.version.split()[0]} ({platform.python_implementation()}), {sys.executable}"
@@ -99,6 +100,7 @@ def _system() -> Iterator[str]:
 
 
 def _packages() -> Iterator[str]:
+    """Yield the version of each of _PACKAGES, "-" for one that is not installed."""
     for name in _PACKAGES.split():
         try:
             yield f"{name}: {importlib.metadata.version(name)}"
@@ -116,7 +118,9 @@ def _devices() -> Iterator[str]:
 
 
 def _output(command: list[str], failure: str) -> Iterator[str]:
-    """Yield the lines that a command prints, and one with `failure` if it fails or takes too long."""
+    """Yield the lines that a command prints, and one with `failure` if it fails or takes more than _DEVICE_SECONDS, for
+    which it blocks. Raises OSError if there is no such command.
+    """
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=_DEVICE_SECONDS, stdin=subprocess.DEVNULL
@@ -130,6 +134,7 @@ def _output(command: list[str], failure: str) -> Iterator[str]:
 
 
 def _read(path: str) -> str:
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -22,7 +22,7 @@ from jaxengine.scheduler.errors import RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine complete`."""
+    """Add the arguments of `jaxengine complete` to its parser, with `run` as the function that executes it."""
     add_model(parser)
     add_url_options(parser)
     parser.add_argument("--quick", metavar="TEXT", help="continue this text and leave")
@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Continue texts until the end of input or Ctrl-C; return the exit status.
 
-    With --quick only that text is continued, with status 1 if it is refused.
+    With --quick only that text is continued, with status 1 if it is refused. Raises RequestError for wrong sampling
+    options, before a model is loaded, and as `remote_model` and `LLM`.
     """
     engine_options, sampling_options = given_options(args, EngineConfig), given_options(args, SamplingParams)
     check_sampling_options(args, sampling_options)
@@ -50,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Callable[[str], Iterator[Piece]]:
-    """Load a model; return a function that streams the continuation of a text."""
+    """Load a model; return a function that streams the continuation of a text.
+
+    The function raises RequestError, as it is iterated, for a text that is refused. Raises as `LLM`. Operands: fields
+    of EngineConfig and of SamplingParams.
+    """
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)
@@ -63,7 +68,7 @@ def _show(complete: Callable[[str], Iterator[Piece]], text: str) -> bool:
     """Print the continuation of a text and its timing; return False if the text was refused. Ctrl-C ends the
     continuation.
 
-    complete: streams the continuation of a text.
+    complete: streams the continuation of a text. Raises ConfigError if the connection to a server is lost.
     """
     times, num_tokens, start = [], 0, time.monotonic()
     try:

@@ -29,7 +29,8 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
     merge_lora: folder of an adapter to merge into the weights; None for none.
 
     Raises ConfigError, ModelConfigError or ModelFileError, with advice; ModelFileError if the folder exists or cannot
-    be written, before weights are read.
+    be written, before weights are read. ConfigError is for pipeline stages, hf_overrides, pooling models, models
+    without safetensors, and adapters for quantised ones.
     """
     if config.pipeline_parallel_size != 1:
         size = config.pipeline_parallel_size

@@ -31,7 +31,7 @@ GUIDE_QUESTIONS = ("What do plants need to grow?", "Why does the moon shine at n
 
 def run(**engine_options: Any) -> int:
     """Load the model, answer the demo's prompts, and print answers and figures. Returns 1 if anything was compiled
-    after start-up, else 0.
+    after start-up, else 0. engine_options: fields of EngineConfig. Raises as `LLM`.
     """
     from jaxengine.api.llm import LLM
 
@@ -70,7 +70,8 @@ def summary(
     """Return lines of figures to print after the answers.
 
     outputs: the answered requests. seconds: duration of the run. before, after: metrics by name, before and after the
-    run. ready_seconds: time that loading took. num_pages, page_size: pages of the KV pool, and tokens of each.
+    run. ready_seconds: time that loading took. num_pages, page_size: pages of the KV pool, and tokens of each. At least
+    one request must have a first token.
     """
     new_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -78,6 +79,7 @@ def summary(
     first = sorted(seconds for seconds in times if seconds is not None)
 
     def added(name: str) -> int:
+        """Return the increase of a metric during the run."""
         return int(after[name] - before[name])
 
     hits, queries = added("vllm:prefix_cache_hits"), added("vllm:prefix_cache_queries")
@@ -103,4 +105,5 @@ def summary(
 
 
 def _metrics(llm: Any) -> dict[str, float]:
+    """Return the value of each metric of the engine by name; of several with one name the last."""
     return {metric.name: metric.value for metric in llm.get_metrics()}

@@ -20,7 +20,8 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder next to `folder`, "FOLDER.part", and rename it to `folder` at the end.
 
-    Missing parents are created. After an exception, Ctrl-C, or a signal that ends the process, nothing of it is left.
+    Missing parents are created, and stay. After an exception, Ctrl-C, or a signal that ends the process, nothing of it
+    is left.
 
     Raises ModelFileError if either folder exists or cannot be written, and for any OSError inside the context.
     """
@@ -80,6 +81,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _end(number: int, _frame: Any) -> None:
+    """Raise KeyboardInterrupt for SIGINT, and SystemExit with status 128 + `number` for other signals."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)  # as shells have it

@@ -26,7 +26,9 @@ _GRACE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Run the command of sys.argv and exit with its status; after Ctrl-C without a teardown of the interpreter."""
+    """Run the command of sys.argv and raise SystemExit with its status; after Ctrl-C without a teardown of the
+    interpreter.
+    """
     _watch_interrupts()
     status = run_command()
     if status == INTERRUPTED:
@@ -35,21 +37,24 @@ def main() -> NoReturn:
 
 
 def _watch_interrupts() -> None:
-    """Start a thread that ends the process on Ctrl-C if the main thread does not react.
+    """Start a thread that ends the process on Ctrl-C if the main thread does not react within _GRACE_SECONDS.
 
     The signal itself writes to a pipe, whatever the main thread does. A command that installs its own handler, as a
-    server does, is left alone.
+    server does, is left alone. Sets the handler of SIGINT, which raises KeyboardInterrupt, the wakeup file descriptor
+    and sys.unraisablehook; nothing if SIGINT is ignored or handled otherwise.
     """
     heard_at = -math.inf
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
 
     def interrupt(_number: int, _frame: Any) -> None:
+        """Note the time and raise KeyboardInterrupt in the main thread."""
         nonlocal heard_at
         heard_at = time.monotonic()
         raise KeyboardInterrupt
 
     def watch() -> None:
+        """End the process _GRACE_SECONDS after a SIGINT that the main thread has not handled by then."""
         while number := os.read(wake, 1):
             came_at = time.monotonic()
             time.sleep(_GRACE_SECONDS)
@@ -59,7 +64,9 @@ def _watch_interrupts() -> None:
                 _leave(INTERRUPTED)
 
     def lost(error: sys.UnraisableHookArgs) -> None:
-        """End the process for an interrupt that arrived in a callback, from which no exception can propagate."""
+        """End the process for an interrupt that arrived in a callback, from which no exception can propagate; report
+        other errors as Python does.
+        """
         if error.exc_type is KeyboardInterrupt:
             _leave(INTERRUPTED)
         sys.__unraisablehook__(error)

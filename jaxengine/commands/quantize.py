@@ -36,7 +36,8 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     file; the report then includes the model's perplexity on it before and after. None for no perplexity.
 
     Raises ConfigError, before anything is written, for a model without safetensors or one that is already quantised,
-    and for a text that cannot be read; ModelFileError for a folder that exists and for invalid model files.
+    for a text that cannot be read, and for one with a pooling model; ModelFileError for a folder that exists and for
+    invalid model files.
     """
     content = None if text is None else _read(text)
     source = open_model(config)
@@ -74,7 +75,9 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
 
 
 def _read(path: str) -> str:
-    """Return the text of a file. Raises ConfigError for one that cannot be read, and for a blank one."""
+    """Return the text of the UTF-8 file that --perplexity names. Raises ConfigError for one that cannot be read, and
+    for a blank one.
+    """
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
@@ -90,7 +93,7 @@ def _perplexity(config: EngineConfig, text: str, size: int) -> float:
     of less than two tokens.
 
     config: names the model, its source, and its hf_overrides; other options are not used. Loads the model, and frees
-    it.
+    it. Raises as `LLM`.
     """
     named = "model", "revision", "download_dir", "hf_token", "hf_overrides"
     options = {name: getattr(config, name) for name in named}

@@ -59,10 +59,11 @@ def add_url_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
-    """Raise RequestError for a wrong sampling option, before a model is loaded or a request sent to a server.
+    """Raise RequestError for a wrong one of the sampling options that were given, before a model is loaded or a request
+    sent to a server.
 
-    With a server thinking_token_budget is accepted: the server knows the words around its model's reasoning, which the
-    option needs.
+    With a server (args.url) thinking_token_budget is accepted: the server knows the words around its model's reasoning,
+    which the option needs.
     """
     of_server = args.url is not None and options.get("thinking_token_budget") is not None
     words: dict[str, Any] = {"thinking_words": {"reasoning_end": "</think>"}} if of_server else {}
@@ -106,7 +107,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """URL handler that follows no redirection, which would send the API key to another host."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
-        """Return None: the redirection becomes an error."""
+        """Return None, for urllib, which calls it: the redirection becomes an HTTPError."""
         return None
 
 
@@ -123,7 +124,7 @@ class RemoteModel:
         url: of the server, with or without /v1. name: None for the first model that it lists. api_key: None for none.
         options: fields of SamplingParams to send.
 
-        Raises ConfigError for a wrong URL, and for a server that does not answer or has no model.
+        Raises ConfigError for a wrong URL, and for a server that does not answer or has no model, if it is asked.
         """
         self._base = _base_of(url)
         self._headers = {"User-Agent": f"jaxengine/{__version__}"}
@@ -135,16 +136,19 @@ class RemoteModel:
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
         """Stream the answer to a conversation. The iteration raises RequestError for a refusal, ConfigError for a lost
-        server.
+        server. Nothing is sent before it begins. messages: as chat templates take them. Raises RequestError for an
+        image that cannot be read.
         """
         return self._stream("/chat/completions", {"messages": list(map(_as_openai, messages))})
 
     def complete(self, prompt: str) -> Iterator[Piece]:
-        """Stream the continuation of a text. Raises as `chat` does."""
+        """Stream the continuation of `prompt`. Raises as `chat` does."""
         return self._stream("/completions", {"prompt": prompt})
 
     def _first_model(self) -> str:
-        """Return the name of the first model that the server lists. Raises ConfigError if it lists none."""
+        """Return the name of the first model that the server lists. Raises ConfigError if it lists none, refuses or
+        does not answer.
+        """
         try:
             with self._open("/models", None, _CONNECT_SECONDS) as answer:
                 return str(json.load(answer)["data"][0]["id"])
@@ -155,8 +159,9 @@ class RemoteModel:
             raise ConfigError.because("url", f"no model is found at {self._base} ({why})", "see --url") from None
 
     def _stream(self, route: str, body: Mapping[str, Any]) -> Iterator[Piece]:
-        """Yield the pieces of the answer to a POST of `body` with the model's name and the sampling options. Raises as
-        `chat`.
+        """Yield the pieces of the answer to a POST of `body` with the model's name and the sampling options. route:
+        after the base URL, such as "/completions". Raises RequestError for a refusal, an error in the stream and an
+        answer that is cut off, ConfigError for a lost server.
         """
         options = {"stream": True, "stream_options": {"include_usage": True}}
         payload = json.dumps({"model": self.name, **body, **self._fields, **options}).encode()
@@ -175,7 +180,8 @@ class RemoteModel:
         raise RequestError(f"the answer of {self._base} was cut off", param="url")
 
     def _open(self, route: str, payload: bytes | None, timeout: float) -> Any:
-        """Send a request and return the open response. Raises RequestError for an HTTP error, ConfigError without an
+        """Send a request, a POST of JSON or with None a GET, and return the open response, which the caller closes.
+        route: after the base URL. timeout: seconds. Raises RequestError for an HTTP error, ConfigError without an
         answer.
         """
         request = urllib.request.Request(self._base + route, payload, dict(self._headers))
@@ -190,6 +196,7 @@ class RemoteModel:
             raise self._lost(getattr(error, "reason", error)) from None
 
     def _lost(self, why: object) -> ConfigError:
+        """Return the ConfigError, which the caller raises, for a server that does not answer."""
         problem = f"no server answers at {self._base} ({why})"
         return ConfigError.because("url", problem, "start one with `jaxengine serve`, or give its --url")
 
@@ -237,8 +244,8 @@ def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _pieces(chunk: Any) -> Iterator[Piece]:
-    """Yield the pieces of one event of the stream, a chunk of JSON. Raises RequestError for an error that ends the
-    stream.
+    """Yield the pieces of one event of the stream, a chunk of JSON: reasoning, text, and last the number of tokens of
+    the usage. Nothing for another value. Raises RequestError for an error that ends the stream.
     """
     if not isinstance(chunk, dict):
         return

@@ -26,7 +26,7 @@ _SECRET = ("hf_token", "cluster_key_file", "bundle_key_file")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine report`."""
+    """Add the arguments of `jaxengine report` to its parser, with `run` as the function that executes it."""
     add_model(parser)
     parser.add_argument(
         "-o", "--output", type=output_file, default=DEFAULT_FILE, metavar="FILE", help=f"default: {DEFAULT_FILE}"
@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file and print what is in it. Raises ConfigError for options that an engine refuses, and OSError."""
+    """Write the file `args.output`, over what is there, and print what is in it; return 0.
+
+    Secret options are not written, the home folder is shown as ~. Raises ConfigError for options that an engine
+    refuses, and OSError.
+    """
     options = given_options(args, EngineConfig)
     config = EngineConfig.from_options(**options)
     shown = {name: "(set)" if name in _SECRET else value for name, value in options.items()}
@@ -57,13 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verdicts(config: EngineConfig) -> list[dict[str, Any]]:
+    """Return what the proofs of kernels found on this machine, as JSON values."""
     from jaxengine.runner.executables.verdicts import all_verdicts
 
     return all_verdicts(config.compile_cache_dir)
 
 
 def _plan(args: argparse.Namespace) -> str:
-    """Return what `jaxengine plan` prints, or why it cannot."""
+    """Return what `jaxengine plan` prints, or why it cannot. Never raises. args: of `report`, with `chips`."""
     from jaxengine.plan import command
 
     own = {"length": command.DEFAULT_LENGTH, "compile": False, "price_per_hour": None, "json": False, "svg": None}
@@ -77,7 +82,9 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _step(config: EngineConfig) -> Iterator[Path]:
-    """Yield the files of the newest step of record_steps and of its engine, if there are any."""
+    """Yield the files of the newest step of record_steps and of its engine, if there are any: first the file of the
+    engine. config: record_steps names the folder.
+    """
     if config.record_steps is None:
         return
     from jaxengine.records.folder import ENGINE_FILE, step_files

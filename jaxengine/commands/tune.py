@@ -36,7 +36,7 @@ TABLE: dict[str, tuple[tuple[int, int, int, int, str, dict[str, int]], ...]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine tune`."""
+    """Add the arguments of `jaxengine tune` to its parser, with `run` as the function that executes it."""
     chips = ", ".join(CLOCKS)
     parser.add_argument("--target", required=True, metavar="NAME", help=f"{chips}; timed if this machine has one")
     parser.add_argument("--shapes", default=SHAPES, metavar="KxN,KxN,...", help="inputs and outputs of matrices")
@@ -49,8 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune, print the results and, if asked to, write them to a table. Returns the exit status; raises ConfigError for
-    invalid values.
+    """Tune for `args.target`, print each result and, with --write, add it to a table at once. Returns 0.
+
+    Raises ConfigError for invalid values and a compiler that is not installed, RuntimeError as
+    `jaxengine.check.tuning.tune`.
     """
     if args.target not in CLOCKS:
         raise ConfigError("target", args.target, ", ".join(CLOCKS))
@@ -74,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
-    """Read the table to update; if the file does not exist, return the kernels' own table.
+    """Read the table to update; if the file at `path` does not exist, return the kernels' own table, and write it
+    there. The file is written in any case, so that this fails now if it cannot be.
 
     Raises ConfigError if the file is not a table or cannot be written.
     """
@@ -94,7 +97,9 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replace the file atomically, since kernels import it, by renaming a file next to it. Raises OSError."""
+    """Write `text` to the file at `path` atomically, since kernels import it, by renaming a file next to it. Raises
+    OSError.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text)
@@ -104,9 +109,10 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
-    """Return the problems to tune, as fields of jaxengine.models.quantization.tuning.Problem.
+    """Return the problems to tune, every combination of args.codes, args.shapes and args.rows, as fields of
+    jaxengine.models.quantization.tuning.Problem.
 
-    Raises ConfigError for a shape of a wrong form.
+    Raises ConfigError for a shape of a wrong form, inputs that are no multiple of 128, or fewer than 128 outputs.
     """
     shapes = []
     for shape in args.shapes.split(","):
@@ -122,7 +128,7 @@ def _problems(args: argparse.Namespace) -> list[tuple]:
 
 def _row_text(row: dict[str, Any]) -> str:
     """Return a line about one result of jaxengine.check.tuning.tune: the product, its best tile sizes and their time,
-    and the time of the usual ones.
+    and the time of the usual ones. It says so where nothing compiles.
     """
     rows, size, out, group, codes, _ = row["problem"]
     name = f"[{rows}, {size}] x [{size}, {out}] {codes}, groups of {group}"
@@ -136,6 +142,7 @@ def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tu
     """Return a chip's table entries in order, with new entries replacing those of the same problem.
 
     before: entries of the table, the fields of a problem and its sizes. found: results of jaxengine.check.tuning.tune.
+    A result of which nothing compiles changes nothing. Entries are sorted by codes, then by the other fields.
     """
     entries = {tuple(entry[:5]): entry[5] for entry in before}
     entries |= {tuple(row["problem"][:5]): row["sizes"] for row in found if row["best"] is not None}
@@ -152,4 +159,5 @@ def table_text(table: dict[str, tuple[tuple, ...]]) -> str:
 
 
 def _literal(value: Any) -> str:
+    """Return the source of a value, with double quotes."""
     return repr(value).replace("'", '"')

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build the bundle and print what it is. Returns 0.
+    """Build the bundle for args.chips in the folder args.out and print what it is. Returns 0.
 
     Raises ConfigError for wrong arguments and options, a compiler that is not installed, and a model that does not fit,
     and as an engine for a model that cannot be read.
@@ -53,10 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, key_file: str | None) -> dict[str, int]:
-    """Compile what an engine with this config loads when it starts, and write the bundle.
+    """Compile what an engine with this config loads when it starts, and write the bundle, in place of an earlier one.
 
-    devices: of the chips. out: folder of the bundle. key_file: of the secret to sign with. Returns numbers of programs,
-    bytes and KV pages. Raises ConfigError as `run`, before anything is compiled where it can.
+    devices: of the chips. out: folder of the bundle. key_file: of the secret to sign with; None for none. Returns
+    numbers of programs, bytes and KV pages. Raises ConfigError for options that no bundle has, chips of several hosts
+    and a model that does not fit, before anything is compiled where it can.
     """
     from jaxengine.plan.model import open_planned
     from jaxengine.plan.plan import Split, plan_split, platform_for
@@ -105,6 +106,7 @@ class _Stages:
     """
 
     def __init__(self, devices: Sequence[Any], bundle: Any):
+        """Hold the devices and the bundle, a NewBundle, for `needs`."""
         self._devices, self._bundle = devices, bundle
         self.stages: list[Any] = []
 
@@ -116,7 +118,9 @@ class _Stages:
         return [make_mesh(layout, part) for part in devices_of_stages(self._devices, split.pipeline)]
 
     def needs(self, stages: Sequence[Any], config: ResolvedConfig) -> list[Any]:
-        """Make the runners of these stages, compile the programs that determine their needs, and return these."""
+        """Make the runners of these stages, which `stages` then holds, compile the programs that determine their needs,
+        and return these, StageNeeds of each. config: resolved.
+        """
         from jaxengine.runner.devices import shape_runner
         from jaxengine.runner.stage_runner import foreseen_needs
 
@@ -143,7 +147,8 @@ def _split(chips: Chips, options: Mapping[str, Any]) -> dict[str, Any]:
 def _devices(chips: Chips) -> Sequence[Any]:
     """Return the devices of the chips: this machine's CPUs, or those that a compiler describes.
 
-    Raises ConfigError for chips that nothing here compiles for.
+    Sets jax's platform to the CPU, and libtpu's environment for TPUs. Raises ConfigError for too many CPUs if jax runs
+    already, for a compiler that is not installed, and for chips that nothing here compiles for.
     """
     import jax
 

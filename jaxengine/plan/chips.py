@@ -43,6 +43,7 @@ class Chips:
     count: int
 
     def __str__(self) -> str:
+        """Return NAME:COUNT."""
         return f"{self.chip.name}:{self.count}"
 
 
@@ -73,8 +74,8 @@ CHIPS = {
 
 
 def read_chips(text: str) -> Chips:
-    """Return the chips that a text names: `NAME` or `NAME:COUNT`, where NAME is one of CHIPS or a target of
-    `jaxengine check`, in upper or lower case.
+    """Return the chips that a text names: `NAME` or `NAME:COUNT`, where COUNT is 1 if it is absent and NAME is one of
+    CHIPS or a target of `jaxengine check`, in upper or lower case.
 
     Raises ConfigError for another name, and for a count that is no whole number from 1 to MOST.
     """

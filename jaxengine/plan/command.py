@@ -45,9 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan for each set of chips and print the result. Returns 1 if the model does not fit on one of them, else 0.
+    """Plan for each set of chips in `args`, print the results and draw them in the --svg file. Returns 1 if the model
+    does not fit on one of them, else 0.
 
-    Raises ConfigError for wrong arguments and options, and as an engine for a model that cannot be read.
+    Raises ConfigError for wrong arguments and options, and as an engine for a model that cannot be read; OSError.
     """
     from jaxengine.plan import report
     from jaxengine.plan.compiled import compiler_of
@@ -95,6 +96,7 @@ def _name(path: str, chips: object, count: int) -> str:
 
 
 def _price(text: str) -> float:
+    """Return a price, a number above 0. Raises ArgumentTypeError for other texts."""
     try:
         price = float(text)
     except ValueError:
@@ -105,5 +107,6 @@ def _price(text: str) -> float:
 
 
 def _progress(what: str) -> None:
+    """Show what is being done on the last line of stderr; nothing unless it is a terminal."""
     if sys.stderr.isatty():
         print(f"\r{what:<60}", end="\r", file=sys.stderr, flush=True)

@@ -26,7 +26,8 @@ from jaxengine.sharding.stages import devices_of_stages
 def compiler_of(chips: Chips, model: str | None, options: Mapping[str, Any]) -> CompiledNeeds:
     """Return the source of compiled needs for some chips. model, options: as given on the command line.
 
-    Raises ConfigError for chips whose compiler is not installed, or that `jaxengine check` does not know.
+    Raises ConfigError for chips whose compiler is not installed or that `jaxengine check` does not know, for None as
+    model except on CPUs, and as `OnCpu`.
     """
     if chips.chip.platform == "cpu":
         return OnCpu(chips)
@@ -42,7 +43,9 @@ class OnCpu:
     """CPU devices of this machine, for which programs are compiled as an engine does here: it loads them afterwards."""
 
     def __init__(self, chips: Chips):
-        """Have jax make as many CPU devices, if it has not made any. Raises ConfigError for too few."""
+        """Have jax use the CPU and make chips.count devices of it, if it has not made any. Raises ConfigError for too
+        few.
+        """
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", chips.count)
@@ -55,9 +58,13 @@ class OnCpu:
             )
 
     def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
+        """Return the mesh of each stage over these devices, as `CompiledNeeds`."""
         return [make_mesh(layout, part) for part in devices_of_stages(self._devices[: split.size], split.pipeline)]
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
+        """Compile the programs that determine the needs of each stage, or load them from the cache, and return these,
+        as `CompiledNeeds`. Nothing is compiled where options fix the number of pages, unless with enforce_eager.
+        """
         return foreseen_needs([shape_runner(stage, config.compile_cache_dir) for stage in stages], config)
 
 
@@ -65,13 +72,22 @@ class Elsewhere:
     """Chips that are not present, for which `jaxengine check` compiles: their compiler runs in a process of its own."""
 
     def __init__(self, target: Target, model: str, options: Mapping[str, Any]):
+        """Note what to compile. options: of the engine, as given; the model and parallel sizes among them do not
+        count.
+        """
         self._target, self._model = target, model
         self._options = {name: value for name, value in options.items() if name not in ("model", *PARALLEL)}
 
     def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
+        """Return an abstract mesh for each stage, as `CompiledNeeds`."""
         return [abstract_mesh(layout)] * split.pipeline
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
+        """Compile in a process of the target's compiler, wait for it, and return the needs of each stage, as
+        `CompiledNeeds`.
+
+        Raises ConfigError if it refuses the model or fails.
+        """
         parallel = {name: getattr(config, name) for name in PARALLEL}
         options = {**self._options, **parallel, "max_model_len": config.max_model_len}
         with tempfile.TemporaryDirectory(prefix="jaxengine-plan-") as folder:

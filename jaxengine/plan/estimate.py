@@ -58,7 +58,11 @@ _COMPILERS = {
 
 
 def estimated_needs(stage: StageArrays) -> StageNeeds:
-    """Estimate what the programs of a stage hold and need of one device, in bytes; the state of slots is exact."""
+    """Estimate what the programs of a stage hold and need of one device, in bytes; the state of slots is exact.
+
+    Held is code: of each bucket by layers, of each epilogue, of the draft model and of encoders. Needed is the largest
+    forward pass, the slots, the largest epilogue with its inputs, and the largest encoder.
+    """
     programs = stage.programs
     how = _COMPILERS[backend_of(programs.platform)]
     model, buckets = programs.model, programs.packer.buckets
@@ -85,7 +89,7 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
 
 def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
     """Return the share of a large layer's code that a stage's layers have, up to 1: on TPUs small ones are unrolled
-    less.
+    less. how: the compiler.
     """
     size = stage.sizes(0).weights / max(1, len(stage.programs.model.stage.layers))
     return min(1.0, math.sqrt(size / how.large)) if how.large else 1.0
@@ -93,7 +97,7 @@ def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
 
 def _forward_workspace(stage: StageArrays, model: Any, how: _Compiler) -> float:
     """Return the bytes that the largest forward pass needs while it runs: rows of one layer's products, and its results
-    for epilogues.
+    for epilogues. model: that of the stage, or its draft model. how: the compiler.
     """
     programs = stage.programs
     bucket = max(programs.packer.buckets)
@@ -104,7 +108,9 @@ def _forward_workspace(stage: StageArrays, model: Any, how: _Compiler) -> float:
 
 
 def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler) -> float:
-    """Return the bytes that an epilogue needs while it runs: copies of its logits. name, size: of the epilogue."""
+    """Return the bytes that an epilogue needs while it runs: copies of its logits. name, size: of the epilogue. how:
+    the compiler.
+    """
     own = stage.programs.epilogues[name]
     if "logits" in own.arguments:
         rows = max(how.least_rows, size * own.width) * how.logits
@@ -116,7 +122,7 @@ def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler
 def _tower_rows(stage: StageArrays, part: str) -> tuple[float, int]:
     """Return (bytes of the inputs and outputs of the products of a tower's layer for one patch, number of its layers).
 
-    part: name of the model's attribute that is the tower.
+    stage: with the model. part: name of the model's attribute that is the tower.
     """
     model, widest, layers = stage.programs.model, 0, set()
     for param in declared_params(model):

@@ -51,7 +51,8 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
     the same with half as many sequences and tokens a step, and so on; then the longest context that fits. A length
     that is left open becomes "auto": the engine itself finds the longest that fits.
 
-    devices: candidates; None for `jax.devices()`. mesh: of the user, which must be None.
+    Has jax's client take its share of CUDA cards (`claim_card`). devices: candidates; None for `jax.devices()`. mesh:
+    of the user, which must be None.
 
     Raises:
       ConfigError: nothing fits, the model cannot be read, or a mesh is given.
@@ -73,7 +74,8 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
 
 
 def chips_of(devices: Sequence[Any]) -> Chips:
-    """Return the devices as chips to plan for, with the memory that they report; all are taken to be like the first.
+    """Return the devices, at least one, as chips to plan for, with the memory that they report; all are taken to be
+    like the first.
 
     A kind that is not known has no bandwidth: its splits are ordered by how many sequences they hold.
     """
@@ -90,7 +92,9 @@ def chips_of(devices: Sequence[Any]) -> Chips:
 
 
 def _choose(model: PlannedModel, chips: Chips) -> dict[str, Any]:
-    """Return the options of the first sizes that fit, as `fitted` says."""
+    """Return the options of the first sizes that fit, as `fitted` says: of the split, and numbers of sequences and
+    tokens. Raises the first ConfigError of a split if none fits.
+    """
     given = {name: value for name in PARALLEL if (value := getattr(model.config, name)) not in (1, False)}
     enough = min(LEAST_LENGTH, model.source.config.max_position_embeddings)
     found: tuple[int, dict[str, Any]] | None = None
@@ -113,18 +117,20 @@ def _choose(model: PlannedModel, chips: Chips) -> dict[str, Any]:
 
 
 def _length(ranked: Ranked) -> int:
-    """Return the context with which a split fits, in tokens; 0 if it does not."""
+    """Return the context (max_model_len) with which a planned split fits, in tokens; 0 if it does not."""
     return ranked.plan.config.max_model_len if ranked.fits and ranked.plan is not None else 0
 
 
 def _holds_weights(ranked: Ranked) -> bool:
-    """Whether the weights of a split leave room on its devices."""
+    """Whether the weights of a split leave room on its devices, in each stage; False if it could not be planned."""
     plan = ranked.plan
     return plan is not None and all(stage.sizes(0).weights < plan.budget for stage in plan.stages)
 
 
 def _smaller(model: PlannedModel) -> Iterator[dict[str, int]]:
-    """Yield no options, then half of the sequences and of the tokens of a step, if they are left open, and so on."""
+    """Yield no options, then half of the model's default numbers of sequences and of tokens of a step, if they are left
+    open, and so on down to 1 and _LEAST_TOKENS. Raises ConfigError for options that contradict each other.
+    """
     yield {}
     usual = model.resolved(max_model_len=min(LEAST_LENGTH, model.source.config.max_position_embeddings))
     own = model.config.max_num_seqs, model.config.max_num_batched_tokens

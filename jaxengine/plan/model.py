@@ -44,7 +44,9 @@ class PlannedModel:
     note: str
 
     def resolved(self, **parallel: int | bool) -> ResolvedConfig:
-        """Return the config with these parallel options or max_model_len, and all defaults. Raises ConfigError."""
+        """Return the config with these parallel options or max_model_len, and all defaults. Raises ConfigError for
+        values that are invalid or do not divide the model.
+        """
         return replace(self.config, **parallel).resolved(self.source.config, self.platform, self.items)
 
     def close(self) -> None:
@@ -58,7 +60,8 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
     Of a hub id only the configuration and the tokenizer are downloaded, a GGUF file of the hub is downloaded whole.
 
     Raises ConfigError, ModelConfigError or ModelFileError as an engine, and ModelFileError for weights that an engine
-    would find wrong or missing, as far as the headers of the files show it.
+    would find wrong or missing, as far as the headers of the files show it. platform: default options of the chips. The
+    caller closes the result.
     """
     name = config.model
     if name is not None and name.lower() in SHAPES and not Path(name).exists():
@@ -81,7 +84,10 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
 
 
 def _check_weights(source: ModelSource, dtype: str) -> None:
-    """Raise ModelFileError for weights that are not the model's. A folder in device layout is not looked into."""
+    """Raise ModelFileError for weights of `source` that are not the model's, as far as headers show: names, shapes and,
+    except in GGUF files, types. A model that cannot be built raises nothing here. dtype: of the model. A folder in
+    device layout is not looked into.
+    """
     if source.weights is None or isinstance(source.weights, Path):
         return
     try:
@@ -92,7 +98,9 @@ def _check_weights(source: ModelSource, dtype: str) -> None:
 
 
 def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedModel:
-    """Return the PlannedModel of a published shape, which has no files. Raises ConfigError."""
+    """Return the PlannedModel of a published shape, which has no files. name: one of SHAPES. config, platform: as of
+    `open_planned`. Raises ConfigError for options that contradict it.
+    """
     shape = model_config(name, config.quantization, keep_tables=platform.keeps_tables)
     shape = as_it_sees(shape, config)
     longest = given_length(config.max_model_len) or shape.max_position_embeddings
@@ -103,4 +111,5 @@ def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedM
 
 
 def _weight_files(path: Path) -> list[Path]:
+    """Return the weight files of a folder, or the path itself if it is a file."""
     return [path] if path.is_file() else [file for pattern in _WEIGHTS for file in path.glob(pattern)]

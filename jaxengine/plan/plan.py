@@ -61,11 +61,13 @@ class CompiledNeeds(Protocol):
     """Source of the memory that programs take of a device, by their compiler."""
 
     def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
-        """Return the mesh of each stage."""
+        """Return the mesh of each stage. layout: of one stage; split: has the number of stages."""
         ...
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
-        """Return the memory that the programs of each stage take."""
+        """Return the memory that the programs of each stage take, under the resolved config. Raises ConfigError if they
+        cannot be compiled.
+        """
         ...
 
 
@@ -114,7 +116,9 @@ class SplitPlan:
         return max(range(len(self.stages)), key=lambda stage: sum(self._held(stage).values()))
 
     def parts(self) -> dict[str, int]:
-        """Bytes of one device of the tightest stage by purpose, which add up to what the engine may use."""
+        """Return the bytes of one device of the tightest stage by purpose, the rest under LEFT; they add up to what the
+        engine may use. The rest is negative if it does not fit.
+        """
         held = self._held(self.tightest)
         return {**held, LEFT: self.budget - sum(held.values())}
 
@@ -152,16 +156,18 @@ class SplitPlan:
         return 0 if self.memory is None else self.memory.num_pages
 
     def pages_of(self, num_tokens: int) -> int:
-        """Most pages that a sequence of so many tokens holds at once."""
+        """Return the most pages that a sequence of `num_tokens` tokens holds at once."""
         return most_pages_of(self.config.scheduler_config(1, windows=self.windows), num_tokens)
 
     def sequences_of(self, num_tokens: int) -> int:
-        """Most sequences of so many tokens that run at once, on all replicas; limited by slots, too."""
+        """Return the most sequences of `num_tokens` tokens that run at once, on all replicas; limited by slots, too."""
         own = min(self.config.max_num_seqs, self.num_pages // self.pages_of(num_tokens))
         return own * self.layout.num_ranks
 
     def pages_for_sequences(self, num_tokens: int) -> int:
-        """Sequences of so many tokens whose pages fit, on all replicas, with as many slots as it takes."""
+        """Return the number of sequences of `num_tokens` tokens whose pages fit, on all replicas, with as many slots as
+        it takes.
+        """
         return self.num_pages // self.pages_of(num_tokens) * self.layout.num_ranks
 
     @property
@@ -177,13 +183,14 @@ class SplitPlan:
 
 
 def plan_budget(config: ResolvedConfig, chips: Chips) -> int:
-    """Return the bytes of a device that an engine with this config plans for."""
+    """Return the bytes of a device that an engine with this config plans for, on one of these chips."""
     return budget_of(config, *device_bytes(config, chips))
 
 
 def device_bytes(config: ResolvedConfig, chips: Chips) -> tuple[int, int | None]:
     """Return (bytes of one device, how many of them jax's client reserves for an engine that is the first in its
-    process to use the device); the latter is None for other than CUDA devices, where it reserves none.
+    process to use the device). A CPU device has an equal part of this machine's memory. config: for
+    gpu_memory_utilization. The second is None for other than CUDA devices, where it reserves none.
     """
     chip = chips.chip
     if chip.platform == "cpu":
@@ -216,9 +223,9 @@ def plan_split(model: PlannedModel, chips: Chips, split: Split, compiled: Compil
 def _plan_length(
     model: PlannedModel, chips: Chips, split: Split, compiled: CompiledNeeds | None, length: dict[str, int]
 ) -> SplitPlan:
-    """Return what `plan_split` does, without a search for the length. length: max_model_len as an option; empty for the
-    config's. Raises ConfigError for options that are invalid or do not divide the model; that pages do not fit is part
-    of the result.
+    """Return what `plan_split` does, without a search for the length. compiled: as there. length: max_model_len as an
+    option; empty for the config's. Raises ConfigError for options that are invalid or do not divide the model; that
+    pages do not fit is part of the result.
     """
     config = model.resolved(**split.options, **length)
     layout = config.mesh_layout(model.source.config)

@@ -21,7 +21,7 @@ _GIB, _MIB = 2**30, 2**20
 def as_json(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None) -> Any:
     """Return the plans of a model on chips as JSON values: the best split in full, all splits as rows.
 
-    Arguments: as of `text`.
+    ranked, length, price: as of `text`; rates and costs only where they are known.
     """
     best = ranked[0]
     return {
@@ -48,6 +48,9 @@ def text(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: in
 def _lines(
     model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None
 ) -> Iterator[str]:
+    """Yield the lines of `text`, whose operands these are: whether the best split fits, or why not; kernels that are
+    missing; its memory, capacity and speed; weights on disk and the note; a table of all splits if there are several.
+    """
     best = ranked[0]
     flags = f" with {best.split.flags}" if best.split.flags else ""
     yield f"{chips}: {'fits' if best.fits else 'does not fit'}{flags}"
@@ -70,6 +73,9 @@ def _lines(
 
 
 def _memory_lines(plan: SplitPlan) -> Iterator[str]:
+    """Yield lines about the memory of a device of the tightest stage: a bar, MiB by purpose with estimates marked, the
+    budget, and the sum in GiB.
+    """
     parts, total = plan.parts(), plan.total
     stage = f", stage {plan.tightest + 1} of {len(plan.stages)}, which holds the most" if len(plan.stages) > 1 else ""
     yield f"  memory of a device{stage}:"
@@ -86,6 +92,9 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
 
 
 def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
+    """Yield lines about pages and bytes of a token, windows, the longest context, sequences of `length` tokens at once,
+    and programs.
+    """
     config, ranks = plan.config, plan.layout.num_ranks
     replicas = f" in each of {ranks} replicas" if ranks > 1 else ""
     each = f"{plan.page_bytes:,} bytes of a device each"
@@ -102,6 +111,9 @@ def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
 
 
 def _speed_lines(plan: SplitPlan, speed: Speed | None, length: int, price: float | None) -> Iterator[str]:
+    """Yield lines about the upper bounds by the roofline: tokens a second decoded and of prompts, milliseconds a token,
+    bytes and operations of a step; with a price also the least cost of a million tokens. None without a speed.
+    """
     if speed is None:
         return
     yield (
@@ -123,6 +135,9 @@ def _speed_lines(plan: SplitPlan, speed: Speed | None, length: int, price: float
 
 
 def _table_lines(ranked: Sequence[Ranked], length: int) -> Iterator[str]:
+    """Yield a table of the first MOST_ROWS splits: sizes, weights and room for pages in GiB, longest context, sequences
+    of `length` tokens and decoded tokens a second; or that they do not fit, or the error of one that cannot be planned.
+    """
     heads = "".join(f"{name:>11}" for name in ("weights", "left", "longest", "sequences", "decode/s"))
     yield f"  {'tp':>4}{'pp':>4}{'dp':>4}  {'ep':<4}{heads}"
     for each in ranked[:MOST_ROWS]:
@@ -142,11 +157,13 @@ def _table_lines(ranked: Sequence[Ranked], length: int) -> Iterator[str]:
 
 
 def _short(each: Ranked) -> str:
+    """Return the error of a split in at most 90 characters."""
     said = str(each.error)
     return said if len(said) <= 90 else f"{said[:87]}..."
 
 
 def _json_of_row(each: Ranked, length: int) -> dict[str, Any]:
+    """Return one split as a row of JSON values; without figures if it could not be planned."""
     row = {**each.split.options, "fits": each.fits, "error": None if each.error is None else str(each.error)}
     if (plan := each.plan) is None:
         return row
@@ -161,6 +178,10 @@ def _json_of_row(each: Ranked, length: int) -> dict[str, Any]:
 
 
 def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: int, price: float | None) -> Any:
+    """Return the plan of the best split in full, as JSON values: options, mesh, bytes by purpose and stage, pages,
+    longest context, sequences of `length` tokens and, where known, speed and costs. price: of a device's hour; None for
+    no costs.
+    """
     config = plan.config
     found: dict[str, Any] = {
         **plan.split.options,
@@ -194,4 +215,5 @@ def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: in
 
 
 def _mesh(layout: MeshLayout) -> dict[str, int]:
+    """Return the sizes of the axes of a mesh by name."""
     return {"data": layout.data, "attn": layout.attn, "model": layout.model}

@@ -35,9 +35,11 @@ class Speed:
 
 
 def speed_of(plan: SplitPlan, length: int) -> Speed | None:
-    """Return the bounds with as many sequences of `length` tokens as fit, or one where not even one does.
+    """Return the bounds of a plan that fits, with as many sequences of `length` tokens as fit, or one where not even
+    one does.
 
-    None where the chip's figures are not known, and for a model that generates nothing.
+    Prompts are counted as the largest mixed steps. None where the chip's figures are not known, and for a model that
+    generates nothing.
     """
     chip = plan.chips.chip
     if not chip.bandwidth or plan.config.runner != "generate":
@@ -64,5 +66,8 @@ def cost_of(tokens_per_second: float, price_per_hour: float, count: int) -> floa
 
 
 def _work(plan: SplitPlan, stage: int, bucket: Bucket, context: int) -> Work:
+    """Return the least work of a step of a bucket on one device of the stage `stage`. context: keys of each sequence of
+    a decode.
+    """
     config, model = plan.config, plan.stages[stage].programs.model
     return step_work(model, bucket, config.kv_cache_dtype, config.dtype, context)

@@ -39,8 +39,9 @@ class Ranked:
 def possible_splits(count: int, given: Mapping[str, object], *, has_experts: bool, drafts: bool) -> Iterator[Split]:
     """Yield the splits that use all `count` devices and agree with the engine options that are given.
 
-    With all three sizes given, only that split, which may use fewer devices. drafts: the draft method has weights,
-    which allows no pipeline.
+    With all three sizes given, only that split, which may use fewer devices. given: engine options by name; sizes that
+    it lacks, or that are None, are free. has_experts: the model has experts, which may then be whole. drafts: the draft
+    method has weights, which allows no pipeline.
     """
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     wanted = [given.get(name) for name in names]
@@ -65,11 +66,13 @@ def rank_splits(
     progress: Callable[[str], None] = lambda what: None,
     compiled: CompiledNeeds | None = None,
 ) -> list[Ranked]:
-    """Plan every split of `possible_splits`; those that fit come first, by speed, then by how many sequences they hold.
+    """Plan every split of the model over the chips, as of `possible_splits`, and return at least one; those that fit
+    come first, by speed, then by how many sequences they hold.
 
     length: tokens of a sequence. progress(what) is called before each is planned. compiled: as of `plan_split`.
 
-    Raises ConfigError where the given sizes are not those of so many devices.
+    Raises ConfigError where the given sizes are not those of so many devices; what else is wrong with a split is its
+    `error`.
     """
     config = model.source.config
     drafting = model.config.speculative_config is not None and model.config.speculative_config.has_model
@@ -88,6 +91,7 @@ def rank_splits(
 
 
 def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compiled: CompiledNeeds | None) -> Ranked:
+    """Plan one split; a ConfigError of `plan_split` becomes its error."""
     try:
         plan = plan_split(model, chips, split, compiled)
     except ConfigError as error:
@@ -96,8 +100,8 @@ def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compil
 
 
 def _order(one: Ranked) -> tuple[object, ...]:
-    """Return the sorting key of the best first: those that fit, then those that lack memory, by how much, then those
-    that cannot be split so.
+    """Return the sorting key of a split, the best first: those that fit, by speed and by sequences of 1,024 tokens,
+    then those that lack memory, by how much, then those that cannot be split so.
     """
     if one.plan is None:
         return 2, 0, 0, one.split.pipeline
@@ -108,4 +112,5 @@ def _order(one: Ranked) -> tuple[object, ...]:
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]

@@ -72,14 +72,16 @@ class StepFolder:
             raise
 
     def close(self) -> None:
-        """Stop recording and let another engine record to the folder."""
+        """Stop recording and let another engine record to the folder, whose lock this gives up. A second call does
+        nothing.
+        """
         self._unlock()
 
     def weights(self, version: Any, checksums: Mapping[str, str]) -> int:
         """Record in `engine.json` which weights the next steps use, unless it lists them already; return their index
         there.
 
-        version: of the weights; checksums: by weight name. Raises OSError.
+        version: of the weights; checksums: by weight name. Raises OSError if it cannot be written.
         """
         entry = {"version": version, "checksums": dict(checksums)}
         if entry not in self._about["weights"]:
@@ -116,7 +118,7 @@ class StepFolder:
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """Return the files of a folder's steps by step number, ascending."""
+    """Return the files of a folder's steps by step number, ascending; {} for a folder that cannot be read."""
     found = {}
     with contextlib.suppress(OSError):
         found = {int(match[1]): file for file in folder.iterdir() if (match := _STEP.fullmatch(file.name))}
@@ -124,7 +126,9 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Return the content of `engine.json`. Raises RecordError if it is missing, unreadable or of another format."""
+    """Return the content of the `engine.json` of a folder. Raises RecordError if it is missing, unreadable or of
+    another format, or lacks a field of _FIELDS or has one of another type.
+    """
     path = folder / ENGINE_FILE
     if not path.is_file():
         raise RecordError(f"{folder} has no {ENGINE_FILE}: it is no folder of record_steps")
@@ -144,8 +148,8 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def find_step(folder: Path, number: int | None) -> RecordedStep:
-    """Read a step of a folder; number None reads the last one. Raises RecordError, whose message names the steps that
-    exist.
+    """Read a step of a folder; number None reads the last one. Raises RecordError as `read_step`, and if there is no
+    such step; its message names the steps that exist.
     """
     files = step_files(folder)
     if not files:
@@ -183,7 +187,7 @@ def _locked(folder: Path) -> int:
 def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """Return `about` with the weights that the folder's `engine.json` lists, if it has any.
 
-    Raises RecordError if the folder's steps are of another engine, whose other entries differ.
+    Raises RecordError if the folder's steps are of another engine, whose other entries differ, and as `read_about`.
     """
     if not _has_others(folder):
         return about
@@ -196,7 +200,10 @@ def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tidy(folder: Path) -> None:
-    """Make a folder accessible to its owner only, and delete unfinished files that a killed process has left there."""
+    """Make a folder accessible to its owner only, and delete unfinished files that a killed process has left there.
+
+    Raises OSError.
+    """
     with contextlib.suppress(PermissionError):  # another user's, who lets this one write; the files are closed anyway
         os.chmod(folder, 0o700)
     for file in folder.iterdir():
@@ -205,7 +212,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _name(number: int) -> str:
-    """Return the file name of a step."""
+    """Return the file name of the step `number`, of at least eight digits."""
     return f"step-{number:08}.safetensors"
 
 
@@ -221,5 +228,5 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _differing(found: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return the names, sorted, whose values differ or that only one of two descriptions has."""
+    """Return the names, sorted, whose values differ or that only one of two descriptions, `found` and `own`, has."""
     return sorted(name for name in found.keys() | own.keys() if found.get(name) != own.get(name))

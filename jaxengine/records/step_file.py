@@ -74,8 +74,8 @@ class RecordedStep(NamedTuple):
 
 
 def digest_of(name: str, array: np.ndarray) -> Any:
-    """Return the SHA-256 of an array's bytes in hexadecimal; for arrays of BY_ENTRY a list, one for each entry of axis
-    0.
+    """Return the SHA-256 of an array's bytes in hexadecimal; for an array whose `name` is in BY_ENTRY a list, one for
+    each entry of axis 0.
     """
     if name in BY_ENTRY:
         return [_sha256(entry) for entry in array]
@@ -88,14 +88,16 @@ def num_bytes(arrays: Mapping[str, np.ndarray]) -> int:
 
 
 def write_step(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
-    """Write a step, completely or not at all; return the size of the file in bytes. Raises KeyError for an array of a
-    dtype that _DTYPES lacks, and OSError.
+    """Write a step to the file `path`, completely or not at all, over an earlier one; return the size of the file in
+    bytes. about: description, plain JSON values. Raises KeyError for an array of a dtype that _DTYPES lacks, and
+    OSError.
     """
     return write_whole(path, _chunks(about, {name: np.asarray(array, order="C") for name, array in arrays.items()}))
 
 
 def write_whole(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
-    """Write `chunks` to a file, completely or not at all, and flush it to the disk; return its size in bytes.
+    """Write `chunks` to the file `path`, readable by its owner alone, completely or not at all, and flush it to the
+    disk; return its size in bytes.
 
     Raises OSError, or what `chunks` raises; an earlier file of that name is then unchanged.
     """
@@ -140,7 +142,8 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def _owned(path: str, flags: int) -> int:
-    """Open a file, as `opener` of `open`, for its owner alone to read and write, as records hold what users sent.
+    """Open the file at `path`, as `opener` of `open`, for its owner alone to read and write, as records hold what users
+    sent.
 
     flags: as of os.open. Returns the descriptor.
     """
@@ -148,7 +151,9 @@ def _owned(path: str, flags: int) -> int:
 
 
 def _chunks(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
-    """Yield the content of a step's file: the header of safetensors, then each array. arrays: C-contiguous."""
+    """Yield the content of a step's file: the header of safetensors, then each array. about: description, plain JSON
+    values. arrays: C-contiguous. Raises KeyError for a dtype that _DTYPES lacks.
+    """
     digests = {name: digest_of(name, array) for name, array in arrays.items()}
     header: dict[str, Any] = {
         "__metadata__": {_ABOUT: json.dumps({"format": FORMAT, "about": about, "digests": digests})}

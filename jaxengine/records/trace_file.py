@@ -34,12 +34,12 @@ class TraceRequest:
 
 
 def header_line(block_size: int) -> str:
-    """Return the first line. block_size: tokens of a block of `hash_ids`."""
+    """Return the first line of a trace, with its end of line. block_size: tokens of a block of `hash_ids`."""
     return json.dumps({"jaxengine_trace": VERSION, "block_size": block_size}) + "\n"
 
 
 def request_line(request: TraceRequest) -> str:
-    """Return the line of a request."""
+    """Return the line of a request, with its end of line; max_tokens is left out if it is None."""
     line: dict[str, Any] = {"arrival": round(request.arrival, 6)}
     line |= {"prompt_tokens": request.num_prompt, "output_tokens": request.num_output}
     if request.max_tokens is not None:

@@ -71,7 +71,10 @@ def choose_backend(name: str, recorded: str, kernels: str | None = None) -> Back
 
 
 def prepare_devices(backend: str, count: int) -> None:
-    """Make `count` CPU devices, unless the backend is "native"; has no effect once jax has initialised its devices."""
+    """Make `count` CPU devices, unless the backend is "native"; has no effect once jax has initialised its devices.
+
+    Otherwise jax is set to the CPU platform.
+    """
     if backend == NATIVE:
         return
     try:

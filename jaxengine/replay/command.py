@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and print its findings; return the exit status: 0 same results, 1 different, 2 for a RecordError.
+    """Run the step that `args` name again and print the findings; return the exit status: 0 same results, 1 different,
+    2 for a RecordError, which is printed to standard error.
 
     Raises ConfigError and ModelFileError as `replay` does.
     """

@@ -38,6 +38,9 @@ class Difference(NamedTuple):
     place: str = ""
 
     def __str__(self) -> str:
+        """Return a line for a person: that all bits are equal, or how many numbers differ, where the most, and by how
+        much.
+        """
         if self.is_same:
             return f"{self.name}, {self.dtype}{[*self.shape]}: all bits equal"
         at = f"at {[*self.where]}" + (f" ({self.place})" if self.place else "")
@@ -60,7 +63,7 @@ def compared(
 ) -> Iterator[Difference]:
     """Yield a Difference for each result of a step, in the order of the forward pass.
 
-    Results that one side lacks are left out; logits must be there.
+    Results that one side lacks are left out; logits must be there: KeyError if not.
 
     Args:
       arrays: of the record, from which the place of each result follows.
@@ -100,7 +103,8 @@ def _sampled(
 ) -> Iterator[Difference]:
     """Yield Differences of the sampler's results for rows that sample; of scores only if a request asks for logprobs.
 
-    both: (recorded, found) of each result by name. is_sampled: bool[rows]. Other arguments: see `compared`.
+    both: (recorded, found) of each result by name. is_sampled: bool[rows]. arrays: of the record. features, tolerance:
+    as of `compared`.
     """
     rows = arrays["rows/rank"][is_sampled], arrays["rows/row"][is_sampled]
     for name, pair in both.items():
@@ -114,8 +118,8 @@ def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Diff
     """Compare a recorded array with the one found; arrays of different shapes or dtypes never count as within
     tolerance.
 
-    pair: (recorded, found). tolerance: share of the largest finite recorded magnitude; integers and booleans must be
-    equal.
+    is_within is True if all bits are equal. pair: (recorded, found). tolerance: share of the largest finite recorded
+    magnitude; integers and booleans must be equal.
     """
     recorded, found = pair
     shape, dtype = recorded.shape, str(recorded.dtype)

@@ -36,5 +36,6 @@ def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any)
 
 
 def _as(pages: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return pages in C order as numbers of `dtype`, bit for bit. Raises ValueError if the sizes do not match."""
     pages = np.ascontiguousarray(pages)
     return pages if pages.dtype == dtype else pages.view(dtype)

@@ -39,7 +39,9 @@ def read_engine(folder: Path) -> dict[str, Any]:
 
 
 def read_recorded(folder: Path, number: int | None) -> RecordedStep:
-    """Read a step of a folder, None for the last one. Raises RecordError for one that is missing or cannot be run."""
+    """Read the step `number` of a folder, None for the last one. Raises RecordError for one that is missing, cannot be
+    read, or does not say its number, its weights and its bucket.
+    """
     step = find_step(folder, number)
     about = step.about if isinstance(step.about, Mapping) else {}
     bucket = about.get("bucket")
@@ -50,6 +52,9 @@ def read_recorded(folder: Path, number: int | None) -> RecordedStep:
 
 
 def _wrong(folder: Path, name: str, value: Any, allowed: str) -> RecordError:
+    """Return the RecordError, which the caller raises, of a wrong value in engine.json, shown in at most 40
+    characters.
+    """
     shown = repr(value)
     shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
     return RecordError(f"{folder / ENGINE_FILE}: {name} is {shown}; allowed: {allowed}")

@@ -58,7 +58,8 @@ def replay(
     plugins: Sequence[str] = (),
     compile_cache_dir: str | None = None,
 ) -> Report:
-    """Run a step that record_steps wrote again and compare its results with the recorded ones.
+    """Run a step that record_steps wrote again and compare its results with the recorded ones. A step whose file was
+    changed is not run.
 
     Args:
       folder: of the recorded steps.
@@ -166,7 +167,9 @@ def _between(
 
 
 def _summary(differences: Sequence[Difference], tolerance: float) -> list[str]:
-    """Return lines of text: how many arrays are the same, differ within the tolerance, and beyond it."""
+    """Return lines of text about all differences: how many arrays are the same, differ within the tolerance, and beyond
+    it.
+    """
     same = sum(each.is_same for each in differences)
     lines = [f"{len(differences)} arrays compared, {same} with all bits equal"]
     wrong = [each for each in differences if not each.is_within]
@@ -180,10 +183,10 @@ def _summary(differences: Sequence[Difference], tolerance: float) -> list[str]:
 
 
 def _other_weights(about: Mapping[str, Any], step: RecordedStep, stage: StageRunner) -> list[str]:
-    """Return the names of weights whose checksums differ from the record's; if the names differ, those only one side
-    has.
+    """Return the names of weights of `stage` whose checksums differ from the record's; if the names differ, those only
+    one side has.
 
-    Raises RecordError if engine.json has no checksums of the step's weights.
+    about: content of engine.json. Raises RecordError if it has no checksums of the step's weights.
     """
     try:
         wanted = about["weights"][step.about["weights"]]["checksums"]
@@ -196,7 +199,9 @@ def _other_weights(about: Mapping[str, Any], step: RecordedStep, stage: StageRun
 
 
 def _bucket_of(stage: StageRunner, step: RecordedStep) -> Any:
-    """Return the stage's bucket of a recorded step."""
+    """Return the stage's bucket of a recorded step. Raises StopIteration if it has none; `run_step` has then raised
+    before.
+    """
     tokens, seqs, width, sections = step.about["bucket"]
     buckets = stage.programs.packer.buckets
     key = (tokens, seqs, width, tuple(sections))
@@ -217,16 +222,19 @@ def _damage(step: RecordedStep, name: str, entries: Sequence[int]) -> str:
 
 
 def _recorded(about: Mapping[str, Any]) -> str:
+    """Return a line about a record: its device, platform, model and versions."""
     model, versions = about["model"], about["versions"]
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"recorded on {about['device']} ({about['platform']}): {model['architecture']}; {packages}"
 
 
 def _name(backend: Backend) -> str:
+    """Return the name of a backend and of the platform whose kernels it runs."""
     return f"{backend.name}: the kernels of {backend.platform}"
 
 
 def _version() -> str:
+    """Return the versions of jaxengine and jax here."""
     import jax
 
     from jaxengine.version import __version__

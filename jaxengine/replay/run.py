@@ -68,6 +68,11 @@ class _Run:
     """One run of a recorded step on a stage."""
 
     def __init__(self, stage: StageRunner, step: RecordedStep, platform: str):
+        """Take a step, whose pages get new numbers.
+
+        platform: the one in whose layout pages were recorded. Raises RecordError if the stage has no bucket of this
+        kind, KeyError for missing arrays.
+        """
         self._stage, self._programs, self._arrays = stage, stage.programs, step.arrays
         self._layout = layout_of(platform)
         tokens, seqs, width, sections = step.about["bucket"]
@@ -81,7 +86,8 @@ class _Run:
         self._kv_shapes = self._programs.kv_shapes(max(2, 1 << max(map(len, self._pages)).bit_length()))
 
     def results(self) -> dict[str, np.ndarray]:
-        """Run forward pass and sampler; return their results under the record's names.
+        """Run forward pass and sampler; return their results on the host under the record's names: written pages,
+        states, logits of the rows, sampled results and, if the stage records them, hidden states of layers.
 
         Raises RecordError for arrays whose shapes or dtypes differ from this engine's, KeyError for missing ones.
         """
@@ -160,13 +166,17 @@ class _Run:
         return DeviceState(slots, tokens, sampling)
 
     def _section(self, name: str, shapes: Any) -> Any:
-        """Return the recorded arrays `name`/0, 1, ... as a tree of device arrays like `shapes`."""
+        """Return the recorded arrays `name`/0, 1, ... as a tree of device arrays like `shapes`. Raises KeyError for a
+        missing one, RecordError for another shape or dtype.
+        """
         leaves, tree = jax.tree.flatten(shapes)
         own = [_put(self._arrays[f"{name}/{at}"], leaf) for at, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, own)
 
     def _page_table(self) -> np.ndarray:
-        """Return the recorded page table with pages renumbered, 0 for pages that are not in the record."""
+        """Return the recorded page table with pages renumbered, 0 for pages that are not in the record. Raises
+        RecordError for another shape or dtype.
+        """
         table = self._arrays["state/page_table"].copy()
         _check(table, self._programs.state_shapes.slots.page_table)
         paged = len(paged_groups(self._programs.groups)) * self._num_slots
@@ -198,7 +208,9 @@ class _Run:
         return jax.tree.unflatten(tree, found)
 
     def _states_after(self, slots: Any) -> dict[str, np.ndarray]:
-        """Return the recorded rows of the states after the step, by the record's names; {} without states."""
+        """Return the rows that the record has of the states after the step, from `slots`, the slots' state, by the
+        record's names; {} without states.
+        """
         if _STATES not in slots.sections:
             return {}
         places = self._arrays["states/rank"], self._arrays["states/row"]
@@ -230,7 +242,10 @@ class _Run:
         return converted(pages, pool.layout, self._layout, pool.spec, recorded)
 
     def _pool_rows(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (replica, row in its pool) of recorded pages, each i64[n]. name: "pages" or "after/pages"."""
+        """Return (replica, row in its pool) of recorded pages, each i64[n]. name: "pages" or "after/pages".
+
+        Raises KeyError for a layer or a page that the step does not have.
+        """
         ranks = self._arrays[f"{name}/rank"]
         groups = paged_groups(self._programs.groups)
         index = {layer: at for group in groups for at, layer in enumerate(group.layers)}

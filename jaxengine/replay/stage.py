@@ -33,7 +33,8 @@ def open_stage(
     about: content of engine.json. model: model to load instead of the recorded one. layers: have forward passes return
     the hidden states after each layer. plugins, compile_cache_dir: as the engine's options.
 
-    Raises RecordError if the model is not the recorded one, ConfigError and ModelFileError.
+    Raises RecordError if the model is not the recorded one, for options or a platform that this version does not have,
+    and as `Backend.devices`; ConfigError and ModelFileError for a model that cannot be opened.
     """
     options = {**about["options"], "plugins": tuple(plugins), "skip_tokenizer_init": True, "disable_log_stats": True}
     options |= {"record_steps": "replay" if layers else None, "record_steps_detail": "layers" if layers else "tokens"}
@@ -67,4 +68,5 @@ def open_stage(
 
 
 def _sizes(architecture: str, layers: int, hidden_size: int, vocab_size: int) -> str:
+    """Return the architecture and the sizes of a model as text."""
     return f"{architecture} with {layers} layers of width {hidden_size} and {vocab_size} tokens"

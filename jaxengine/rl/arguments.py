@@ -51,7 +51,10 @@ def checked(
     positions: Any,
     routed_experts: Any = None,
 ) -> Arguments:
-    """Check the arguments of `jaxengine.rl.forward` and return them as jax arrays. Raises ValueError as it does."""
+    """Check the arguments of `jaxengine.rl.forward` and return them as jax arrays. Positions that are None stay so,
+    unless a row is longer than the learned vectors of positions: then they are counted in each segment. Raises
+    ValueError as it does.
+    """
     check_unpaged(model)
     _check_params(model, params)
     tokens = _integers("tokens", tokens, None)
@@ -117,7 +120,9 @@ def _expert_layers(model: CausalLM) -> list[int]:
 
 
 def _by_layer(model: CausalLM, experts: jax.Array) -> dict[int, jax.Array]:
-    """Split experts [B, T, L, k], L the layers with experts, into [B * T, k] by layer number."""
+    """Split experts [B, T, L, k], L the layers with experts, into [B * T, k] by layer number. model: one with
+    experts.
+    """
     rows = experts.reshape(-1, *experts.shape[2:])
     return {layer: rows[:, number] for number, layer in enumerate(_expert_layers(model))}
 
@@ -129,7 +134,9 @@ def _num_positions(model: CausalLM) -> int | None:
 
 
 def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """Return the index of each token in its segment, int32[B, T]."""
+    """Return the index of each token in its segment, int32[B, T]. segment_ids: as of `forward`; None if each row is one
+    segment. shape: [B, T].
+    """
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     if segment_ids is None:
         return index
@@ -138,7 +145,9 @@ def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array
 
 
 def _check_axes(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for arrays over explicit mesh axes: XLA must decide how the arrays between layers are split."""
+    """Raise ValueError, with the argument's name, if an array in `arguments`, trees by name, is over explicit mesh
+    axes: XLA must decide how the arrays between layers are split.
+    """
     for name, tree in arguments.items():
         for leaf in jax.tree.leaves(tree):
             if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:

@@ -30,7 +30,7 @@ class Agreement:
 
     @classmethod
     def of(cls, one: np.ndarray, other: np.ndarray) -> Agreement:
-        """Compare two float32 arrays of one shape."""
+        """Compare two float32 arrays of one shape. Of empty ones the largest difference is 0."""
         differing = int((one.view(np.int32) != other.view(np.int32)).sum())
         return cls(differing, float(np.abs(one - other).max(initial=0.0)))
 
@@ -68,6 +68,7 @@ class Certificate:
         """Return the certificate as text: a line for each computation, and one for the engine."""
 
         def line(name: str, total: float, found: Agreement) -> str:
+            """Return the line of a computation."""
             differing = f"{found.mismatches} of {self.num_tokens} bit patterns differ"
             return f"{name:<11}{total:.9g}  {differing}, at most by {found.largest:.3g}"
 
@@ -141,7 +142,7 @@ def certify(
 
 
 def _joined(values: Any) -> np.ndarray:
-    """Return the numbers of several sequences as one array f32[N]."""
+    """Return the numbers of several sequences, of which there is at least one, as one array f32[N]."""
     return np.concatenate([np.asarray(own, np.float32) for own in values])
 
 

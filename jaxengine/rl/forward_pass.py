@@ -76,7 +76,8 @@ def log_probs(
     """Return the log-probability float32[B, T] of each token after those before it in its segment.
 
     The first token of each segment, and padding, have 0. With `exact` they have the bits that an engine with rl_exact
-    reports (raw_logprobs) and that its `get_logprobs` returns. Arguments and errors are `forward`'s.
+    reports (raw_logprobs) and that its `get_logprobs` returns. Operands, NaN for values out of range, and errors are
+    `forward`'s.
     """
     given = _checked_for(exact, model, params, tokens, segment_ids, positions, routed_experts)
     logits = _forward(model, params, given, remat, exact)
@@ -93,7 +94,7 @@ def hidden_states(
     """Return the hidden states between layers, [B, T, layers + 1, D] in the model's dtype.
 
     Numbered as transformers numbers `hidden_states`: 0 is the embeddings, n is the output of layer n, and the last is
-    taken after the final norm. Arguments and errors are `forward`'s.
+    taken after the final norm. Operands, NaN for values out of range, and errors are `forward`'s.
     """
     given = checked(model, params, tokens, segment_ids, positions)
     states = _states(nnx.split(model)[0], params, given.tokens, given.segment_ids, given.positions)
@@ -101,7 +102,11 @@ def hidden_states(
 
 
 def _checked_for(exact: bool, model: CausalLM, params: Any, *arguments: Any) -> Arguments:
-    """Check the arguments of `forward`, in its order, and return them. Raises as it does."""
+    """Check the arguments of `forward`, `tokens` and those after it in its order, and return them as `checked` does.
+
+    Raises ValueError as `checked`; with `exact` also for routed_experts, and as `check_exact` if the bits cannot be
+    equal.
+    """
     given = checked(model, params, *arguments)
     if exact:
         if given.experts is not None:
@@ -111,7 +116,9 @@ def _checked_for(exact: bool, model: CausalLM, params: Any, *arguments: Any) -> 
 
 
 def _forward(model: CausalLM, params: Any, given: Arguments, remat: bool, exact: bool) -> jax.Array:
-    """Compute the logits float32[B, T, V] of checked arguments."""
+    """Compute the logits float32[B, T, V] of checked arguments, `given`; NaN for tokens that do not fit. remat, exact:
+    as of `forward`.
+    """
     graph, own = nnx.split(model)[0], (given.tokens, given.segment_ids, given.positions)
     if exact:
         return given.marked(_exact_logits(graph, params, *own, remat=remat))
@@ -129,7 +136,11 @@ def _logits(
     *,
     remat: bool,
 ) -> jax.Array:
-    """Compute logits f32[B, T, V] of checked arguments. graph: of the model, from `nnx.split`."""
+    """Compute logits f32[B, T, V] of checked arguments.
+
+    graph: of the model, from `nnx.split`. experts: int32[B * T, k] by layer number, to be replayed; None for the
+    router's. Other operands are as of `forward`.
+    """
     sections: dict[str, Any] = {"recompute": Recompute()} if remat else {}
     if experts is not None:
         sections["routed_experts"] = ReplayedExperts(experts)
@@ -152,10 +163,12 @@ def _exact_logits(
 
     @jax.custom_jvp
     def logits_of(params: Any, given: tuple[Any, ...]) -> jax.Array:
+        """Compute the logits in the exact form; its derivative is `tangent`."""
         return run_exact(nnx.merge(graph, params), *given)
 
     @logits_of.defjvp
     def tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        """Return (logits, their derivative by `params` alone, of the plain forward pass)."""
         params, given = primals
         _, of_logits = jax.jvp(lambda params: _logits(graph, params, *given, remat=remat), (params,), tangents[:1])
         return logits_of(params, given), of_logits
@@ -184,7 +197,9 @@ def _token_log_probs(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Arra
 def _states(
     graph: Any, params: Any, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
 ) -> jax.Array:
-    """Compute the hidden states of `hidden_states` from checked arguments. graph: of the model, from `nnx.split`."""
+    """Compute the hidden states of `hidden_states` from checked arguments. graph: of the model, from `nnx.split`. Other
+    operands are as of `forward`.
+    """
     model = nnx.merge(graph, params)
     counts = range(model.config.num_layers)
     capture = Capture(counts)

@@ -127,13 +127,18 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return [self._completion(output) for output in self._llm.chat(conversations, params, use_tqdm=False)]
 
     def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """Return the token ids int32[tokens] of a conversation, as `batch_completions` would send it."""
+        """Return the token ids int32[tokens] of a conversation, as `batch_completions` would send it.
+
+        Raises RequestError for messages that the engine refuses.
+        """
         inputs = self._llm.core.inputs
         conversation, media = inputs.media_reader.read(messages)
         return np.array(inputs.chat_prompt(conversation, media)["prompt_token_ids"], np.int32)
 
     def tokenize_prompt(self, prompt: str, choice: Any = None, system_prompt: str | None = None) -> np.ndarray:
-        """Return the token ids int32[tokens] that a choice was generated from; without one, those of the prompt."""
+        """Return the token ids int32[tokens] that a choice was generated from; without one, those of the prompt, a
+        message of a user, after a system prompt if there is one.
+        """
         if choice is not None:
             return np.array(choice.prompt_token_ids, np.int32)
         return self.tokenize_messages(self._conversation(prompt, system_prompt))
@@ -150,7 +155,8 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         """Answer a TokenizedRolloutBatchRequest; return a TokenizedRolloutBatchResult.
 
         A generation that was aborted or failed is one of its failures. A rollout's metadata have weight_versions, of
-        the weights that made its tokens: (version, start, end) each. Raises as `batch_completions`.
+        the weights that made its tokens: (version, start, end) each. Waits for all answers. Raises ValueError for
+        log-probabilities that the engine does not report; else as `LLM.generate`.
         """
         began = time.monotonic()
         prompts = [{"prompt_token_ids": [*request.prompt_token_ids]} for request in batch.requests]
@@ -174,7 +180,12 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         )
 
     def _params(self, decoding: Any, n: int) -> SamplingParams:
-        """Return the parameters that a DecodingConfig names. Raises as `batch_completions`."""
+        """Return the parameters of `n` answers that a DecodingConfig names; fields that are None or that SamplingParams
+        lacks are left out.
+
+        Raises ValueError for log-probabilities that the engine does not report at this temperature, RequestError as
+        SamplingParams.
+        """
         check_logprobs(self._llm.core.config.logprobs_mode, decoding.temperature)
         given = {_RENAMED.get(each.name, each.name): getattr(decoding, each.name) for each in fields(decoding)}
         known = {each.name for each in fields(SamplingParams)}
@@ -182,7 +193,11 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return SamplingParams(n=n, logprobs=0, **own)
 
     def _token_params(self, sampling: Any, n: int) -> SamplingParams:
-        """Return the parameters that TokenSamplingParameters name. Raises as `batch_completions`."""
+        """Return the parameters of `n` answers, without text, that TokenSamplingParameters name; fields that are None
+        are left out.
+
+        Raises as `_params`.
+        """
         check_logprobs(self._llm.core.config.logprobs_mode, sampling.temperature)
         names = ("max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed")
         given = {name: value for name in names if (value := getattr(sampling, name)) is not None}
@@ -199,7 +214,9 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return [*system, {"role": "user", "content": prompt}]
 
     def _completion(self, output: RequestOutput) -> Any:
-        """Return the ChatCompletion of a prompt's answers. Raises RuntimeError for one that was aborted or failed."""
+        """Return the ChatCompletion of the answers to a prompt, all those of `output`. Raises RuntimeError for one that
+        was aborted or failed.
+        """
         check_whole(output.outputs)
         prompt, answers = output.prompt_token_ids, [len(each.token_ids) for each in output.outputs]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(answers)}
@@ -215,7 +232,9 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         )
 
     def _choice(self, prompt: list[int], answer: CompletionOutput) -> dict[str, Any]:
-        """Return the fields of a ChatCompletion's choice, with the token ids of the prompt and the answer."""
+        """Return the fields of a ChatCompletion's choice: index, finish_reason, message, log-probabilities by token,
+        and the token ids of the prompt and the answer. A token without a name is <id_N>.
+        """
         names = self.tokenizer.convert_ids_to_tokens([*answer.token_ids])
         content = [
             {"token": name or f"<id_{token}>", "logprob": float(logprob), "bytes": None, "top_logprobs": []}
@@ -232,7 +251,12 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
 
 
 def _rollout(request: Any, answer: CompletionOutput) -> Any:
-    """Return the TokenizedRollout of an answer to a TokenizedRolloutRequest."""
+    """Return the TokenizedRollout of an answer to `request`, a TokenizedRolloutRequest. The answer ended with "stop" or
+    "length".
+
+    Its reason is LENGTH, EOS_TOKEN or, with a stop_reason, STOP; stop_token_id is its last token if it stopped. Masks
+    are False for the prompt and True for the answer. Its metadata have weight_versions.
+    """
     tokens, reasons = tuple(answer.token_ids), _types.TokenRolloutFinishReason
     stopped = answer.finish_reason == "stop"
     ended = reasons.LENGTH
@@ -254,7 +278,9 @@ def _rollout(request: Any, answer: CompletionOutput) -> Any:
 
 
 def _failure(request: Any, answer: CompletionOutput) -> Any:
-    """Return the TokenizedRolloutFailure of an answer that was aborted or failed."""
+    """Return the TokenizedRolloutFailure of an answer to `request` that was aborted (CANCELLED) or failed
+    (BACKEND_ERROR).
+    """
     reasons = _types.TokenRolloutFailureReason
     return _types.TokenizedRolloutFailure(
         request_id=request.request_id,

@@ -60,11 +60,12 @@ class JaxengineBackend:
 
     @contextlib.contextmanager
     def serve(self, spec: Any) -> Iterator[ServedModel]:
-        """Serve a ModelSpec while the context is open; yields the server once it is ready, on a free port of localhost.
+        """Serve `spec`, a ModelSpec, while the context is open; yields the server once it is ready, on a free port of
+        localhost.
 
         The chips are divided among replicas of tensor_parallel_size each. Raises ValueError if that is not possible,
-        RuntimeError if the server ends or is not ready in time. The server's standard output is logged; its errors go
-        to this process's stderr.
+        RuntimeError if the server ends or is not ready in time. At the end of the context the server is ended, which
+        may take _END_SECONDS. The server's standard output is logged; its errors go to this process's stderr.
         """
         replicas, rest = divmod(spec.num_chips, spec.tensor_parallel_size)
         if rest or not replicas:
@@ -100,7 +101,9 @@ class _Output(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read until the output ends."""
+        """Read and log lines until the output ends; wake `url` at the line that names the server's URL, and at the
+        end.
+        """
         assert self._process.stdout is not None
         for line in map(str.rstrip, self._process.stdout):
             logger.info("%s", line)
@@ -110,7 +113,9 @@ class _Output(threading.Thread):
         self._decided.set()
 
     def url(self, seconds: float) -> str:
-        """Wait until the server is ready; return its URL. Raises RuntimeError if it ends or is not ready in time."""
+        """Wait `seconds` at most until the server is ready; return its URL. Raises RuntimeError if it ends or is not
+        ready in time.
+        """
         if not self._decided.wait(seconds):
             raise RuntimeError(f"the server was not ready within {seconds} s")
         if self._url is None:
@@ -119,7 +124,7 @@ class _Output(threading.Thread):
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a server: it drains, and is killed if that takes too long."""
+    """End a server and wait: it drains, and is killed if that takes more than _END_SECONDS."""
     process.terminate()
     try:
         process.wait(_END_SECONDS)

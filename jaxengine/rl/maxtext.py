@@ -179,7 +179,12 @@ class _Model:
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
 
     def location(self, name: str) -> _Location | None:
-        """Return the location of a tensor by its MaxText name; None for an unknown name."""
+        """Return the location of a tensor by its MaxText name; None for an unknown name.
+
+        Names outside the layers have none. "layers_N" is one layer; scanned layers are all, or every GEMMA3_PERIOD-th
+        from N on in Gemma 3's blocks, whose remainder follows them. In a paired family the local layer is 2n, the
+        global one 2n + 1.
+        """
         if name in _TOP:
             return _Location(name)
         if match := _OF_BLOCK.fullmatch(name):
@@ -202,7 +207,8 @@ class _Model:
         return found if found.name in self.family.layer else None
 
     def tensors(self, arrays: Mapping[str, Any], scan_axis: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield Hugging Face names and arrays. arrays: by MaxText's names, all of which are known.
+        """Yield Hugging Face names and arrays: one for each layer and expert, converted on the host as it is reached.
+        arrays: by MaxText's names, all of which are known.
 
         scan_axis and errors: as of `named_tensors`.
         """
@@ -238,8 +244,8 @@ class _Model:
         return hf_name, array
 
     def _turned(self, name: str, turn: Turn) -> Turn:
-        """Return the function that converts an array of a layer: it undoes the family's scales and order of rope
-        dimensions, then applies `turn`.
+        """Return the function that converts an array of a layer, not changing it: it undoes the family's scales and
+        order of rope dimensions, then applies `turn`.
 
         name: within a layer, or that of the last norm. For a norm with an offset, only the offset is subtracted.
         """
@@ -254,6 +260,7 @@ class _Model:
             first.append(lambda values: np.concatenate([values[..., ::2], values[..., 1::2]], axis=-1))
 
         def turned(array: np.ndarray) -> np.ndarray:
+            """Apply the functions of `first` in order, then `turn`."""
             for each in first:
                 array = each(array)
             return turn(array)
@@ -271,7 +278,9 @@ class _Model:
 
 
 def _by_layer(name: str, array: np.ndarray, axis: int, count: int) -> np.ndarray:
-    """Return a scanned array with its layers as first axis. Raises ValueError unless there are `count` of them."""
+    """Return a scanned array with its layers, which are on `axis`, as first axis. name: for the error. Raises
+    ValueError unless there are `count` of them.
+    """
     if array.ndim <= axis or array.shape[axis] != count:
         raise ValueError(f"{name} must have {count} layers along axis {axis}, got shape {array.shape}")
     return np.moveaxis(array, axis, 0)

@@ -10,7 +10,9 @@ from jaxengine.requests.outputs import CompletionOutput
 
 
 def check_logprobs(mode: str, temperature: float) -> None:
-    """Raise ValueError if an engine of this logprobs_mode does not report log-probabilities at this temperature."""
+    """Raise ValueError if an engine of this logprobs_mode does not report the log-probabilities that sampling at this
+    temperature has: logits modes never do, raw_logprobs only at 0 and 1.
+    """
     if not mode.endswith("logprobs"):
         text = "start the engine with logprobs_mode='raw_logprobs' or 'processed_logprobs'"
         raise ValueError(f"rollouts need log-probabilities, not {mode}: {text}")
@@ -20,13 +22,15 @@ def check_logprobs(mode: str, temperature: float) -> None:
 
 
 def check_whole(answers: Iterable[CompletionOutput]) -> None:
-    """Raise RuntimeError for an answer that was aborted or failed."""
+    """Raise RuntimeError if one of the answers was aborted or failed: only "stop" and "length" are whole."""
     for each in answers:
         if each.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"an answer ended with {each.finish_reason} ({each.stop_reason})")
 
 
 def chosen(answer: CompletionOutput) -> np.ndarray:
-    """Return the log-probabilities float32[tokens] of an answer's tokens, which it must have."""
+    """Return the log-probabilities float32[tokens] of an answer's tokens, which it must have. Raises ValueError for an
+    answer without them.
+    """
     pairs = zip(answer.token_ids, answer.logprobs or (), strict=True)
     return np.array([found[token].logprob for token, found in pairs], np.float32)

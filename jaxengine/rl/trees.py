@@ -13,7 +13,8 @@ MAX_SHOWN = 10
 
 
 def named_arrays(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each array of nested mappings, sequences and variables, under its path joined by dots.
+    """Yield (name, array) for each array of `tree`, nested mappings, sequences and variables, under its path joined by
+    dots; None is left out.
 
     An `nnx.Module` stands for its parameters, a box of flax.linen for its value.
     """
@@ -21,7 +22,11 @@ def named_arrays(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of a tree, under names that begin with `path`; None is no array."""
+    """Yield the arrays of a tree, under names that begin with `path`, joined by dots.
+
+    Variables and boxes of flax.linen stand for their values; sequences are named by index; None is no array; anything
+    else is one.
+    """
     if isinstance(tree, nnx.Variable):
         tree = tree.get_value()
     elif hasattr(tree, "unbox"):
@@ -49,17 +54,17 @@ def same(array: np.ndarray) -> np.ndarray:
 
 
 def in_first(array: np.ndarray) -> np.ndarray:
-    """Transpose [in, ...] to [out, in]; heads and their dimensions are joined."""
+    """Return an array [in, ...] as [out, in]; heads and their dimensions are joined."""
     return array.reshape(array.shape[0], -1).T
 
 
 def out_last(array: np.ndarray) -> np.ndarray:
-    """Transpose [..., out] to [out, in]; heads and their dimensions are joined."""
+    """Return an array [..., out] as [out, in]; heads and their dimensions are joined."""
     return array.reshape(-1, array.shape[-1]).T
 
 
 def flat(array: np.ndarray) -> np.ndarray:
-    """Reshape [heads, head dimension] to one axis."""
+    """Return an array of any shape, such as [heads, head dimension], with one axis."""
     return array.reshape(-1)
 
 

@@ -147,8 +147,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         its own numbers, and the same calls give the same answers. Tokens have no padding, and end with the token that
         ended them.
 
-        Raises ValueError for a config that the engine does not support, RuntimeError for an answer that was aborted or
-        failed; else as `LLM.generate`.
+        Stores the temperature for `get_per_token_logps`. Raises ValueError for a config that the engine does not
+        support, RuntimeError for an answer that was aborted or failed; else as `LLM.generate`.
         """
         self._check(rollout_config)
         call = next(self._calls)
@@ -171,8 +171,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         """Return the log-probabilities float32[B, C] of completions [B, C], by the engine's programs; 0 for padding.
 
         prompt_tokens: [B, P], padded on the left; completions are padded on the right. Where pad_id ends answers too,
-        their last token counts as padding. Raises ValueError where the rollout's temperature is neither 0 nor 1: these
-        are of temperature 1.
+        their last token counts as padding. Waits for the engine. Raises ValueError where the temperature of the last
+        rollout is neither 0 nor 1: these are of temperature 1.
         """
         if self._temperature not in (None, 0.0, 1.0):
             text = "log-probabilities of completions are of temperature 1: set it to 1, or num_iterations to 1"
@@ -207,12 +207,15 @@ class JaxengineRollout(_tunix.BaseRollout):
         self._update(params["module"], strict=False)
 
     def pad_id(self) -> int:
-        """Return the token that pads; as in Tunix's adapter the one that ends answers, if there is no other."""
+        """Return the id of the token that pads; as in Tunix's adapter the one that ends answers, if there is no other.
+
+        Raises ValueError as `eos_id` if there is neither.
+        """
         pad = _token(self._tokenizer, "pad_id")
         return self.eos_id() if pad < 0 else pad
 
     def eos_id(self) -> int:
-        """Return the token that ends an answer. Raises ValueError if the tokenizer has none."""
+        """Return the id of the token that ends an answer. Raises ValueError if the tokenizer has none."""
         if (end := _token(self._tokenizer, "eos_id")) < 0:
             raise ValueError("tokenizer must have an eos_id, got one without")
         return end
@@ -224,8 +227,9 @@ class JaxengineRollout(_tunix.BaseRollout):
         """
 
     def _update(self, params: Any, strict: bool) -> None:
-        """Replace the engine's weights by those of an nnx.State. strict: whether all must be there; used for those of
-        a TunixModel alone, as those of other models must always be complete.
+        """Replace the engine's weights by those of `params`, an nnx.State. Those of a TunixModel are copied. Raises as
+        `LLM.update_weights`. strict: whether all must be there; used for those of a TunixModel alone, as those of other
+        models must always be complete.
         """
         # Tunix forbids transfers on a CPU, where the engine checks that the numbers are finite.
         with jax.transfer_guard("allow"):
@@ -237,8 +241,11 @@ class JaxengineRollout(_tunix.BaseRollout):
                 self._llm.update_weights(named_tensors(params))
 
     def _check(self, config: Any) -> None:
-        """Raise ValueError for settings of a RolloutConfig that the engine does not support; otherwise store its
-        temperature.
+        """Raise ValueError for settings of `config`, a RolloutConfig, that the engine does not support; otherwise store
+        its temperature.
+
+        Not supported are options of vLLM's engine, log-probabilities at this temperature, other parallel sizes than the
+        engine's (-1 is allowed), a mapping, and as many tokens to generate as max_model_len.
         """
         engine = self._llm.core.config
         for name in ("rollout_vllm_lora_config", "rollout_vllm_sampling_kwargs"):
@@ -282,17 +289,19 @@ class JaxengineRollout(_tunix.BaseRollout):
         return SamplingParams(**fields | dict(more))
 
     def _ends(self, config: Any) -> list[int]:
-        """Return the tokens that end an answer: those of a RolloutConfig, or the tokenizer's."""
+        """Return the tokens that end an answer: those of `config`, a RolloutConfig, or the tokenizer's if it has
+        none.
+        """
         return [int(token) for token in config.eos_tokens or [self.eos_id()]]
 
     def _without_end(self, answer: Any, config: Any) -> list[int]:
-        """Return the token ids of an answer without the one that ended it, if any."""
+        """Return the token ids of an answer without the one that ended it, if any. config: as of `_ends`."""
         ids = [*answer.token_ids]
         return ids[:-1] if ids and answer.finish_reason == "stop" and ids[-1] in self._ends(config) else ids
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
-        """Return the token ids of a text, with one begin-of-text token, as Tunix's samplers do; ids are returned
-        unchanged.
+        """Return the token ids of `prompt`, a text, with one begin-of-text token, as Tunix's samplers do; if the
+        tokenizer has one; ids are returned unchanged.
         """
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
@@ -317,14 +326,16 @@ def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> N
 
 
 def _token(tokenizer: Any, name: str) -> int:
-    """Return a special token of a tokenizer, which has it as a method or as an attribute; -1 if that is None."""
+    """Return the id of a special token of a tokenizer, called `name`, which has it as a method or as an attribute; -1
+    if that is None.
+    """
     value: Any = getattr(tokenizer, name)
     found: Any = value() if callable(value) else value
     return -1 if found is None else int(found)
 
 
 def _length(row: np.ndarray, pad: int) -> int:
-    """Return the number of tokens before the padding at the end of a row."""
+    """Return the number of tokens before the padding at the end of a row, the tokens `pad`; 0 if all are."""
     used = np.flatnonzero(row != pad)
     return int(used[-1]) + 1 if used.size else 0
 

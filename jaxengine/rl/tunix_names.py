@@ -23,7 +23,7 @@ _TOP: dict[str, tuple[str, Turn]] = {
 
 
 def _heads_first(array: np.ndarray) -> np.ndarray:
-    """Transpose [heads, in, head dimension] to [heads * head dimension, in]."""
+    """Return an array [heads, in, head dimension] as [heads * head dimension, in]."""
     return array.transpose(0, 2, 1).reshape(-1, array.shape[1])
 
 
@@ -83,7 +83,11 @@ def _is_known(name: str) -> bool:
 
 
 def _tensors(arrays: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the Hugging Face names and arrays of arrays by Tunix's names, all of which are known."""
+    """Yield the Hugging Face names and arrays of arrays by Tunix's names, all of which are known.
+
+    Arrays of all experts, and of joined projections, are split along their first axis; each is copied to the host when
+    it is reached.
+    """
     for name, array in arrays.items():
         host, match = on_host(array), _OF_LAYER.fullmatch(name)
         if match is None:

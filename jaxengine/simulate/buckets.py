@@ -39,7 +39,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Chosen sizes of one kind, in order, the largest included; lost: seconds on the trace."""
+    """Chosen sizes of one kind, in order, the largest included; lost: seconds that they lose on the trace."""
 
     sizes: tuple[int, ...]
     lost: float
@@ -84,9 +84,11 @@ def choose(
     needs, nothing = needs_of(steps), np.empty(0)
 
     def decode_seconds(size: int) -> float:
+        """Return the cost of a decode step in a bucket of `size` rows."""
         return size if costs is None else max(costs.seconds(Bucket(size, size), nothing, nothing))
 
     def mixed_seconds(size: int) -> float:
+        """Return the cost of a mixed step in a bucket of `size` tokens."""
         bucket = Bucket(size, min(size - 1, max_num_seqs))
         return size if costs is None else max(costs.seconds(bucket, nothing, nothing))
 
@@ -107,7 +109,10 @@ def choose(
 def _rounded(
     steps: Sequence[StepTime], decode: Callable[[int], float], mixed: Callable[[int], float]
 ) -> list[tuple[int, int, Callable[[int], float]]]:
-    """Return (size needed, size of the bucket, seconds of a size) of each step."""
+    """Return (size needed, size of the bucket, seconds of a size) of each step.
+
+    decode, mixed: the functions that return the seconds of a decode and of a mixed bucket by its size.
+    """
     found = []
     for step in steps:
         is_decode = step.bucket.decode_only
@@ -117,14 +122,17 @@ def _rounded(
 
 
 def lost_by(need: int, size: int, seconds: Callable[[int], float]) -> float:
-    """Return the seconds that a step of a size loses in a bucket of another."""
+    """Return `seconds(size) - seconds(need)`: what a step that needs `need` loses in a bucket of `size`."""
     return seconds(size) - seconds(need)
 
 
 def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float]) -> list[Grid]:
-    """Return, for each number of sizes up to MOST_CHOSEN, the sizes that lose least; the largest is always among them.
+    """Return a Grid for each number of sizes from 1 up to MOST_CHOSEN or all that occur: the sizes that lose least; the
+    largest is always among them.
 
-    needs: number of steps of each size. seconds(size): of a step in a bucket of that size.
+    Chosen by dynamic programming over at most MOST_SIZES sizes; each step runs in the next chosen size. A size counts
+    no less than any smaller one. needs: number of steps of each size. seconds(size): of a step in a bucket of that
+    size.
     """
     sizes = np.array(_thinned(sorted({*needs, largest})))
     cost = np.array([seconds(int(size)) for size in sizes])

@@ -64,7 +64,8 @@ class MeasuredStep:
 def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
     """Start an engine with these options, run loads that use each of its step shapes, and return the costs of steps.
 
-    Raises ConfigError as an engine, and for one whose steps are not like those of a trace.
+    rounds: as of `costs_of`. The engine is shut down at the end. Raises ConfigError as an engine, for pipeline stages,
+    and for options of which a trace does not say enough (`check_simulated`); RuntimeError as `measure`.
     """
     from jaxengine.api.llm import LLM
 
@@ -80,6 +81,7 @@ def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredC
     """Measure the costs of the steps of a running engine, which was started with `options` and has no requests.
 
     rounds: times that each load is measured, after one that is not counted. Raises ConfigError with pipeline stages.
+    RuntimeError as `measure`.
     """
     runner = llm.core.runner
     if runner.config.pipeline_parallel_size > 1:
@@ -111,12 +113,18 @@ def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredC
 
 
 def loads_of(runner: ModelRunner) -> Iterator[Load]:
-    """Yield loads that use every bucket of an engine, decode shapes with short and long contexts."""
+    """Yield loads that use every bucket of an engine, decode shapes with short and long contexts.
+
+    Token ids are random from a fixed seed; lengths are cut to the context and the pages of the engine.
+    """
     config, buckets = runner.config, runner.buckets
     rng = np.random.default_rng(0)
     room = runner.plan.num_pages * config.block_size * runner.num_ranks
 
     def load(count: int, length: int, output: int) -> Load:
+        """Return `count` requests with random prompts of `length` tokens and `output` output tokens, as far as these
+        fit.
+        """
         most = min(config.max_model_len, room // count - config.block_size) - output
         ids = rng.integers(2, runner.vocab_size, (count, max(1, min(length, most))))
         return Load(ids.tolist(), [max(1, min(output, config.max_model_len - ids.shape[1]))] * count)
@@ -132,7 +140,7 @@ def loads_of(runner: ModelRunner) -> Iterator[Load]:
 def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
     """Run a load, from an empty prefix cache, on the engine and in the simulator; return its steps as both saw them.
 
-    Raises RuntimeError if the two ran other steps.
+    Raises RuntimeError if the two ran other steps. llm: without requests; its prefix cache is reset.
     """
     from jaxengine.requests.sampling_params import SamplingParams
 
@@ -159,7 +167,8 @@ def simulated(
 ) -> Outcome:
     """Run a trace in the simulator of an engine that runs here.
 
-    costs: None for steps that take no time. num_pages: of each replica; None for those that the engine has.
+    costs: None for steps that take no time. num_pages: of each replica; None for those that the engine has. Raises
+    ConfigError as `run_trace`.
     """
     nothing = MeasuredCosts("", "", {}, 1, ((1, 0.0),), (), 0.0, 0.0, HostCosts(), (0.0, 0.0), 0)
     num_pages = num_pages or runner.plan.num_pages
@@ -181,7 +190,11 @@ def text(costs: MeasuredCosts) -> str:
 
 
 def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
-    """Return the times of steps from the timeline's records of them."""
+    """Return the times of steps from the timeline's records of them.
+
+    A step's seconds count from its dispatch or the end of the one before, whichever is later, to the arrival of its
+    tokens. records: in seconds, one for each step, in order.
+    """
     starts, dispatched = ([record[name] for record in records] for name in ("start", "dispatched"))
     found, free_at = [], 0.0
     for step, record in zip(steps, records, strict=True):
@@ -230,7 +243,10 @@ def _fit(measured: Sequence[MeasuredStep]) -> tuple[_Tables, tuple[float, float]
 
 
 def _least(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return f64[n] with the least sum of relative errors of rows f64[m, n] @ it against seconds f64[m]."""
+    """Return f64[n] with the least sum of relative errors of rows f64[m, n] @ it against seconds f64[m].
+
+    Iteratively reweighted least squares, 30 rounds.
+    """
     scaled, found = rows / seconds[:, None], np.zeros(rows.shape[1])
     weights = np.ones(len(rows))
     for _ in range(30):  # least squares, each error divided by what it was
@@ -255,7 +271,10 @@ def _rising(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
 
 
 def _errors(fit: tuple[_Tables, tuple[float, float]], steps: Sequence[MeasuredStep]) -> tuple[float, float]:
-    """Return the median and the 90th percentile of the relative errors of a fit on steps."""
+    """Return the median and the 90th percentile of the relative errors of a fit on steps.
+
+    Steps of a bucket that the fit lacks are left out.
+    """
     tables, (per_key, per_pair) = fit
     errors = []
     for each in steps:
@@ -267,7 +286,7 @@ def _errors(fit: tuple[_Tables, tuple[float, float]], steps: Sequence[MeasuredSt
 
 
 def _host(measured: Sequence[MeasuredStep]) -> HostCosts:
-    """Fit the host's parts by the number of rows."""
+    """Fit the host's parts by the number of rows. The last step, without `after`, counts for dispatch only."""
     dispatch = _line([(each.step.most_rows, each.dispatch) for each in measured])
     after = _line([(each.step.most_rows, each.after) for each in measured if each.after is not None])
     return HostCosts(*dispatch, *after)

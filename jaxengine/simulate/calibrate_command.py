@@ -21,9 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start an engine, measure, write the costs, print them. Returns 0.
+    """Start an engine, measure its steps `args.rounds` times, write the costs to `args.output`, print them; return 0.
 
-    Raises ConfigError as an engine, and for options of which a trace does not say enough.
+    Raises ConfigError as an engine, and for options of which a trace does not say enough; OSError if the file cannot be
+    written.
     """
     from jaxengine.simulate.calibrate import calibrate_costs, text
 

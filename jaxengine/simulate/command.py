@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and print the result. Returns 0.
 
     Raises ConfigError for wrong arguments, options and traces, as an engine for a model that cannot be read, and where
-    the model does not fit.
+    the model does not fit. With --json, writes the result there. Raises OSError for files that cannot be read or
+    written.
     """
     from jaxengine.simulate.costs import HostCosts, read_costs
     from jaxengine.simulate.report import Limits
@@ -118,7 +119,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace, setup: Setup) -> Trace:
-    """Read or make the trace. Raises ConfigError."""
+    """Read the trace file or make the synthetic trace that `args` name, with its arrival times sped up or all at 0.
+    Raises ConfigError for --rate with a file, and as `read_trace` and `synthetic`.
+    """
     from jaxengine.simulate.synthetic import synthetic
     from jaxengine.simulate.trace import read_trace
 
@@ -133,6 +136,7 @@ def _trace(args: argparse.Namespace, setup: Setup) -> Trace:
 
 
 def _run(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
+    """Simulate the trace on the best split; print the result and write it to the --json file, if given."""
     from jaxengine.results import write_json
     from jaxengine.simulate.report import as_json, text
 
@@ -142,7 +146,9 @@ def _run(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -
 
 
 def _check_fleet(args: argparse.Namespace) -> None:
-    """Raise ConfigError for arguments of a fleet that do not go together."""
+    """Raise ConfigError for an argument of a fleet without --replicas, for --optimise with it, and for more than
+    _MOST_REPLICAS replicas.
+    """
     for name in _OF_FLEET if args.replicas is None else ():
         if getattr(args, name) is not None:
             raise ConfigError(name, getattr(args, name), "absent without --replicas")
@@ -153,6 +159,9 @@ def _check_fleet(args: argparse.Namespace) -> None:
 
 
 def _fleet(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
+    """Simulate the trace on a fleet, once for each router; print the results and write them to the --json file, if
+    given.
+    """
     from jaxengine.results import write_json
     from jaxengine.simulate.fleet import FleetOptions
     from jaxengine.simulate.fleet_report import fleet_json, fleet_text
@@ -166,7 +175,13 @@ def _fleet(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits)
 
 
 def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Choose step shapes for the trace; print and write them with the runs before and after. Raises ConfigError."""
+    """Choose step shapes for the trace; print and write them, as the option compilation_config, with the runs before
+    and after.
+
+    The trace runs once with the shapes as they are, whose steps decide, and once with the chosen ones. args.by: what
+    shapes lose, device time or padding; args.within: the share that they may lose. Raises the ConfigError of shapes
+    that do not fit.
+    """
     from jaxengine.config.compilation_config import CompilationConfig
     from jaxengine.results import table, write_json
     from jaxengine.simulate.buckets import choose
@@ -196,7 +211,9 @@ def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limit
 
 
 def _parallel(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Run the trace on every split; print and write the results, the best first. Raises ConfigError."""
+    """Run the trace on every split; print and write the results, the best first. Raises ConfigError with --costs, and
+    if no split fits.
+    """
     from jaxengine.results import table, write_json
     from jaxengine.simulate.report import as_json
     from jaxengine.simulate.splits import run_splits
@@ -226,6 +243,7 @@ def _head(setup: Setup, trace: Trace) -> list[str]:
 
 
 def _about(setup: Setup) -> dict[str, Any]:
+    """Return what is simulated, as JSON values: model, chips, options of the split, pages of a replica, costs."""
     plan = setup.plan
     return {
         "model": plan.config.model,
@@ -237,12 +255,15 @@ def _about(setup: Setup) -> dict[str, Any]:
 
 
 def _progress(what: str) -> None:
+    """Show what is being done on the last line of stderr; nothing unless it is a terminal."""
     if sys.stderr.isatty():
         print(f"\r{what:<60}", end="\r", file=sys.stderr, flush=True)
 
 
 def _read(text: str, least: float, most: float, allowed: str) -> float:
-    """Read a number from `least` to `most`. Raises ArgumentTypeError, which says what is `allowed`."""
+    """Return the number from `least` to `most`, both included, that a text says. Raises ArgumentTypeError, which says
+    what is `allowed`.
+    """
     try:
         number = float(text)
     except ValueError:
@@ -253,34 +274,42 @@ def _read(text: str, least: float, most: float, allowed: str) -> float:
 
 
 def _share(text: str) -> float:
+    """Return a share from 0.01 to 1. Raises ArgumentTypeError for other texts."""
     return _read(text, 0.01, 1.0, "a share from 0.01 to 1")
 
 
 def _seconds(text: str) -> float:
+    """Return a number of seconds from 0 to 60. Raises ArgumentTypeError for other texts."""
     return _read(text, 0.0, 60.0, "a number of seconds from 0 to 60")
 
 
 def _wait(text: str) -> float:
+    """Return a number of seconds from 0 to 1e6. Raises ArgumentTypeError for other texts."""
     return _read(text, 0.0, 1e6, "a number of seconds from 0 to 1e6")
 
 
 def _events(text: str) -> int:
+    """Return a whole number of at most 6 digits. Raises ArgumentTypeError for other texts."""
     return _whole(text, 6)
 
 
 def _seed(text: str) -> int:
+    """Return a whole number of at most 18 digits. Raises ArgumentTypeError for other texts."""
     return _whole(text, 18)
 
 
 def _whole(text: str, digits: int) -> int:
+    """Return the whole number that ASCII digits say. Raises ArgumentTypeError for others and for more than `digits`."""
     if not (text.isascii() and text.isdigit() and len(text) <= digits):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {'9' * digits}")
     return int(text)
 
 
 def _positive(text: str) -> float:
+    """Return a number from 1e-9 to 1e9. Raises ArgumentTypeError for other texts."""
     return _read(text, 1e-9, 1e9, "a number above 0, at most 1e9")
 
 
 def _percent(text: str) -> float:
+    """Return the share (0 to 1) that a percentage from 0 to 100 says. Raises ArgumentTypeError for others."""
     return _read(text, 0.0, 100.0, "a percentage from 0 to 100") / 100

@@ -53,7 +53,8 @@ class Costs(Protocol):
     def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> Sequence[float]:
         """Return the seconds of a step on each pipeline stage.
 
-        counts, lengths: i64[rows of a replica], the tokens that each row computes, and those that it has then.
+        counts, lengths: i64[rows of a replica], the tokens that each row computes, and those that it has then. bucket:
+        the shape in which it runs. Empty arrays count a bucket without rows.
         """
         ...
 
@@ -65,7 +66,8 @@ class RooflineCosts:
     """
 
     def __init__(self, plan: SplitPlan, efficiency: float = 1.0, host: HostCosts | None = None):
-        """plan: one that fits, on a chip whose figures are known. efficiency: share of the roofline that is reached.
+        """plan: one that fits, on a chip whose figures are known. efficiency: share of bandwidth and operations that is
+        reached, above 0 to 1. host: None for a host that takes no time.
 
         Raises ConfigError for a chip without figures.
         """
@@ -82,6 +84,7 @@ class RooflineCosts:
         buckets = plan.stages[0].programs.packer.buckets
 
         def attention(model: Any, bucket: Bucket, context: int) -> Work:
+            """Return a device's share of the work of attention in all layers of a stage."""
             own = [model.config.attention[layer] for layer in model.stage.layers]
             each = [attention_work(layer, bucket, *types, context) for layer in own if layer.attends]
             share = model.mesh.model
@@ -89,6 +92,7 @@ class RooflineCosts:
 
         @cache
         def base(stage: int, bucket: Bucket) -> Work:
+            """Return the work of a step of a stage without keys, its sampler included; counted once for each bucket."""
             model = models[stage]
             whole, own = step_work(model, bucket, *types, 0), attention(model, bucket, 0)
             sampler = Work(0, 0)
@@ -108,6 +112,9 @@ class RooflineCosts:
             )
 
     def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> Sequence[float]:
+        """Return the least seconds of each stage, as `Costs.seconds`: the larger of bytes over bandwidth and operations
+        over rate.
+        """
         found, middle = [], lengths - (counts - 1) / 2
         bandwidth, flops = self._rates
         for stage, (num_bytes, operations) in enumerate(self._attention):
@@ -146,19 +153,25 @@ class MeasuredCosts:
 
     @property
     def about(self) -> str:
+        """One line for a report: where the costs come from, and how exact they are."""
         return (
             f"measured on {self.platform} over {self.num_steps} steps; a step's seconds are off by "
             f"{self.errors[0]:.0%} in the median, {self.errors[1]:.0%} at the 90th percentile"
         )
 
     def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> Sequence[float]:
+        """Return [seconds], as `Costs.seconds` for one stage: the bucket's by its size, plus shares for its keys and
+        pairs.
+
+        Decode-only buckets take the `decode` table, others `mixed`; all take `decode` where `mixed` is empty.
+        """
         decodes = bucket.decode_only or not self.mixed
         keys, pairs = keys_and_pairs(counts, lengths)
         table = self.decode if decodes else self.mixed
         return [_between(table, bucket.num_tokens) + keys * self.per_key + pairs * self.per_pair]
 
     def write(self, path: str) -> None:
-        """Write the costs to a file for `read_costs`."""
+        """Write the costs as JSON to a file for `read_costs`, over what is there. Raises OSError."""
         Path(path).write_text(json.dumps({"jaxengine_costs": VERSION, **asdict(self)}, indent=1) + "\n")
 
 
@@ -173,7 +186,10 @@ def keys_and_pairs(counts: np.ndarray, lengths: np.ndarray) -> tuple[float, floa
 
 
 def _between(table: Sequence[tuple[int, float]], size: int) -> float:
-    """Return the seconds of a bucket of `size` tokens: interpolated, and beyond the table in proportion to its end."""
+    """Return the seconds of a bucket of `size` tokens from a table of (tokens, seconds) in rising order.
+
+    Sizes between entries are interpolated, smaller ones cost as the first entry, larger ones in proportion to the last.
+    """
     sizes, seconds = zip(*table, strict=True)
     if size > sizes[-1]:
         return seconds[-1] * size / sizes[-1]
@@ -181,7 +197,11 @@ def _between(table: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def read_costs(path: str) -> MeasuredCosts:
-    """Read a file of `jaxengine calibrate-costs`. Raises ConfigError if it is none, and OSError."""
+    """Read a file of `jaxengine calibrate-costs`.
+
+    Raises ConfigError if it is not one or is of another version, or if its sizes do not rise or its seconds are
+    negative or not finite; OSError if it cannot be read.
+    """
     allowed = "a file that jaxengine calibrate-costs wrote"
     try:
         value = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))

@@ -24,6 +24,7 @@ class VirtualTime:
     """Clock of a simulation. now: its time in seconds."""
 
     def __init__(self) -> None:
+        """Start the clock at 0."""
         self.now = 0.0
 
     def monotonic(self) -> float:
@@ -42,16 +43,19 @@ class SimulatedStep:
     started = ready_at = 0.0
 
     def __init__(self, runner: SimulatedRunner, tokens: np.ndarray):
+        """Hold the tokens, i32[replicas, rows], of a step; the runner fills in the rest."""
         self._runner, self.tokens = runner, tokens
         self.held = np.zeros(2)
         self.num_rows = 0
 
     def is_ready(self) -> bool:
-        """Whether the step is done."""
+        """Return whether the simulation's clock has reached `ready_at`."""
         return self._runner.time.now >= self.ready_at
 
     def token_ids(self) -> np.ndarray:
-        """Return the tokens, i32[replicas, rows]; the clock goes on to when they are there."""
+        """Return the tokens, i32[replicas, rows]. Moves the clock on to `ready_at`, if that is later, and adds the
+        host's work after a step to what is due.
+        """
         time, host = self._runner.time, self._runner.costs.host
         time.now = max(time.now, self.ready_at)
         self._runner.host_is_due(host.after + host.after_row * self.num_rows)
@@ -74,7 +78,10 @@ class SimulatedRunner:
     def __init__(
         self, config: ResolvedConfig, packer: Packer, num_pages: int, windows: tuple[int | None, ...], costs: Costs
     ):
-        """config: resolved. packer, windows: of the engine's steps. num_pages: of each replica."""
+        """config: resolved. packer, windows: of the engine's steps. num_pages: of each replica.
+
+        `scheduler` must be set before `execute`.
+        """
         self.config = config if config.record_trace is None else replace(config, record_trace=None)
         self.packer, self.costs = packer, costs
         self.num_ranks, self.windows = packer.num_ranks, windows
@@ -94,6 +101,7 @@ class SimulatedRunner:
 
     @property
     def buckets(self):
+        """The packer's buckets."""
         return self.packer.buckets
 
     def expect(self, request: Request, tokens: np.ndarray) -> None:
@@ -105,13 +113,14 @@ class SimulatedRunner:
         self._texts.pop(request.request_id, None)
 
     def host_is_due(self, seconds: float) -> None:
-        """Add to the host's work before it can dispatch again."""
+        """Add seconds to the host's work, by which the next `execute` moves the clock on."""
         self._due += seconds
 
     def execute(self, step: StepInput) -> SimulatedStep:
         """Dispatch a step and return it, with its tokens; the clock goes on by the host's work until then.
 
-        Each stage computes the step as soon as it is free and the stage before is done.
+        Each stage computes the step as soon as it is free and the stage before is done. A step costs what its slowest
+        replica takes. Adds the seconds of the first stage to `busy`.
         """
         scheduler, layout = self.scheduler, self.packer.layouts[step.bucket]
         assert scheduler is not None
@@ -135,7 +144,8 @@ class SimulatedRunner:
         return pending
 
     def _run(self, rank: int, rows: np.ndarray, bucket: Bucket, pending: SimulatedStep) -> list[float]:
-        """Compute one replica's rows, i32[len(ROW_COLUMNS), n]: write the tokens that they sample.
+        """Compute one replica's rows, i32[len(ROW_COLUMNS), n]: write the tokens that they sample into
+        `pending.tokens`, add their keys and pairs to `pending.held`, and note the lengths of their slots.
 
         Returns the seconds of each stage.
         """
@@ -159,7 +169,10 @@ class SimulatedRunner:
         return list(self.costs.seconds(bucket, counts, lengths))
 
     def _begin(self, rank: int, own: int, slot: int) -> None:
-        """Note whose tokens a slot gets: one by one where they differ, else all at once."""
+        """Note which request's tokens a slot gets: one by one where they differ, else all at once.
+
+        own: the slot on its replica; slot: among all replicas. An empty slot gets nothing.
+        """
         assert self.scheduler is not None
         request = self.scheduler.ranks[rank].slots.requests[own]
         self._outputs.pop(slot, None)

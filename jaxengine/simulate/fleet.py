@@ -100,9 +100,11 @@ def least_load() -> Router:
 
 
 def _after_the_last(choose: Callable[[Replicas, int], int]) -> Router:
+    """Return a router that calls choose(replicas, its last choice, -1 at first)."""
     last = -1
 
     def router(digests: Any, key: Any, replicas: Replicas) -> int:
+        """Return the choice of a replica, which is remembered for the next one. digests, key: not used."""
         nonlocal last
         last = choose(replicas, last)
         return last
@@ -134,6 +136,7 @@ class _Replica:
     """
 
     def __init__(self, index: int, engine: SimulatedEngine, start: float, fleet: Replicas):
+        """Set the engine's clock to `start`, and listen to the pools of all its ranks. fleet: what the router knows."""
         self.index, self.name, self.simulated, self._fleet = index, str(index), engine, fleet
         engine.runner.time.now = start
         engine.engine.timeline = Timeline(1, 1)
@@ -146,16 +149,22 @@ class _Replica:
             rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
+        """Note that the pool now caches a page, by its digest; keys of other cache groups are ignored."""
         if len(digest) == _DIGEST_BYTES:
             self.changes.append((short_digest(digest), True))
 
     def dropped(self, digest: bytes) -> None:
+        """Note that the pool no longer caches a page."""
         self.evicted([digest], [])
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Note that the pool no longer caches these pages, by their digests."""
         self.changes += [(short_digest(digest), False) for digest in digests if len(digest) == _DIGEST_BYTES]
 
     def forgotten(self) -> None:
+        """Note that the pool has dropped its whole cache: all that the router knows of it, and nothing else, is to be
+        forgotten.
+        """
         self.changes = [(digest, False) for digest in self._fleet.known(self.name)]
 
 
@@ -169,7 +178,11 @@ class _Fleet:
         config: ResolvedConfig,
         progress: Callable[[int, int], None],
     ):
-        """outcome: to be filled. make: builds an engine of the fleet. progress(ended, requests): called at times."""
+        """Start options.num_replicas replicas at time 0.
+
+        outcome: to be filled; it has the trace, the options and the name of the router. make: builds an engine of the
+        fleet. progress(ended, requests): called at times.
+        """
         self.outcome, self.trace, self.options = outcome, outcome.trace, outcome.options
         self._make, self._config, self._progress = make, config, progress
         self._choose, self._rng = ROUTERS[outcome.router](), np.random.default_rng(self.options.seed)
@@ -187,11 +200,14 @@ class _Fleet:
             self._add(index, 0.0)
 
     def _add(self, index: int, now: float) -> None:
+        """Start a replica with this index, an empty cache and its clock at `now`, and tell the router of it."""
         replica = _Replica(index, self._make(), now, self._known)
         self._replicas[self._known.add(replica.name)] = replica
 
     def run(self) -> None:
-        """Run all events in order of time."""
+        """Run all events in order of time until each request has ended, failed or been refused; then fill the
+        outcome.
+        """
         last = self.trace.requests[-1].arrival
         for index, request in enumerate(self.trace.requests):
             self._at(request.arrival, self._route, index)
@@ -207,10 +223,15 @@ class _Fleet:
         self._finish(now)
 
     def _at(self, now: float, happen: Callable[..., None], what: Any) -> None:
+        """Put an event into the queue: at the time `now`, `happen(now, what)` is called. Events of one time keep their
+        order.
+        """
         heappush(self._events, (now, next(self._numbers), happen, what))
 
     def _route(self, now: float, index: int) -> None:
-        """Give a request to a replica; it waits if none takes requests."""
+        """Give request `index` of the trace to the replica that the router chooses, and schedule a step if that replica
+        is idle. The request joins the backlog if no replica takes requests.
+        """
         if not self._known.num_open:
             self._backlog.append(index)
             return
@@ -230,7 +251,11 @@ class _Fleet:
             self._at(clock.now, self._step, replica)
 
     def _step(self, now: float, replica: _Replica) -> None:
-        """Note what the replica's last step has ended, and run the next one, as far as its results are there."""
+        """Note what the replica's last step has ended, and run the next one, as far as its results are there.
+
+        First come the ends of the last step and the requests in the inbox, of which refused ones end here. A drained
+        replica without requests ends. Schedules the next step and, after changes of the cache, their publication.
+        """
         if not replica.alive:
             return
         simulated = replica.simulated
@@ -254,30 +279,37 @@ class _Fleet:
             self._at(now + self.options.publish_seconds, self._publish, replica)
 
     def _ended(self, now: float, replica: _Replica, request: Request) -> None:
-        """Note the end of a request, whose tokens the caller now has."""
+        """Note the end of a request that got tokens, and its times, whose tokens the caller now has."""
         self._gone(now, replica, int(request.request_id))
         count = len(request.output_token_ids)
         assert request.first_token_time is not None
         self._lives.append((request.arrival_time, request.first_token_time, request.last_token_time, count))
 
     def _gone(self, now: float, replica: _Replica, index: int) -> None:
+        """Take request `index` from a replica and from what the router knows of its queue, and count it as ended."""
         self._measure(replica, now)
         del replica.assigned[index]
         self._known.set_queue(replica.name, len(replica.assigned))
         self._count_end()
 
     def _count_end(self) -> None:
+        """Count a request as ended; call progress(ended, requests) after every 256th."""
         self._num_ended += 1
         if self._num_ended % 256 == 0:
             self._progress(self._num_ended, len(self.trace.requests))
 
     def _measure(self, replica: _Replica, now: float) -> None:
+        """Add the replica's requests times the seconds since the last call for its index to what `queued` is made
+        of.
+        """
         index = replica.index
         self._area[index] += len(replica.assigned) * (now - self._changed[index])
         self._changed[index] = now
 
     def _publish(self, now: float, replica: _Replica) -> None:
-        """Give the router the changes of a replica's cache."""
+        """Give the router the changes of a replica's cache, the last one of each digest, and clear them; nothing for a
+        dead replica.
+        """
         if not replica.alive:
             return
         last = dict(replica.changes)
@@ -293,7 +325,10 @@ class _Fleet:
         return found[self._rng.integers(len(found))] if found else None
 
     def _die(self, now: float, _: None) -> None:
-        """End a replica at once: requests without output run elsewhere, those with output fail."""
+        """End a replica at once: requests without output run elsewhere, those with output fail.
+
+        It is chosen at random of those that take requests; without one nothing happens.
+        """
         if (replica := self._one()) is None:
             return
         self._measure(replica, now)
@@ -308,7 +343,9 @@ class _Fleet:
                 self._route(now, index)
 
     def _drain(self, now: float, _: None) -> None:
-        """Have a replica take no more requests; it ends after its last one."""
+        """Have a random replica take no more requests, if any takes some; it ends after its last one, at once if it has
+        none.
+        """
         if (replica := self._one()) is not None:
             replica.draining = True
             self._known.set_draining(replica.name, True)
@@ -316,7 +353,9 @@ class _Fleet:
                 self._end(now, replica)
 
     def _end(self, now: float, replica: _Replica) -> None:
-        """Take a replica away; another one takes its place after a while."""
+        """Take a replica away from the router and count its work; another one takes its place after
+        `restart_seconds`.
+        """
         replica.alive = False
         self._known.remove(replica.name)
         self._replicas = {number: each for number, each in self._replicas.items() if each is not replica}
@@ -324,7 +363,7 @@ class _Fleet:
         self._at(now + self.options.restart_seconds, self._start, replica.index)
 
     def _start(self, now: float, index: int) -> None:
-        """Add a replica with an empty cache, and give it requests that nobody took."""
+        """Add a replica of this index with an empty cache, and route the backlog of requests that no replica took."""
         self._changed[index] = now
         self._add(index, now)
         waiting, self._backlog = self._backlog, []
@@ -342,6 +381,9 @@ class _Fleet:
             setattr(outcome, name, getattr(outcome, name) + getattr(engine.scheduler, name))
 
     def _finish(self, now: float) -> None:
+        """Set the times, the mean queues and the median seconds of a choice in the outcome. now: when the last request
+        ended.
+        """
         outcome = self.outcome
         outcome.seconds = now - self.trace.requests[0].arrival
         outcome.router_seconds = float(np.median(self._choices))
@@ -363,7 +405,10 @@ def run_fleet(
     costs: Costs,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FleetOutcome:
-    """Run a trace on a fleet to its end. router: a name of ROUTERS; all others as of `run_trace`."""
+    """Run a trace on a fleet to its end. router: a name of ROUTERS; all others as of `run_trace`.
+
+    Raises ConfigError as `check_simulated`. RuntimeError if requests wait forever, as `SimulatedEngine.step`.
+    """
     check_simulated(config)
     outcome, begun = FleetOutcome(trace, options, router), time.process_time()
     fleet = _Fleet(outcome, lambda: SimulatedEngine(config, packer, num_pages, windows, costs), config, progress)

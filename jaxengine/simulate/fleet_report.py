@@ -16,6 +16,7 @@ def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
     """Return a run as JSON values: times in seconds, shares from 0 to 1; None for a quantile of nothing.
 
     All but "cost" follow from the trace, the options and the seed. "load" has the most and the mean of the replicas.
+    limits: what a request must meet to be good; the share is of all requests of the trace.
     """
     seconds, ended = outcome.seconds, len(outcome.e2e)
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)
@@ -54,11 +55,14 @@ def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
 
 
 def _most_and_mean(values: np.ndarray) -> dict[str, float]:
+    """Return the largest and the mean of f64[n] by name."""
     return {"most": float(values.max()), "mean": float(values.mean())}
 
 
 def fleet_text(outcomes: Sequence[FleetOutcome], head: Sequence[str], limits: Limits = NONE) -> str:
-    """Return runs of one trace for people, a row for each router: times in milliseconds. head: lines above."""
+    """Return runs of one trace for people, a row for each router: times in milliseconds. head: lines above. limits: as
+    of `fleet_json`.
+    """
     first = outcomes[0]
     options = first.options
     lines = [f"  {options.num_replicas:,} replicas, which publish their caches after {options.publish_seconds:g} s"]
@@ -70,6 +74,9 @@ def fleet_text(outcomes: Sequence[FleetOutcome], head: Sequence[str], limits: Li
 
 
 def _row(outcome: FleetOutcome, limits: Limits) -> dict[str, Any]:
+    """Return one router's run as a row of a table: times in milliseconds, shares in percent, None where there is
+    none.
+    """
     found = fleet_json(outcome, limits)
     times = {"ttft": found["first_token"], "itl": found["between_tokens"], "e2e": found["end"]}
     queued = found["load"]["queued"]

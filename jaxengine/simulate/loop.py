@@ -95,6 +95,7 @@ class _Observer(LoopExtension):
     """Loop extension that notes what steps and requests took."""
 
     def __init__(self):
+        """Start without steps and requests."""
         self.steps: list[StepTime] = []
         self.intervals: list[np.ndarray] = []
         # Of each request that got a token: its arrival, first and last token, and how many it got.
@@ -102,6 +103,7 @@ class _Observer(LoopExtension):
         self.num_ended = 0
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Note a step's time and the intervals between tokens, when the loop has collected its results."""
         pending, own = cast(SimulatedStep, step.pending), step.step
         tokens, rows = (max(getattr(batch, name) for batch in own.batches) for name in ("num_tokens", "num_rows"))
         seconds, (keys, pairs) = pending.ready_at - pending.started, pending.held.tolist()
@@ -110,6 +112,7 @@ class _Observer(LoopExtension):
         self.intervals += result.intervals
 
     def ended(self, request: Request) -> None:
+        """Count a request that has ended, and note its times if it got a token."""
         self.num_ended += 1
         if (first := request.first_token_time) is not None:
             count = len(request.output_token_ids)
@@ -127,14 +130,19 @@ class SimulatedEngine:
         windows: tuple[int | None, ...],
         costs: Costs,
     ):
-        """config, packer, num_pages, windows: of the engine to simulate, as a plan or a runner has them."""
+        """Make the engine on a simulated device, its clock at 0. config, packer, num_pages, windows: of the engine to
+        simulate, as a plan or a runner has them.
+        """
         self.runner = SimulatedRunner(config, packer, num_pages, windows, costs)
         self.engine = Engine(cast(Any, self.runner), clock=self.runner.time.monotonic)
         self.runner.scheduler = self.engine.scheduler
         self._idle = 0
 
     def queue(self, request: Request, tokens: np.ndarray) -> str | None:
-        """Give the engine a request with its tokens; returns why it refuses it, None if it does not."""
+        """Give the engine a request with its tokens; returns why it refuses it, None if it does not.
+
+        A refused request is forgotten.
+        """
         self.runner.expect(request, tokens)
         try:
             self.engine.queue([request])
@@ -144,7 +152,10 @@ class SimulatedEngine:
         return None
 
     def step(self) -> EngineOutput:
-        """Run a step of the loop; returns its results. Raises RuntimeError if nothing has changed in many calls."""
+        """Run a step of the loop; returns its results. Raises RuntimeError if nothing has changed in many calls.
+
+        Advances the clock. Tokens of ended requests are forgotten.
+        """
         before = self._progress()
         output = self.engine.step()
         for request in output.finished:
@@ -155,11 +166,14 @@ class SimulatedEngine:
         return output
 
     def _progress(self) -> tuple[int, float, int]:
+        """Return (steps, time in seconds, unfinished requests), which differ after a step that did something."""
         return self.engine.stats.num_steps, self.runner.time.now, self.engine.scheduler.num_unfinished
 
 
 def check_simulated(config: Any) -> None:
-    """Raise ConfigError for an engine of which a trace does not say enough."""
+    """Raise ConfigError for a config with an option whose effect a trace does not tell (keys of _UNKNOWN), and for a
+    pooling one.
+    """
     for name, what in _UNKNOWN.items():
         if getattr(config, name):
             raise ConfigError.because(name, f"{name} is given, and a trace does not tell {what}", f"leave out {name}")
@@ -179,7 +193,8 @@ def run_trace(
     """Run a trace to its end.
 
     config, packer, num_pages, windows: of the engine to simulate, as a plan or a runner has them. progress(ended,
-    requests): called now and then. Raises ConfigError as `check_simulated`.
+    requests): called now and then. Raises ConfigError as `check_simulated`. A request is queued once the clock has
+    reached its arrival; refused ones are listed in the outcome. Raises RuntimeError if requests never end.
     """
     check_simulated(config)
     observer = _Observer()
@@ -205,7 +220,11 @@ def run_trace(
 
 
 def request_of(trace: Trace, index: int, max_model_len: int) -> tuple[Request, np.ndarray]:
-    """Return a request of the trace, and its tokens with those that it is to get, i32[n]."""
+    """Return request `index` of the trace, and its tokens with those that it is to get, i32[n].
+
+    A request that ended before its limit has STOP as its last token and stop token. The limit is cut to
+    `max_model_len`, but at least 1.
+    """
     own, tokens = trace.requests[index], trace.tokens(index)
     limit = min(own.limit, max(1, max_model_len - own.num_prompt))
     stops = ()
@@ -217,7 +236,11 @@ def request_of(trace: Trace, index: int, max_model_len: int) -> tuple[Request, n
 
 
 def _finish(outcome: Outcome, engine: Engine, runner: SimulatedRunner, observer: _Observer) -> None:
-    """Complete an outcome with the times of all requests, in the order in which they ended."""
+    """Complete an outcome with the counts of the scheduler, the steps, and the times of all requests that got a token,
+    in the order in which they ended.
+
+    Without one, times stay empty and seconds 0. runner: for the time in which the device computed.
+    """
     scheduler = engine.scheduler
     outcome.num_preemptions = scheduler.num_preemptions
     outcome.num_prefix_queries, outcome.num_prefix_hits = scheduler.num_prefix_queries, scheduler.num_prefix_hits

@@ -34,7 +34,10 @@ NONE = Limits()
 
 
 def as_json(outcome: Outcome, limits: Limits = NONE) -> dict[str, Any]:
-    """Return a run as JSON values: times in seconds, shares from 0 to 1; None for a quantile of nothing."""
+    """Return a run as JSON values: times in seconds, shares from 0 to 1; None for a quantile of nothing.
+
+    limits: what a request must meet to be good, its time to the first token and the mean between its tokens.
+    """
     stats, seconds = outcome.stats, outcome.seconds
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)
     computed = stats.num_tokens + stats.num_padding_tokens
@@ -75,11 +78,17 @@ def quantiles(values: np.ndarray) -> dict[str, float | None]:
 
 
 def text(outcome: Outcome, head: Sequence[str], limits: Limits = NONE) -> str:
-    """Return a run for people. head: lines that say what was simulated and by which costs."""
+    """Return a run for people. head: lines that say what was simulated and by which costs.
+
+    limits: for goodput, which is left out without any.
+    """
     return "\n".join([*head, *_lines(outcome, as_json(outcome, limits), limits)])
 
 
 def _lines(outcome: Outcome, found: dict[str, Any], limits: Limits) -> Iterator[str]:
+    """Yield lines of text for a run: requests and seconds, times in milliseconds, rates, goodput if there are limits,
+    steps and the device. found: the run `as_json`. Without an ended request there are only the first lines.
+    """
     refused = f", {found['refused']:,} refused" if found["refused"] else ""
     yield f"  {found['requests']:,} requests ended in {found['seconds']:,.2f} s{refused}"
     if outcome.refused:
@@ -110,7 +119,10 @@ def _lines(outcome: Outcome, found: dict[str, Any], limits: Limits) -> Iterator[
 
 
 def row(name: str, outcome: Outcome, limits: Limits = NONE) -> dict[str, Any]:
-    """Return a run as one row of a table: times in milliseconds."""
+    """Return a run as one row of a table: median and p99 of the time to the first token and between tokens in
+    milliseconds, tokens a second, good requests a second, steps, preemptions, padding and cache hits in percent.
+    limits: for "good/s", which is None without any.
+    """
     found = as_json(outcome, limits)
     first, between = found["first_token"], found["between_tokens"]
     times = {"ttft p50": first["p50"], "ttft p99": first["p99"], "itl p50": between["p50"], "itl p99": between["p99"]}

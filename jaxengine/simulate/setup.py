@@ -61,26 +61,32 @@ class Setup:
         return RooflineCosts(self.plan, self.efficiency, self.host)
 
     def num_pages(self, plan: SplitPlan) -> int:
-        """Return the pages of a replica: those of the engine that was measured, unless options say how many."""
+        """Return the pages of a replica: those of the engine that was measured, unless options say how many or a
+        roofline is used.
+        """
         if self.measured is None or plan.config.fixes_pages:
             return plan.num_pages
         return self.measured.num_pages
 
     def run(self, trace: Trace, plan: SplitPlan | None = None) -> Outcome:
-        """Run a trace on a plan, the best split's if None."""
+        """Run a trace on a plan, the best split's if None. Raises ConfigError as `plan` and `costs`."""
         plan = plan or self.plan
         packer = plan.stages[0].programs.packer
 
         def progress(done: int, total: int) -> None:
+            """Pass on how many of the requests have ended."""
             self.progress(f"{plan.split.flags} {done:,} of {total:,} requests")
 
         return run_trace(trace, plan.config, packer, self.num_pages(plan), plan.windows, self.costs(plan), progress)
 
     def run_fleet(self, trace: Trace, options: FleetOptions, router: str) -> FleetOutcome:
-        """Run a trace on a fleet of engines with the best split's plan."""
+        """Run a trace on a fleet of engines with the best split's plan. router: a name of `fleet.ROUTERS`. Raises
+        ConfigError as `plan` and `costs`.
+        """
         plan = self.plan
 
         def progress(done: int, total: int) -> None:
+            """Pass on how many of the requests have ended."""
             self.progress(f"{router}: {done:,} of {total:,} requests")
 
         packer = plan.stages[0].programs.packer
@@ -88,7 +94,10 @@ class Setup:
         return run_fleet(trace, options, router, *engine, progress)
 
     def with_shapes(self, shapes: CompilationConfig) -> SplitPlan:
-        """Return the best split's plan with other step shapes."""
+        """Return the best split's plan with other step shapes.
+
+        Its `error` says why they do not fit. Raises ConfigError where the best split does not fit.
+        """
         model = replace(self.model, config=replace(self.model.config, compilation_config=shapes))
         return plan_split(model, self.chips, self.plan.split)
 
@@ -110,10 +119,12 @@ def open_setup(
     host: HostCosts,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Setup]:
-    """Open a model and plan its splits; closes it at the end.
+    """Context manager that opens a model, plans its splits and yields a Setup; closes the model at the end.
 
-    options: engine options, in addition to those that were measured. chips: as `jaxengine plan` reads them; None for
-    those that were measured on. Raises ConfigError for options that contradict the measurement or each other.
+    options: engine options; with a measurement they are added to its own. chips: as `jaxengine plan` reads them; None
+    for those that were measured on. measured, efficiency, host, progress: as of Setup. Raises ConfigError without both,
+    for chips of another platform than was measured, for options that contradict the measurement or each other, and as
+    `open_planned` and `rank_splits`.
     """
     if measured is not None:
         options = _with_measured(options, measured)
@@ -135,7 +146,7 @@ def open_setup(
 
 def _with_measured(options: Mapping[str, Any], measured: MeasuredCosts) -> dict[str, Any]:
     """Return options with those of the measurement where they are not given. Raises ConfigError for an option of
-    _MEASURED_WITH that differs from the measurement's.
+    _MEASURED_WITH that differs from the measurement's. Those in `options` take precedence.
     """
     for name in _MEASURED_WITH:
         if name in options and options[name] != measured.options.get(

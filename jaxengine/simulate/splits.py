@@ -20,7 +20,7 @@ class SplitRun:
     outcome: Outcome
 
     def row(self, limits: Limits) -> dict[str, Any]:
-        """Return the run as a row of a table."""
+        """Return the run as a row of a table, as `report.row`, named by the flags of the split."""
         return row(self.plan.split.flags or "one device", self.outcome, limits)
 
     def key(self, limits: Limits) -> tuple[float, ...]:
@@ -33,7 +33,10 @@ class SplitRun:
 
 
 def run_splits(setup: Setup, trace: Trace, limits: Limits) -> list[SplitRun]:
-    """Run a trace on every split that fits, the best first. Raises the ConfigError of the first one if none fits."""
+    """Run a trace on every split that fits, the best first. Raises the ConfigError of the first one if none fits.
+
+    setup.splits: those to run. The order is `SplitRun.key`'s.
+    """
     plans = [each.plan for each in setup.splits if each.fits and each.plan is not None]
     if not plans:
         fitting(setup.splits[0])

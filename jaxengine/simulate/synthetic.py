@@ -51,7 +51,8 @@ KINDS = {
 def synthetic(
     kind: str, num_requests: int, rate: float, max_model_len: int, seed: int = 0, scale: float = 1.0
 ) -> Trace:
-    """Return a trace of a kind of KINDS, with arrivals at random at `rate` requests a second; all at once for inf.
+    """Return a trace of a kind of KINDS, with arrivals at random at `rate` requests a second; all at once for inf,
+    which conversations refuse. Each turn of a conversation is a request.
 
     max_model_len: prompt and output are cut to half of it each; a conversation ends before it has so many tokens.
     scale: factor of all lengths.
@@ -87,8 +88,11 @@ def synthetic(
 def _conversations(
     own: Kind, rng: np.random.Generator, num_requests: int, rate: float, longest: int, shared: int, scale: float
 ) -> tuple[TraceRequest, ...]:
-    """Return requests of conversations that begin at random, in order of arrival, as many a second from the first on:
-    conversations that began earlier go on.
+    """Return `num_requests` requests of conversations that begin at random, in order of arrival, on average `rate` a
+    second from time 0 on. Conversations that began earlier go on.
+
+    own: lengths, turns and pauses. longest: a conversation ends before it has so many tokens. shared: tokens of the
+    prefix, whole blocks. scale: factor of lengths.
     """
     begun, blocks, next_id = -5 * own.turns * own.pause, shared // BLOCK_SIZE, own.num_shared * (shared // BLOCK_SIZE)
     shares = np.cumsum(1.0 / np.arange(1, own.num_shared + 1))
@@ -119,9 +123,12 @@ def _conversations(
 
 
 def _lengths(rng: np.random.Generator, count: int, scale: float) -> Callable[[float, float, int], np.ndarray]:
-    """Return a function (median, shape, most) -> `count` log-normal lengths i64[count] from 1 to `most`."""
+    """Return a function (median, shape, most) -> log-normal lengths, i64[count], from 1 to `most`, both included.
+    scale: factor of the median.
+    """
 
     def draw(median: float, shape: float, most: int) -> np.ndarray:
+        """Return log-normal lengths i64[count] with this median and sigma, cut to 1 to `most`."""
         return np.clip(rng.lognormal(np.log(median * scale), shape, count), 1, most).astype(int)
 
     return draw

@@ -47,7 +47,7 @@ class Trace:
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
-        """Return a small number for each hash id, from STOP + 1 on in the order in which they occur."""
+        """Small number for each hash id, from STOP + 1 on in the order in which they occur."""
         found: dict[int, int] = {}
         for request in self.requests:
             for block in request.hash_ids:
@@ -55,9 +55,10 @@ class Trace:
         return found
 
     def tokens(self, index: int) -> np.ndarray:
-        """Return stand-ins for the tokens of a request's prompt and output, i32[num_prompt + num_output].
+        """Return stand-ins for the tokens of the prompt and output of request `index`, i32[num_prompt + num_output].
 
-        Requests share tokens where they share blocks, and nowhere else.
+        Requests share tokens where they share blocks, and nowhere else. Tokens of no block are all one number, which no
+        other request has.
         """
         request, numbers = self.requests[index], self._numbers
         total = request.num_prompt + request.num_output
@@ -75,7 +76,7 @@ class Trace:
         return replace(self, requests=tuple(replace(each, arrival=each.arrival / factor) for each in self.requests))
 
     def first(self, count: int | None) -> Trace:
-        """Return the first `count` requests; None for all."""
+        """Return the trace with its first `count` requests; None for all."""
         return replace(self, requests=self.requests[:count])
 
 
@@ -86,7 +87,9 @@ class _LineError(ValueError):
 def read_trace(path: str) -> Trace:
     """Read a trace in any of the three forms, distinguished by its first line.
 
-    Raises ConfigError with the line's number for a line that is not as the form says, and OSError.
+    Requests are sorted by arrival, and the first one is moved to time 0. The name is that of the file. Raises
+    ConfigError, with the number of the line, for a line that is not as the form says and for a file without requests;
+    OSError if it cannot be read.
     """
     with Path(path).expanduser().open("rb") as file:
         lines = _lines(path, file)
@@ -114,7 +117,7 @@ def read_trace(path: str) -> Trace:
 
 
 def write_trace(trace: Trace, path: str) -> None:
-    """Write a trace in our own form."""
+    """Write a trace in our own form to a file, over what is there. Raises OSError."""
     with Path(path).open("w", encoding="utf-8") as file:
         file.write(header_line(trace.block_size))
         for request in trace.requests:
@@ -126,7 +129,8 @@ def trace_of(
 ) -> Trace:
     """Return the trace of prompts, token ids, and the lengths of their outputs. arrivals: seconds; empty: at once.
 
-    Blocks have ids where they are full: the same for the same tokens after the same blocks.
+    Blocks have ids where they are full: the same for the same tokens after the same blocks. Requests stay in the order
+    given.
     """
     ids: dict[tuple[int, bytes], int] = {}
     requests = []
@@ -158,16 +162,20 @@ def _lines(path: str, file: Any) -> Iterator[tuple[int, str]]:
 
 
 def _with(number: int, first: str, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield (number, first), then all lines."""
     yield number, first
     yield from lines
 
 
 def _error(path: str, number: int, problem: str, allowed: str) -> ConfigError:
+    """Return the ConfigError of a line. number: of the line, from 1. problem: what it does, after "line N of PATH"."""
     return ConfigError.because("trace", f"line {number} of {path} {problem}", f"allowed: {allowed}")
 
 
 def _checked(path: str, number: int, read: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a reader of a line. Raises ConfigError with the line's number."""
+    """Return read(*arguments), a reader of a line. Turns its _LineError into a ConfigError with `path` and the line's
+    number.
+    """
     try:
         return read(*arguments)
     except _LineError as error:
@@ -175,6 +183,7 @@ def _checked(path: str, number: int, read: Callable[..., Any], *arguments: Any) 
 
 
 def _json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a line is, without a byte order mark. Raises _LineError if it is not one."""
     try:
         value = json.loads(text.lstrip("\ufeff"))
     except (ValueError, RecursionError):
@@ -185,13 +194,18 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _header(value: dict[str, Any]) -> int:
+    """Return the block size, from 1 to MOST_TOKENS, of a first line in our own form. Raises _LineError for another
+    version.
+    """
     if value["jaxengine_trace"] != VERSION or isinstance(value["jaxengine_trace"], bool):
         raise _LineError(f"has jaxengine_trace {value['jaxengine_trace']!r:.60}", f"{VERSION}")
     return _whole(value, "block_size", 1, MOST_TOKENS)
 
 
 def _own(value: dict[str, Any], block: int) -> TraceRequest:
-    """Read a request in our own form. block: tokens of a block. Raises _LineError."""
+    """Read a request in our own form; max_tokens may be absent, but not less than output_tokens. block: tokens of a
+    block. Raises _LineError.
+    """
     most = _whole(value, "max_tokens", 1, MOST_TOKENS) if value.get("max_tokens") is not None else None
     request = TraceRequest(
         _number(value, "arrival", MOST_SECONDS),
@@ -206,7 +220,9 @@ def _own(value: dict[str, Any], block: int) -> TraceRequest:
 
 
 def _mooncake(value: dict[str, Any], block: int) -> TraceRequest:
-    """Read a request in Mooncake's form, whose times are milliseconds. block: tokens of a block. Raises _LineError."""
+    """Read a request in Mooncake's form, whose times are milliseconds; no output counts as one token. block: tokens of
+    a block. Raises _LineError.
+    """
     request = TraceRequest(
         _number(value, "timestamp", 1e3 * MOST_SECONDS) / 1e3,  # milliseconds
         _whole(value, "input_length", 1, MOST_TOKENS),
@@ -218,7 +234,11 @@ def _mooncake(value: dict[str, Any], block: int) -> TraceRequest:
 
 
 def _azure(text: str) -> TraceRequest:
-    """Read a request from a line of Azure's CSV. Raises _LineError."""
+    """Read a request from a line of Azure's CSV, (TIMESTAMP, prompt tokens, output tokens).
+
+    Its arrival is in seconds since 1970, its time zone this machine's unless it says one; no output counts as one
+    token. Raises _LineError for a line of another form.
+    """
     fields = next(csv.reader([text]))
     if len(fields) != len(AZURE):
         raise _LineError(f"has {len(fields)} fields", f"{len(AZURE)}: {', '.join(AZURE)}")
@@ -238,6 +258,9 @@ def _azure(text: str) -> TraceRequest:
 
 
 def _whole(value: dict[str, Any], name: str, least: int, most: int) -> int:
+    """Return the whole number from `least` to `most`, both included, under a name. Raises _LineError for others and if
+    it is absent.
+    """
     found = value.get(name)
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
         raise _LineError(f"has {name} {_shown(found)}", f"a whole number from {least} to {most}")
@@ -245,6 +268,9 @@ def _whole(value: dict[str, Any], name: str, least: int, most: int) -> int:
 
 
 def _number(value: dict[str, Any], name: str, most: float) -> float:
+    """Return the number from 0 to `most`, both included, under a name. Raises _LineError for others and if it is
+    absent.
+    """
     found = value.get(name)
     is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
     if not is_number or not 0 <= found <= most:  # type: ignore[operator]
@@ -253,6 +279,9 @@ def _number(value: dict[str, Any], name: str, most: float) -> float:
 
 
 def _hash_ids(value: dict[str, Any]) -> tuple[int, ...]:
+    """Return the hash ids of a request, from 0 to MOST_ID - 1; () if it has none. Raises _LineError for other
+    values.
+    """
     found = value.get("hash_ids", [])
     if not isinstance(found, list):
         raise _LineError(f"has hash_ids {_shown(found)}", "a list of whole numbers")
@@ -263,7 +292,10 @@ def _hash_ids(value: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _fitting(request: TraceRequest, total: int, block: int) -> TraceRequest:
-    """Return the request. Raises _LineError if it has more hash ids than `total` tokens have blocks."""
+    """Return the request. Raises _LineError if it has more hash ids than `total` tokens have blocks.
+
+    The last block may be partial. block: tokens of a block.
+    """
     most = -(-total // block)
     if len(request.hash_ids) > most:
         raise _LineError(
@@ -273,4 +305,5 @@ def _fitting(request: TraceRequest, total: int, block: int) -> TraceRequest:
 
 
 def _shown(value: Any) -> str:
+    """Return a value as error messages show it, in at most 60 characters; "nothing" for None."""
     return "nothing" if value is None else f"{value!r:.60}"

@@ -28,7 +28,7 @@ def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measu
     standard error.
 
     load: takes the job; returns the engine's version, and the function that runs one workload and returns its result,
-    without "peak_rss".
+    without "peak_rss". Blocks on standard input. Errors of `load` and of a run end the process.
     """
     # The engine's own prints go to stderr, so that they do not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")

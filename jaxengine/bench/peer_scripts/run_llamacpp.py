@@ -45,8 +45,10 @@ def convert(source: str, target: Path, variant: str) -> None:
 
 
 def load(job):
-    """Write the weights of a job if needed; return the engine's version and the function that runs a workload, as of
-    peer.serve.
+    """Return llama.cpp's version and the function that runs a workload, as of peer.serve.
+
+    Variant q4_1 is the GGUF file of the job; others are written from it to the job's folder, unless they are there.
+    Servers run greedily, without prompt cache and ends of text, on job["threads"] threads.
     """
     path = Path(job["gguf"])
     if job["variant"] != "q4_1":
@@ -58,7 +60,9 @@ def load(job):
     servers = {}
 
     def server(num_requests: int, context: int) -> xllamacpp.Server:
-        """Return a server with a slot per request, each of `context` tokens; another shape starts another server."""
+        """Return a server with a slot per request, each of `context` tokens; a server of another shape takes the place
+        of the one before. num_requests: its slots.
+        """
         key = (num_requests, context)
         if key not in servers:
             servers.clear()
@@ -72,6 +76,11 @@ def load(job):
         return servers[key]
 
     def run(workload: Workload) -> Measured:
+        """Run a workload, a thread for each prompt, and wait for all; return the seconds, the output tokens and the
+        mean time to the first token.
+
+        A workload with a prefix that may be shared is skipped: {"skipped": reason}.
+        """
         prompts, max_tokens = workload["prompts"], workload["max_tokens"]
         if workload["prefix"] and workload["share_prefix"]:
             return {"skipped": "slots that run at once do not share a prefix"}
@@ -79,9 +88,13 @@ def load(job):
         first, tokens = [], []
 
         def complete(prompt: list[int]) -> None:
+            """Complete one prompt greedily; append the time of its first piece to `first`, and the server's count of
+            its tokens to `tokens`.
+            """
             started = False
 
             def on_chunk(chunk) -> None:
+                """Note what a chunk of the stream says. Raises RuntimeError for an error."""
                 nonlocal started
                 if not started:
                     started = True

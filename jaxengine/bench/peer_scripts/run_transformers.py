@@ -23,10 +23,12 @@ class FirstToken(transformers.generation.streamers.BaseStreamer):
     """Records when the first new token arrives, the second `put`: `generate` passes the prompt first."""
 
     def __init__(self):
+        """Begin without a token; `time` is None until the first new one."""
         self.puts = 0
         self.time = None
 
     def put(self, value):
+        """Count a call of `generate`; at the second one note the time."""
         self.puts += 1
         if self.puts == 2:
             self.time = time.perf_counter()
@@ -36,7 +38,9 @@ class FirstToken(transformers.generation.streamers.BaseStreamer):
 
 
 def load(job):
-    """Load the model of a job; return the version and the function that runs a workload, as of peer.serve."""
+    """Load the model of a job, dequantised to the variant's dtype, with job["threads"] threads; return the versions and
+    the function that runs a workload, as of peer.serve.
+    """
     torch.set_num_threads(job["threads"])
     folder, name = os.path.split(job["gguf"])
     # Dequantised at load: packed weights would be unpacked in every matmul, which is slower than reading them unpacked.
@@ -48,7 +52,9 @@ def load(job):
     ).eval()
 
     def generate(prompts: list[list[int]], max_tokens: int, **options) -> int:
-        """Generate for one batch of prompts; return the number of new tokens."""
+        """Generate exactly `max_tokens` tokens for each prompt of a batch, padded on the left with 0; return the number
+        of new tokens. options: of `model.generate`.
+        """
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -74,6 +80,11 @@ def load(job):
 
     @torch.inference_mode()
     def run(workload: Workload) -> Measured:
+        """Run a workload; return the seconds, the new tokens and, of a single prompt, the time to the first one.
+
+        Prompts run in batches of BATCH, sorted by length; all at once if they have the same length. A prefix that may
+        be shared is computed once.
+        """
         prompts = sorted(workload["prompts"], key=len)
         streamer = FirstToken() if len(prompts) == 1 else None
         start = time.perf_counter()

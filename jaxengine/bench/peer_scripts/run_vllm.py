@@ -36,8 +36,10 @@ def convert(source: str, target: Path, variant: str) -> None:
 
 
 def load(job):
-    """Convert the weights of a job if needed and load the engine; return its version and the function that runs a
-    workload, as of peer.serve.
+    """Load vLLM for a job; return its version and the function that runs a workload, as of peer.serve.
+
+    The weights are converted to the job's folder first, unless they are there. An engine with the other setting of
+    prefix caching replaces the one before.
     """
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job['threads'] - 1}"
     folder = Path(job["folder"]) / f"{Path(job['gguf']).stem}.{job['variant']}.hf"
@@ -51,6 +53,7 @@ def load(job):
     engines = {}
 
     def engine(prefix_caching: bool) -> vllm.LLM:
+        """Return the engine with or without prefix caching; the other one is dropped."""
         if prefix_caching not in engines:
             engines.clear()
             engines[prefix_caching] = vllm.LLM(
@@ -64,6 +67,9 @@ def load(job):
         return engines[prefix_caching]
 
     def run(workload: Workload) -> Measured:
+        """Run a workload greedily, from an empty prefix cache; return the seconds and the output tokens. There is no
+        time to the first token.
+        """
         llm = engine(workload["share_prefix"])
         params = vllm.SamplingParams(
             temperature=0, max_tokens=workload["max_tokens"], ignore_eos=True, detokenize=False
