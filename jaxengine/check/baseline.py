@@ -74,7 +74,7 @@ def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """
     try:
         content = json.loads(Path(path).read_text())
-        rows, made_with = content["rows"], content["settings"]
+        rows, made_with = content["rows"], dict(content["settings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("against", path, f"a file that --save wrote ({type(error).__name__}: {error})") from None
     for name, value in settings.items():

@@ -235,6 +235,15 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
         problem = f"model {str(path)!r} is one file of a Hugging Face folder"
         raise ConfigError.because("model", problem, f"name the folder, {str(path.parent)!r}")
     file = GGUFFile(path)
+    try:
+        return _of_gguf(path, file, config, keep_tables)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool) -> ModelSource:
+    """Return the model of an open GGUF file; arguments and errors as of `_open_gguf`."""
     tied = HEAD not in file.names()
     pooling = pooling_of_gguf(file.metadata, config)
     pooler = None if pooling is None else pooling.pooler
@@ -251,8 +260,11 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
         file.keep(kept)
     if config.generation_config not in ("auto", "vllm"):
         model = _with_generation_config(model, path, config)
-    weights = None if config.load_format == "dummy" else SplitLatentSource(file)
-    return ModelSource(path, model, weights, _generation_defaults(None, config), pooling=pooling)
+    defaults = _generation_defaults(None, config)
+    if config.load_format == "dummy":
+        file.close()
+        return ModelSource(path, model, None, defaults, pooling=pooling)
+    return ModelSource(path, model, SplitLatentSource(file), defaults, pooling=pooling)
 
 
 def _rope_factors(file: GGUFFile) -> RopeFactors:

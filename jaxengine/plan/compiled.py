@@ -93,7 +93,7 @@ class Elsewhere:
         with tempfile.TemporaryDirectory(prefix="jaxengine-plan-") as folder:
             log, dumps = Path(folder) / "log", Path(folder) / "dumps"
             dumps.mkdir()
-            request = {"target": self._target.name, "model": self._model, "options": options, "platform": None}
+            request = {"target": self._target.name, "model": self._model, "options": options, "kernels": None}
             request |= {"short": True, "skip": [], "needs_only": True}
             request |= {"log": str(log), "dumps": str(dumps)}
             found = None

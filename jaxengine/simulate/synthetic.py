@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -57,8 +58,8 @@ def synthetic(
     max_model_len: prompt and output are cut to half of it each; a conversation ends before it has so many tokens.
     scale: factor of all lengths.
 
-    Raises ConfigError for another kind, for lengths that leave no room for a shared prefix, and for conversations at a
-    rate of more than 10,000.
+    Raises ConfigError for another kind, for lengths that leave no room for a shared prefix or a turn of a conversation,
+    and for conversations at a rate of more than 10,000.
     """
     if kind not in KINDS:
         raise ConfigError("synthetic", kind, ", ".join(KINDS))
@@ -66,6 +67,9 @@ def synthetic(
     shared = int(own.shared * scale) // BLOCK_SIZE * BLOCK_SIZE
     if half <= shared:
         raise ConfigError("max_model_len", max_model_len, f"more than {2 * shared}, for a shared prefix of {shared}")
+    turn = math.ceil((own.prompt + own.output) * scale)
+    if own.turns > 1 and max_model_len < (least := shared + turn + 3):
+        raise ConfigError("max_model_len", max_model_len, f"at least {least}, for a turn of {turn} tokens of {kind}")
     if own.turns > 1:
         if rate > _MOST_TURNS:
             allowed = f"at most {_MOST_TURNS:,} for {kind}, whose conversations have begun before the trace"

@@ -239,7 +239,10 @@ def _azure(text: str) -> TraceRequest:
     Its arrival is in seconds since 1970, its time zone this machine's unless it says one; no output counts as one
     token. Raises _LineError for a line of another form.
     """
-    fields = next(csv.reader([text]))
+    try:
+        fields = next(csv.reader([text]))
+    except csv.Error as error:
+        raise _LineError(f"is no line of CSV: {error}", ", ".join(AZURE)) from None
     if len(fields) != len(AZURE):
         raise _LineError(f"has {len(fields)} fields", f"{len(AZURE)}: {', '.join(AZURE)}")
     stamp, *counts = (field.strip() for field in fields)

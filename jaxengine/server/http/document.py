@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ _WITH_BODY = {
     "415": "The body is not application/json.",
     "429": "Too many requests wait; Retry-After says when to come again.",
 }
+# In a route's docstring, of which the description is made: what tells readers of the code alone, to a paragraph's end.
+_RAISES = re.compile(r"\s*\bRaises\s.*?(?=\n\n|\Z)", re.DOTALL)
 _REF = "#/components/schemas/{model}"
 _OF_EVENTS = "Server-sent events. The schema is of the JSON that the data of each is; OpenAI's streams end with [DONE]."
 
@@ -48,7 +51,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
     """Add the types of all responses to the framework's document, in place. Raises TypeError for a name that a request
-    and an answer share. The framework's schemas of validation errors are removed.
+    and an answer share. The framework's schemas of validation errors are removed, and Python's errors from
+    descriptions.
     """
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -66,6 +70,7 @@ def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
         error = named[MessagesError if path.startswith("/v1/messages") else Error]
         for operation in methods.values():
             _add_errors(operation, error)
+            operation["description"] = _RAISES.sub("", operation.get("description", "")).strip()
     for route in routes:
         if not route.include_in_schema:
             continue

@@ -157,9 +157,10 @@ def test_a_baseline_of_something_else_is_refused(tmp_path):
     baseline.save(str(file), {"model": "a"}, [ROW])
     with pytest.raises(ConfigError, match="model 'b'"):
         baseline.load(str(file), {"model": "b"})
-    file.write_text(json.dumps([1]))
-    with pytest.raises(ConfigError, match="--save"):
-        baseline.load(str(file), {})
+    for content in ([1], {"rows": [], "settings": [1]}):
+        file.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match="--save"):
+            baseline.load(str(file), {"model": "b"})
 
 
 def test_a_program_that_is_gone_is_told():

@@ -6,20 +6,26 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from jaxengine.check.compile import CompileRequest
 from jaxengine.check.roofline import step_work
+from jaxengine.check.targets import find_target
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.plan import compiled
 from jaxengine.plan.chips import CHIPS, Chips, read_chips
 from jaxengine.plan.model import open_planned
-from jaxengine.plan.plan import LEFT, Split, plan_split, platform_for
+from jaxengine.plan.plan import LEFT, PARALLEL, Split, plan_split, platform_for
 from jaxengine.plan.splits import possible_splits
+from jaxengine.runner.memory import StageNeeds
 from jaxengine.scheduler.buckets import Bucket
 from tests.conftest import TINY_CHECKPOINT
 from tests.tables import each_row
@@ -252,3 +258,20 @@ def test_what_weights_lack_is_named(tmp_path, capsys):
     assert main(["plan", str(folder)]) == 2 and "model.safetensors" in capsys.readouterr().err
     write(header)
     open_planned(EngineConfig(model=str(folder), skip_tokenizer_init=True), PLATFORMS["cpu"]).close()
+
+
+def test_what_another_compiler_is_asked_is_a_request(monkeypatch):
+    """And what it answers are the needs of each stage."""
+    asked: list[CompileRequest] = []
+
+    def replies(request, variables, log):
+        asked.append(CompileRequest(**request))
+        yield {"event": "needs", "needs": [[1, 2]]}
+
+    monkeypatch.setattr(compiled, "replies", replies)
+    source = compiled.Elsewhere(find_target("v6e"), "llama-3.1-8b", {"dtype": "bfloat16"})
+    stages: Any = [SimpleNamespace(programs=SimpleNamespace(memory="held"))]
+    config: Any = SimpleNamespace(**dict.fromkeys(PARALLEL, 1), max_model_len=128)
+    assert source.needs(stages, config) == [StageNeeds(1, 2, "held")]  # pyright: ignore[reportArgumentType]
+    assert asked[0].needs_only and asked[0].kernels is None
+    assert asked[0].options == {"dtype": "bfloat16", **dict.fromkeys(PARALLEL, 1), "max_model_len": 128}

@@ -132,6 +132,7 @@ def test_planted_costs_are_found_among_steps_that_were_held_up():
         ([__file__, "--chips=l4"], f"line 1 of {__file__} begins with"),
         (["chat", "--chips=l4", f"--costs={__file__}"], "allowed: a file that jaxengine calibrate-costs wrote"),
         (["shared", "--chips=l4", "--max-model-len=1024"], "max_model_len is 1024; allowed: more than 1024"),
+        (["agents", "--chips=l4", "--max-model-len=3", "--scale=0.001"], "max_model_len is 3; allowed: at least 4"),
         (["chat", "--chips=l4", "--router=prefix"], "router is ['prefix']; allowed: absent without --replicas"),
         (["chat", "--chips=l4", "--deaths=0"], "deaths is 0; allowed: absent without --replicas"),
         (["chat", "--chips=l4", "--replicas=10001"], "replicas is 10001; allowed: at most 10000"),
