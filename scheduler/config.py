@@ -35,6 +35,8 @@ class SchedulerConfig:
       widths: numbers of tokens, besides 1, that a decode may have in a step without prefill
         (jaxengine.scheduler.buckets): its last token and those to be verified.
       extensions: options of the capabilities that the engine was started with.
+
+    Raises ValueError for a policy that is not in POLICIES; sizes are not checked.
     """
 
     num_pages: int

@@ -39,7 +39,9 @@ class OverloadedError(RequestError):
 
 
 def show_value(value: Any) -> str:
-    """Return a value as short text for an error message."""
+    """Return a value as short text for an error message: reprlib's abbreviated repr, "<set of n>" for dicts and sets of
+    more than 1000 entries, "<int too long to print>" for an int that Python does not print.
+    """
     # reprlib sorts what has no order, however many there are.
     if isinstance(value, dict | set | frozenset) and len(value) > _MOST_SORTED:
         return f"<{type(value).__name__} of {len(value)}>"

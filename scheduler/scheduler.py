@@ -56,6 +56,8 @@ class Scheduler:
       num_preemptions, num_prefix_queries, num_prefix_hits: over all replicas; the last two in tokens.
       extensions: the optional capabilities that take part.
       paused: whether its owner is to schedule no step; `schedule` does not look at it.
+
+    Raises ValueError for a configuration without pages.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -131,7 +133,8 @@ class Scheduler:
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; one that waits for an extension is kept apart from the queue.
+        """Queue a request and number it (`arrival_index`); one that waits for an extension (Wait.APART) is kept apart
+        from the queue.
 
         Raises:
           RequestError: the id is taken, the policy has no priorities or no clients, the prompt is empty or leaves no
@@ -264,7 +267,8 @@ class Scheduler:
         now: float = 0.0,
         counts: np.ndarray | None = None,
     ) -> StepResult:
-        """Apply the tokens that a step sampled, end the requests that they end, and return both as a StepResult.
+        """Apply the tokens that a step sampled, end the requests that they end, and return both as a StepResult. The
+        step no longer counts as in flight. Raises ValueError unless token_ids has one entry for each replica.
 
         Args:
           step: from `schedule`; steps are updated in their order.
@@ -294,8 +298,8 @@ class Scheduler:
             rank.pages.reset_prefix_cache()
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> None:
-        """Put running requests back into the queue, to be computed again from their first token. No step may be in
-        flight.
+        """Put running requests back into the queue, to be computed again from their first token except for what the
+        prefix cache has. No step may be in flight. `num_preemptions` of the scheduler does not count them.
 
         which: selects the requests; None for all.
         """
@@ -326,7 +330,8 @@ class Scheduler:
         """Give waiting requests replicas and slots, in queue order, until the first one fits nowhere or must wait.
 
         Requests that an extension does not admit wait apart from then on. A request with a value that fits no column is
-        ended, alone, and returned. now: as in `schedule`.
+        logged, ended with an error, alone, and returned. At its first admission a request gets num_cached_tokens and
+        first_scheduled_time, and with prefix caching counts in num_prefix_queries and hits. now: as in `schedule`.
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
@@ -393,7 +398,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _put_back(self, request: Request) -> None:
-        """Put a request that has lost its slot back to its old place in the queue."""
+        """Put a request that has lost its slot back to its old place in the queue, or apart from it (`_enqueue`); under
+        the fair policy its client has one running request less.
+        """
         self._enqueue(request)
         if self._fair is not None:
             self._fair.stop(request)

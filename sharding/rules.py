@@ -32,7 +32,7 @@ def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str,
 
 
 def whole_shape(part: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """Return the global shape of an array of which every device holds a part of shape `part`."""
+    """Return the global shape of an array with this sharding of which every device holds a part of shape `part`."""
     one = (sharding.mesh.size,) * len(part)
     return tuple(size * whole // own for size, whole, own in zip(part, one, sharding.shard_shape(one), strict=True))
 

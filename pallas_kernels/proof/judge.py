@@ -92,8 +92,9 @@ def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler)
 
 
 def compare(got: Any, want: Any) -> tuple[float, str]:
-    """Return the largest difference of two pytrees of results, as LIMITS counts it, and what is wrong, "" for
-    nothing.
+    """Return the largest difference of two pytrees of results, a kernel's and plain XLA's, as LIMITS counts it, and
+    what is wrong, "" for nothing. NaN in `got`, and a row that differs by more than its limit, are wrong; the first
+    array with one ends the comparison. Raises ValueError for pytrees of different sizes.
     """
     largest = 0.0
     for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -142,7 +143,9 @@ def _compiled(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, s
 
 
 def _seconds(program: Any, inputs: tuple[Any, ...]) -> float:
-    """Return the median seconds of a launch among several that follow each other."""
+    """Return the median, over _RUNS runs, of the seconds of a launch of `program(*inputs)`, _LAUNCHES of which follow
+    each other in a run. Blocks until they are done.
+    """
     found = []
     for _ in range(_RUNS):
         begin = time.perf_counter()

@@ -40,7 +40,7 @@ def check_rows(rows: StateRows) -> None:
 
 
 def read_rows(state: jax.Array, index: jax.Array) -> jax.Array:
-    """Read rows i32[n] of state [R, ...] as float32 [n, ...]; zeros for -1."""
+    """Read rows `index` i32[n] of state [R, ...] as float32 [n, ...]; zeros for -1, the last row for R or more."""
     found = state[jnp.clip(index, 0, state.shape[0] - 1)].astype(jnp.float32)
     return jnp.where((index >= 0).reshape(-1, *(1,) * (state.ndim - 1)), found, 0.0)
 

@@ -128,12 +128,14 @@ class AdapterSlots:
         return ready
 
     def loaded(self, index: int, adapter: Adapter) -> None:
-        """Mark an adapter of `loads` as present in its slot; do nothing if the slot has been assigned to another."""
+        """Mark an adapter of `loads` as present in slot `index`; do nothing if the slot belongs to another by now."""
         if self._slots[index].owner is adapter:
             self._slots[index].ready = True
 
     def drop(self, adapter: Adapter) -> list[Request]:
-        """Free an adapter's slot, which no running request uses; return the requests that wait for the adapter."""
+        """Free an adapter's slot, if it has one, which no running request uses, and take back its uploads; return the
+        requests that wait for the adapter, which go on waiting.
+        """
         index = self._find(adapter)
         if index is not None:
             self._slots[index] = _Slot(claim=self._slots[index].claim)
@@ -157,14 +159,16 @@ class AdapterSlots:
         return None
 
     def reload(self, index: int) -> None:
-        """Have a slot's matrices uploaded again; no request is admitted with it until then."""
+        """Have the matrices of slot `index`, which must have an owner, uploaded again (`loads`); no request is admitted
+        with it until `loaded`.
+        """
         slot = self._slots[index]
         assert slot.owner is not None
         slot.ready = False
         self.loads.append((index, slot.owner))
 
     def retire(self, adapter: Adapter) -> None:
-        """Make an adapter's slot the next to be reused, since no new request will use the adapter."""
+        """Make an adapter's slot, if it has one, the next to be reused, since no new request will use the adapter."""
         index = self._find(adapter)
         if index is not None:
             self._slots[index].used = -1
@@ -235,8 +239,8 @@ def _order(request: Request) -> tuple[int, int]:
 
 
 def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
-    """Whether running requests use few of the adapter slots. columns: for each replica, the adapter slot of each of its
-    slots, -1 for none.
+    """Whether running requests use few of the `num_slots` adapter slots, as jaxengine.models.adapters.are_few defines
+    it. columns: for each replica, the adapter slot of each of its slots, -1 for none.
     """
     return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 
@@ -268,14 +272,17 @@ class Adapters(SchedulerExtension):
         self.ranks = [RankAdapters(rank.config.max_num_seqs) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
+        """Whether the request has no adapter, or one that it may use now (AdapterSlots.admits)."""
         return request.adapter is None or self.slots.admits(request)
 
     def ready(self) -> Iterable[Request]:
+        """Assign slots to the adapters of waiting requests; return the requests whose adapters are on the devices."""
         if not self.slots.waiting:
             return ()
         return self.slots.assign(running_adapters(len(self.slots), [rank.column for rank in self.ranks]))
 
     def complete(self, step: ScheduledStep) -> None:
+        """Set FEW_ADAPTERS in the features of a step with adapters whose rows use few of the slots."""
         if step.features & ADAPTER:
             columns = [rank.column[batch.slots] for rank, batch in zip(self.ranks, step.batches, strict=True)]
             if few_run(len(self.slots), columns):
@@ -293,6 +300,7 @@ class RankAdapters(RankExtension):
         self.column = np.full(max_num_seqs, -1, np.int32)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Set the slot's entry of `column` to the request's adapter slot, -1 without an adapter."""
         self.column[request.slot] = -1 if request.adapter is None else request.adapter_slot
 
     def release(self, slot: int) -> None:

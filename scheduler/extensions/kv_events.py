@@ -82,12 +82,16 @@ class RankEvents(RankExtension):
         rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
+        """Note a new page by its key `digest`; its event is made when its request's tokens are known."""
         self._new[digest] = None
 
     def dropped(self, digest: bytes) -> None:
         self.evicted([digest], [])
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Append a Removed event for each group with pages among the keys `digests`; a page without an event yet gets
+        none. `pages` is not used.
+        """
         by_group: dict[int, list[bytes]] = {}
         for key in digests:
             if key in self._new:
@@ -98,6 +102,7 @@ class RankEvents(RankExtension):
         self.events += [Removed(group, own) for group, own in by_group.items()]
 
     def forgotten(self) -> None:
+        """Append a Cleared event; new pages get no event any more."""
         self._new.clear()
         self.events.append(Cleared())
 
@@ -111,7 +116,9 @@ class RankEvents(RankExtension):
         self._name(self._requests.pop(slot), 0)
 
     def _name(self, request: Request, begin: int) -> None:
-        """Make events of new pages that are a request's, from column `begin` on."""
+        """Append a Stored event for each run of a request's consecutive pages, from column `begin` on, that are new, in
+        every group; they are then no longer new.
+        """
         if not self._new:
             return
         token_ids = request.known_token_ids()  # of a running request those that its digests are of

@@ -146,6 +146,12 @@ class Offload(SchedulerExtension):
         self._ranks, self.ranks = ranks, [RankOffload(self, rank) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
+        """Whether a request need not wait for stored pages; if it must, append to `loads` what it lacks on the replica
+        of least work: tokens held there, less those that would come.
+
+        True for one that has been asked before, that no replica has room for now, that would gain nothing, or that was
+        preempted and rather computes. A lookup in the store is counted.
+        """
         if request in self._tried:
             return True
         offers = [(rank, offer) for rank in self._ranks if rank.is_open and (offer := rank.offer(request)) is not None]
@@ -163,6 +169,9 @@ class Offload(SchedulerExtension):
         return False
 
     def preempted(self, request: Request) -> str | None:
+        """Count a preempted request by its mode, and return that in capitals: "SWAP" or "RECOMPUTE"; auto takes the
+        faster one (`Store.pays`). With SWAP the keys of its pages and last two states are pinned in the store.
+        """
         mode = self.options.preemption_mode
         if mode == AUTO:
             mode = SWAP if self.store.pays(len(request.page_hashes), len(request.known_token_ids())) else RECOMPUTE
@@ -193,7 +202,9 @@ class Offload(SchedulerExtension):
         self.ended(request)
 
     def is_wanted(self, key: bytes) -> bool:
-        """Whether a page or state is to be stored: it is not, and requests have looked for it often enough."""
+        """Whether the page or state of a key (`page_key`, `state_key`) is to be stored: it is not yet, and requests
+        have looked for it at least store_threshold times.
+        """
         least = self.options.store_threshold
         return not self.store.has(key) and (least < 2 or self._seen.get(key[:32], 0) >= least)
 
@@ -261,7 +272,9 @@ class RankOffload(RankExtension):
         return list(zip(keys, pages, strict=True))
 
     def take_state(self, key: bytes) -> int | None:
-        """Return the snapshot that a key's state is to be written to, from which it can be found; None for none."""
+        """Return the snapshot that the state of a key (`state_key`) is to be written to, from which it can be found;
+        None if it is there already, the newest step uses every snapshot, or the model has none.
+        """
         snapshots = self._tables.snapshots
         return None if snapshots is None else snapshots.put(key[: -len(state_key(b""))])
 
@@ -279,6 +292,7 @@ class _Listener:
         self._offload, self._orders, self._key = offload, orders, key
 
     def registered(self, digest: bytes, page: int) -> None:
+        """Order a new page to be stored once it is filled, with `at_once` and if it is wanted."""
         if self._offload.options.at_once and self._offload.is_wanted(key := self._key(digest)):
             self._orders.filled[key], self._offload.is_due = page, True
 
@@ -287,6 +301,7 @@ class _Listener:
             due.pop(self._key(digest), None)
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Order pages that are about to be overwritten to be stored before that, those that are wanted."""
         for digest, page in zip(digests, pages, strict=True):
             key = self._key(digest)
             self._orders.filled.pop(key, None)
@@ -294,6 +309,7 @@ class _Listener:
                 self._orders.leaving[key], self._offload.is_due = page, True
 
     def forgotten(self) -> None:
+        """Count that the pools have forgotten their pages, and drop all orders of all replicas."""
         self._offload.num_forgotten += 1
         for rank in self._offload.ranks:
             rank.clear()

@@ -75,6 +75,7 @@ class RankAges(RankExtension):
         rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
+        """Observe the page from now on, with the probability `sample`."""
         if self._draw.random() < self._parent.sample:
             self.ages[page] = PageAge(time.monotonic())
             self.numbers[digest] = page
@@ -84,6 +85,7 @@ class RankAges(RankExtension):
             del self.ages[page]
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """End the observation of pages by their digests, and call PageAges.evicted for each observed one."""
         now = time.monotonic()
         for digest in digests:
             if (page := self.numbers.pop(digest, None)) is not None:
@@ -94,6 +96,7 @@ class RankAges(RankExtension):
         self.numbers.clear()
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Note the time for each observed page of the request's cached prefix, `hits`."""
         now = time.monotonic()
         for page in (page for group in hits.pages for page in group.tolist() if page in self.ages):
             self.ages[page].found.append(now)

@@ -204,6 +204,7 @@ class EncoderRows:
         return self._most[True] > 0 and item.modality == AUDIO
 
     def _leave(self, slot: int, digest: bytes) -> None:
+        """Note that a slot no longer needs an image; one that no slot needs is idle, used last."""
         users = self._users[digest]
         users.discard(slot)
         if not users:
@@ -212,12 +213,16 @@ class EncoderRows:
             self._num_idle_rows += len(self._rows[digest])
 
     def _allocate(self, count: int) -> np.ndarray:
+        """Take `count` free rows, i32[count], after evicting idle images, the least recently used first. Raises
+        StopIteration if the rows do not suffice.
+        """
         while self._num_free < count:
             self._evict(next(iter(self._idle)))
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count].copy()
 
     def _evict(self, digest: bytes) -> None:
+        """Free the rows of an idle image, and take it out of `encodes`."""
         rows = self._rows.pop(digest)
         del self._idle[digest]
         if self.encodes:  # it may have lost its only user in the step that was to encode it
@@ -275,6 +280,9 @@ class RankPictures(RankExtension):
         self.rows.take(request.slot, request.media, start, count)
 
     def complete(self, batch: ScheduledBatch) -> None:
+        """Add the images to be encoded as a section of the batch and the pool rows of its tokens to its message, both
+        only if there are any, and release images that the chunks pass.
+        """
         if self.rows.encodes:
             batch.sections[NAME] = self.rows.encodes
         slots = batch.slots[batch.num_decode :].tolist()

@@ -40,12 +40,14 @@ class _RankStates(RankExtension):
         self._snapshots.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        """Return how many of `count` tokens do not pass the next border, after which a state is to be saved."""
         if hits is None:
             return self._snapshots.cut(request.slot, start, count)
         borders = self._snapshots.borders(hits, len(request.known_token_ids()))
         return min([count, *(border - start for border in borders)])
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Have the slot begin from the state after its cached prefix, if it has one, and set its borders."""
         digest = request.page_hashes[hits.num_columns - 1] if hits.num_columns else None
         self._snapshots.begin(request.slot, digest, self._snapshots.borders(hits, num_known))
 

@@ -72,7 +72,7 @@ class RankSounds(RankExtension):
         self._num_aligned = 0
 
     def row(self, request: Request) -> int:
-        """Return the pool's row of a running request's sound."""
+        """Return the pool's row of a running request's sound. Raises KeyError if the sound has none."""
         assert request.media is not None
         return int(self.rows.index(request.media, 0, 1)[0])
 
@@ -81,6 +81,9 @@ class RankSounds(RankExtension):
         self._num_aligned = 0
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        """Return `count`, but 0 for a request to be admitted (hits is not None) whose sound finds no row or is too much
+        for the step, or which is to be aligned after MAX_ALIGNED others in this step.
+        """
         if hits is None:
             return count
         if request.params.alignment is not None and self._num_aligned == MAX_ALIGNED:

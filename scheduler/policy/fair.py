@@ -103,7 +103,9 @@ class FairQueue:
         self._forget_if_idle()
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Remove a request that has got a slot, and charge its client `num_tokens` of input."""
+        """Remove a request that has got a slot, count it as running, and charge its client `num_tokens` of input.
+        Raises KeyError if it does not wait.
+        """
         number = self._numbers[request.client]
         self._owner[request.rank, request.slot] = number
         self._running[number] += 1

@@ -52,7 +52,9 @@ class WaitingQueue:
         return None
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Remove a request that has got a slot. num_tokens: of its input, used by queues that charge clients."""
+        """Remove a request that has got a slot; KeyError if it does not wait. num_tokens: of its input, unused here;
+        the fair policy's queue charges them.
+        """
         self.remove(request)
 
     def remove(self, request: Request) -> None:
