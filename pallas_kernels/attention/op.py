@@ -121,7 +121,9 @@ def ragged_paged_attention(
 
 
 def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: AttentionSpec) -> None:
-    """Raise ValueError unless the queries have the shapes of `spec`, a dtype of floats, and the pool its head dims."""
+    """Raise ValueError unless q and q_rest have the shapes of `spec` (T >= 1), one dtype of float32, bfloat16 or
+    float16, and the pool `kv` the head dims of `spec`. q_rest must be None unless `spec` has a rest of the queries.
+    """
     width, rest_width = spec.query_dims
     if q.ndim != 3 or q.shape[0] < 1 or q.shape[1:] != (spec.num_q_heads, width):
         raise ValueError(f"q must be [T, {spec.num_q_heads}, {width}] with T >= 1, got {list(q.shape)}")
@@ -148,7 +150,8 @@ def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec)
 
 
 def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: int) -> int:
-    """Return the bytes of keys and values that attention of `num_seqs` single tokens gathers from pages at a time.
+    """Return the bytes of keys and values that attention of `spec` of `num_seqs` single tokens gathers at a time from
+    pages of page_size tokens.
 
     Counted for plain XLA on CUDA cards, at two bytes an element: cards without a kernel, and latents of
     "gpu_blackwell". 0 elsewhere: kernels gather nothing, and blocks of CPUs are small.

@@ -106,7 +106,7 @@ class AttentionSpec:
 
 
 def check_batch(batch: RaggedBatch, num_tokens: int) -> None:
-    """Raise ValueError unless the arrays of `batch` are int32 and agree in S, W and T."""
+    """Raise ValueError unless the arrays of `batch` are int32 and agree in S >= 1, W >= 1 and T = num_tokens."""
     for field, array in zip(batch._fields, batch, strict=True):
         if array is not None and array.dtype != "int32":
             raise ValueError(f"RaggedBatch.{field} must be int32, got {array.dtype}")

@@ -42,7 +42,7 @@ def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -
 
 
 def check_bias(name: str, num_groups: int, out: int, bias: jax.Array | None) -> None:
-    """Raise ValueError unless the bias is None or [num_groups, out]."""
+    """Raise ValueError, naming operation `name`, unless the bias is None or [num_groups, out]."""
     if bias is not None and bias.shape != (num_groups, out):
         raise ValueError(f"{name}: bias must be {(num_groups, out)} or None, got {bias.shape}")
 
@@ -70,7 +70,9 @@ def gated_products(
 
 
 def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -> None:
-    """Raise ValueError unless `out` is even, for gates and ups, and the bias is None or [num_groups, out]."""
+    """Raise ValueError, naming operation `name`, unless `out` is even, for gates and ups, and the bias is None or
+    [num_groups, out].
+    """
     if out % 2 or (bias is not None and bias.shape != (num_groups, out)):
         got = None if bias is None else bias.shape
         raise ValueError(f"{name}: outputs must be even, and bias {(num_groups, out)} or None, got {out} and {got}")
@@ -78,7 +80,9 @@ def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -
 
 @functools.cache
 def say_once(size: int, width: int, why: str) -> None:
-    """Log, once per process, why products with gates and ups [size, 2 * width] are not fused with their activation."""
+    """Log, once per process for each size, width and reason, why products with gates and ups [size, 2 * width] are not
+    fused with their activation.
+    """
     text = "gate and up [%d, 2 x %d] are multiplied, and then activated from memory: %s"
     logger.info(text, size, width, why)
 

@@ -109,8 +109,7 @@ def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rul
         valid = jnp.arange(CHUNK) < left
 
         def taken(part: jax.Array) -> jax.Array:
-            """Take this chunk's tokens of `part` [T, n, ...]: f32[n, CHUNK, ...], zeros after the sequence's last one.
-            """
+            """Take the chunk's tokens of `part` [T, n, ...]: f32[n, CHUNK, ...], zeros after the sequence's last."""
             part = part[token].astype(jnp.float32)
             return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (part.ndim - 1)), part, 0.0), 0, 1)
 

@@ -39,6 +39,10 @@ def why_not(
 ) -> str | None:
     """Return the reason why the kernels do not support an attention, which XLA then serves; None if they support it.
 
+    Not supported: values in keys, head dims that are no multiple of 8 or above MAX_HEAD_DIM, more query heads per kv
+    head than `most_rows`, tree masks, slopes, queries but of bfloat16 and float16, token scales, pools but of KV_DTYPES
+    or of two bytes and another dtype than the queries.
+
     q_dtype, kv: None if not known yet (a schedule is built before them); what depends on them is then not checked.
     tree_mask: whether there is one.
     """
@@ -73,7 +77,7 @@ def attention_schedule(
     kv_limits: jax.Array | None = None,
 ) -> Schedule | xla_schedule.Schedule:
     """Build the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
-    `kv_limits` is given.
+    `kv_limits` is given. Arguments are those of attention.op.attention_schedule, which has checked them.
     """
     if kv_limits is None and why_not(spec) is None:
         sizes = {"num_tokens": num_tokens, "page_size": page_size, "most_rows": most_rows(spec)}

@@ -46,7 +46,8 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences in plain XLA: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them; schedule: of
+    xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
     """
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)
@@ -90,7 +91,9 @@ def attend_in_place_of(
 
 @functools.cache
 def log_once(kernels: str, reason: str) -> None:
-    """Log a warning that attention runs as plain XLA, once per process and reason."""
+    """Log a warning that attention runs as plain XLA instead of `kernels`, once per process and pair of kernels and
+    reason.
+    """
     logger.warning("attention runs as plain XLA instead of the %s: %s", kernels, reason)
 
 
@@ -108,7 +111,9 @@ class _Step(NamedTuple):
 
 
 def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
-    """Attend rows q [T, K, G, H] of the `single` tiles; returns [T, K, G, Hv], [T, K, G], undefined for others."""
+    """Attend rows q [T, K, G, H] of the `single` tiles of `schedule`; returns o f32 [T, K, G, Hv] and lse f32 [T, K,
+    G], undefined for tokens in none of them.
+    """
     tiles = schedule.single
     width = tiles.seqs.shape[1]
 
@@ -157,7 +162,9 @@ def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, ja
 
 
 def _zeros(step: _Step, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return initial outputs, zeros [*shape, Hv], and log-sum-exps, zeros of `shape`."""
+    """Return initial outputs, zeros f32 [*shape, Hv], and log-sum-exps, zeros of `shape`, made of the step's pool
+    (`zeros_in_layer`).
+    """
     data = step.kv.data
     return zeros_in_layer(data, (*shape, step.spec.v_head_dim)), zeros_in_layer(data, shape)
 
@@ -251,7 +258,9 @@ def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
 
 
 def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch) -> jax.Array:
-    """Return bool [B, Q, block_kv]: the keys of a block that each token of a tile sees. tree: its tree mask or None."""
+    """Return bool [B, Q, block_kv]: the keys of a tile's block-th block that each token sees: those in [start, end) of
+    its tile, and of the sequence's new tokens those of its bits in tree u32 [B, Q, words], None for all.
+    """
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     visible = (positions >= tiles.start[tile][..., None]) & (positions < tiles.end[tile][..., None])
     if tree is None:
@@ -266,7 +275,9 @@ def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch)
 
 
 def _distances(tiles: Tiles, tile, block, block_kv: int) -> jax.Array:
-    """Return f32 [B, Q, block_kv]: positions from each key of a block to each token, which is the last that it sees."""
+    """Return f32 [B, Q, block_kv]: positions from each key of a tile's block-th block to each token, which is the last
+    key that it sees; negative for later keys.
+    """
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     return (tiles.end[tile][..., None] - 1 - positions).astype(jnp.float32)
 
@@ -324,7 +335,9 @@ def _pages_of_block(tiles: Tiles, tile, block, block_pages: int, page_table: jax
 
 
 def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Gather as `_gather_block` from a pool in which a token is one row, head after head: of layout TOKEN_ROWS."""
+    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] as `_gather_block` does, from a pool in which a
+    token is one row, head after head: of layout TOKEN_ROWS.
+    """
     kv, spec = step.kv, step.kv.spec
     num_seqs, num_kv_heads = tiles.seqs.shape[1], len(step.scale)
     block_pages = step.sizes.block_kv_of(spec.page_size, tiles.start[0].size) // spec.page_size
