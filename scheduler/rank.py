@@ -361,7 +361,9 @@ class Rank:
         return (s.active & (s.num_computed < s.num_fed)).nonzero()[0]
 
     def _num_missing(self, slot: int) -> int:
-        """Return the most pages that the known tokens of a slot will take in addition to those that it holds."""
+        """Return the most pages that the known tokens of a slot will take (`most_pages_of`) in addition to those that
+        it holds.
+        """
         held = self.pages.count_held(np.array([slot]))
         return most_pages_of(self.config, int(self.slots.num_fed[slot])) - held
 

@@ -87,10 +87,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Return the number of requests with a slot, over all replicas."""
         return sum(rank.slots.num_active for rank in self.ranks)
 
     @property
     def num_waiting(self) -> int:
+        """Return the number of requests without a slot, those apart from the queue included."""
         return self._waiting.size + len(self._held)
 
     @property
@@ -120,6 +122,7 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
+        """Return the number of requests that have not ended."""
         return len(self._requests)
 
     @property

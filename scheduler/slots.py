@@ -62,10 +62,12 @@ class Slots:
 
     @property
     def num_active(self) -> int:
+        """Return the number of slots with an owner."""
         return self.max_num_seqs - len(self._free)
 
     @property
     def num_free(self) -> int:
+        """Return the number of slots without an owner."""
         return len(self._free)
 
     def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int) -> int:

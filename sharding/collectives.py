@@ -42,7 +42,7 @@ def shard_index(axis: str) -> Any:
 def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
     """All-gather x [T, ...] over the n replicas whose devices hold parts of `axis`: [n * T, ...], in replica order.
 
-    Devices of one replica have the same tokens and exchange none.
+    Devices of one replica have the same tokens and exchange none. x itself if there is one such replica.
     """
     over = _other_tokens(axis)
     return lax.all_gather(x, over, axis=0, tiled=True) if over else x
@@ -59,7 +59,7 @@ def keep_tokens(x: jax.Array, axis: str, part: str) -> jax.Array:
 
 def scatter_tokens(x: jax.Array, axis: str) -> jax.Array:
     """Sum partial results x [n * T, ...] over the n replicas whose devices hold parts of `axis`, and return the rows of
-    this replica's own tokens, [T, ...] (a reduce-scatter).
+    this replica's own tokens, [T, ...] (a reduce-scatter). x itself if there is one such replica.
     """
     over = _other_tokens(axis)
     return lax.psum_scatter(x, over, scatter_dimension=0, tiled=True) if over else x
@@ -88,7 +88,7 @@ def largest_of_parts(x: jax.Array, axis: str) -> jax.Array:
 
 def gather_parts(x: jax.Array, axis: str, *, dimension: int) -> jax.Array:
     """All-gather x, which is split along `dimension` over the n devices that hold parts of `axis` and have the same
-    tokens; that dimension becomes n times as long.
+    tokens; that dimension becomes n times as long. x itself if the axis is whole.
     """
     over = split_over(axis)
     return lax.all_gather(x, over, axis=dimension, tiled=True) if over else x

@@ -81,7 +81,8 @@ class MeshLayout:
 
         Heads are split over as many devices as divide both the kv heads and `tensor`; the rest of `tensor` splits the
         sequences (axis attn), so that no key or value is stored twice. replicate: split over all of `tensor` and store
-        kv heads more than once instead. Raises ValueError as MeshLayout does.
+        kv heads more than once instead. num_kv_heads: of the model. expert_parallel, all2all_backend: of MeshLayout.
+        Raises ValueError as MeshLayout does.
         """
         model = tensor if replicate else math.gcd(num_kv_heads, tensor)
         return cls(data, tensor // model, model, expert_parallel, all2all_backend)

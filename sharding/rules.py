@@ -14,7 +14,8 @@ from jaxengine.sharding.layout import RULES
 def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:
     """Return the PartitionSpec of an array with these logical axes; None is an axis that is never split.
 
-    Raises ValueError for a logical axis without a rule and for a mesh axis that two axes claim.
+    rules: mesh axes of each logical axis, () for one that is not split. Raises ValueError for a logical axis without a
+    rule and for a mesh axis that two axes claim.
     """
     entries: list[str | tuple[str, ...] | None] = []
     claimed: dict[str, str] = {}

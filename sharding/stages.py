@@ -20,6 +20,7 @@ class Stage:
 
     @property
     def layers(self) -> range:
+        """Return the numbers of its layers."""
         return range(self.first_layer, self.end_layer)
 
 

@@ -77,7 +77,8 @@ def ragged_paged_attention(
     The step's keys and values must already be in the pool. Token i of a sequence has position
     kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`): of them those less than `spec.window`
     positions away, or those from the last multiple of `spec.chunk` on.
-    Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
+    Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf; for one of a sequence that sees
+    nothing, implementations but the TPU's give its sink, if there are sinks, as lse. Slots that no token of the batch
     sees may hold NaN.
 
     schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`. Only then may

@@ -90,9 +90,10 @@ def say_once(size: int, width: int, why: str) -> None:
 def activated(
     y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
 ) -> jax.Array:
-    """Compute activation(gate, up) of y [M, 2 F] plus the bias [G, 2 F] of each row's group: [M, F] in out_dtype.
+    """Compute activation(gate, up) of y [M, 2 F], gates and then ups, plus the bias [G, 2 F] of each row's group: [M,
+    F] in out_dtype, computed in float32.
 
-    bias: None for none.
+    group_sizes: i32[G], consecutive rows of each group; rows after the last get no bias. bias: None for none.
     """
     y = y if bias is None else y + rows_of_groups(bias, group_sizes, len(y))
     # XLA:TPU would store all of `y` in float32 before it is split.
@@ -103,7 +104,7 @@ def activated(
 def biased(y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return y [M, out] plus the bias [G, out] of each row's group, in y's dtype; rows of no group are unchanged.
 
-    bias: None for none.
+    group_sizes: i32[G], consecutive rows of each group. bias: None for none.
     """
     return y if bias is None else (y + rows_of_groups(bias, group_sizes, len(y))).astype(y.dtype)
 

@@ -135,7 +135,9 @@ def _kernel_rows(call: Call) -> list[tuple[str, str]]:
 
 
 def _compiled(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, str]], compile_lowered: Compiler) -> Any:
-    """Compile a case for these inputs, without the rows `unused` of the registry."""
+    """Trace a case for these inputs, without the rows `unused` of the registry, and return what compile_lowered makes
+    of it, a function of the inputs.
+    """
     with without_rows(unused):
         # A function of its own: jax remembers traces by function, and does not see which rows it was traced with.
         traced = jax.jit(lambda *arguments: case.run(*arguments)).trace(*inputs)

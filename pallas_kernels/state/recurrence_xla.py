@@ -47,6 +47,7 @@ def recurrence(
 
     Args:
       tokens: a tuple of arrays [T, n, ...]; the rules get them as float32.
+      state: [R, ...]; rows: which rows of it each sequence reads, writes and saves to.
       shape: heads, and the output of each head.
       single: tokens [S, n, ...] of S sequences and their states [S, ...] to f32[S, *shape] and the states.
       chunk: tokens [n, CHUNK, ...] of one sequence and its state [...] to f32[heads, CHUNK, ...] and the state.

@@ -29,6 +29,7 @@ class AdapterOptions:
     num_slots: int
 
     def extension(self) -> Adapters:
+        """Make the scheduler extension with this many adapter slots."""
         return Adapters(self.num_slots)
 
 
@@ -269,6 +270,7 @@ class Adapters(SchedulerExtension):
         self.slots = AdapterSlots(num_slots)
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, with no adapter in any slot."""
         self.ranks = [RankAdapters(rank.config.max_num_seqs) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
@@ -304,4 +306,5 @@ class RankAdapters(RankExtension):
         self.column[request.slot] = -1 if request.adapter is None else request.adapter_slot
 
     def release(self, slot: int) -> None:
+        """Set the slot's entry of `column` to -1."""
         self.column[slot] = -1

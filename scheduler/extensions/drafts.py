@@ -50,6 +50,7 @@ class DraftOptions:
     guided: bool = False
 
     def extension(self) -> Drafts:
+        """Make the scheduler extension with these options."""
         return Drafts(self)
 
 
@@ -172,6 +173,7 @@ class Drafts(SchedulerExtension):
         self._options = options
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, and `width` for the widths of the replicas' common configuration."""
         config = ranks[0].config
         limits = config.max_num_seqs, config.max_num_batched_tokens
         self.width = DraftWidth({width: most_wide(width, *limits) for width in config.widths})
@@ -210,6 +212,7 @@ class RankDrafts(RankExtension):
         self._drafts = DecodeDrafts(options, rank.slots)
 
     def begin(self) -> None:
+        """Start a step, in which every decode has one token unless `widen` gives it more."""
         self._drafts.begin()
 
     def look_ahead(self, most: int) -> np.ndarray:

@@ -22,6 +22,7 @@ class KVEventOptions:
     """Options of events in the scheduler: there are none."""
 
     def extension(self) -> KVEvents:
+        """Make the scheduler extension."""
         return KVEvents()
 
 
@@ -63,6 +64,7 @@ class KVEvents(SchedulerExtension):
     ranks: Sequence[RankEvents] = ()
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, which listen to the replicas' pools from then on."""
         self.ranks = [RankEvents(rank) for rank in ranks]
 
 
@@ -86,6 +88,7 @@ class RankEvents(RankExtension):
         self._new[digest] = None
 
     def dropped(self, digest: bytes) -> None:
+        """Append a Removed event for the page with the key `digest`, unless its own event has not been made yet."""
         self.evicted([digest], [])
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
@@ -107,12 +110,15 @@ class RankEvents(RankExtension):
         self.events.append(Cleared())
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Note whose slot it is."""
         self._requests[request.slot] = request
 
     def register(self, request: Request, num_computed: int, count: int) -> None:
+        """Make events of new pages from the column on in which the chunk began."""
         self._name(request, (num_computed - count) // self._tables.page_size)
 
     def release(self, slot: int) -> None:
+        """Make events of all new pages of the slot's request, and forget whose slot it was."""
         self._name(self._requests.pop(slot), 0)
 
     def _name(self, request: Request, begin: int) -> None:

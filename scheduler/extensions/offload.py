@@ -43,6 +43,7 @@ class OffloadOptions:
     store_threshold: int = 0
 
     def extension(self) -> Offload:
+        """Make the scheduler extension with these options."""
         return Offload(self)
 
 
@@ -70,15 +71,17 @@ class NoStore(Store):
     """Store without content."""
 
     def has(self, key: bytes) -> bool:
+        """Whether a key is stored: never."""
         return False
 
     def pin(self, keys: Sequence[bytes]) -> None:
-        pass
+        """Do nothing."""
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        pass
+        """Do nothing."""
 
     def pays(self, num_stored: int, num_tokens: int) -> bool:
+        """Whether it pays to bring pages back: never."""
         return False
 
 
@@ -143,6 +146,7 @@ class Offload(SchedulerExtension):
         self._seen: dict[bytes, int] = {}
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, which observe the replicas' pools and snapshots from then on."""
         self._ranks, self.ranks = ranks, [RankOffload(self, rank) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
@@ -185,6 +189,7 @@ class Offload(SchedulerExtension):
         return mode.upper()
 
     def weights_replaced(self) -> None:
+        """Note that digests no longer name the weights (`is_own`), and that there is something to do (`is_due`)."""
         self.is_own, self.is_due = False, True
 
     def ended(self, request: Request) -> None:
@@ -219,7 +224,9 @@ class Offload(SchedulerExtension):
         return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size)
 
     def _is_wanted(self, request: Request, load: Load) -> bool:
-        """Whether a request is to wait for what it lacks: always, but for a preempted one if it computes instead."""
+        """Whether a request is to wait for `load`, what it lacks: always, but a preempted one only in mode "swap", or
+        in mode "auto" if loading takes less time than computing (`Store.pays`).
+        """
         if request.status is not RequestStatus.PREEMPTED:
             return True
         mode = self.options.preemption_mode
@@ -253,6 +260,7 @@ class RankOffload(RankExtension):
             rank.pages.snapshots.listener = _Listener(offload, self.states, state_key)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Count what the request found in the cache, and release what was kept for it (`Offload.admitted`)."""
         self._offload.admitted(request, hits.num_columns * self._tables.page_size)
 
     def take(self, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[tuple[bytes, int]]:
@@ -297,6 +305,7 @@ class _Listener:
             self._orders.filled[key], self._offload.is_due = page, True
 
     def dropped(self, digest: bytes) -> None:
+        """Take back the orders to store the page with this digest, if there are any."""
         for due in (self._orders.filled, self._orders.leaving):
             due.pop(self._key(digest), None)
 

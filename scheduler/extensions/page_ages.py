@@ -27,6 +27,7 @@ class PageAgeOptions:
     sample: float
 
     def extension(self) -> PageAges:
+        """Make the scheduler extension with this share."""
         return PageAges(self.sample)
 
 
@@ -58,6 +59,7 @@ class PageAges(SchedulerExtension):
         self.evicted: Callable[[float, PageAge], None] = lambda now, page: None
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, which listen to the replicas' pools from then on."""
         self.ranks = [RankAges(self, rank) for rank in ranks]
 
 
@@ -81,6 +83,7 @@ class RankAges(RankExtension):
             self.numbers[digest] = page
 
     def dropped(self, digest: bytes) -> None:
+        """End the observation of the page with this digest, if it is observed, without a call of PageAges.evicted."""
         if (page := self.numbers.pop(digest, None)) is not None:
             del self.ages[page]
 
@@ -92,6 +95,7 @@ class RankAges(RankExtension):
                 self._parent.evicted(now, self.ages.pop(page))
 
     def forgotten(self) -> None:
+        """End the observation of all pages, without calls of PageAges.evicted."""
         self.ages.clear()
         self.numbers.clear()
 

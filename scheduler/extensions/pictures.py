@@ -45,6 +45,7 @@ class PictureOptions:
     max_sound_patches: int = 0
 
     def extension(self) -> Pictures:
+        """Make the scheduler extension with these options."""
         return Pictures(self)
 
 
@@ -233,7 +234,7 @@ class EncoderRows:
 
 
 def _within(media: Media, start: int, count: int) -> list[MediaItem]:
-    """Return the items that have embeddings among tokens [start, start + count), in order."""
+    """Return the items of a prompt whose range [begin, end) meets its tokens [start, start + count), in order."""
     return [item for item in media.items if item.begin < start + count and item.end > start]
 
 
@@ -252,9 +253,11 @@ class Pictures(SchedulerExtension):
         return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, with empty pools."""
         self.ranks = [RankPictures(self._options, rank.slots) for rank in ranks]
 
     def reset_cache(self) -> None:
+        """Forget the embeddings that no slot needs, in the pools of all replicas."""
         for rows in self.rows:
             rows.clear()
 
@@ -271,12 +274,17 @@ class RankPictures(RankExtension):
         self._mrope = options.mrope
 
     def begin(self) -> None:
+        """Start a step, with no image to encode yet."""
         self.rows.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        """Return how many of the prompt's tokens the step can compute as far as images are concerned
+        (EncoderRows.reach).
+        """
         return self.rows.reach(request.media, start, count)
 
     def reserve(self, request: Request, start: int, count: int) -> None:
+        """Reserve pool rows for the images of these tokens; those not in the pool are to be encoded."""
         self.rows.take(request.slot, request.media, start, count)
 
     def complete(self, batch: ScheduledBatch) -> None:
@@ -301,4 +309,5 @@ class RankPictures(RankExtension):
             self.rows.passed(slot, start + count)
 
     def release(self, slot: int) -> None:
+        """Release all images of the slot; they stay in the pool until others need the room."""
         self.rows.release(slot)

@@ -18,6 +18,7 @@ class SnapshotOptions:
     """Options of snapshots; SchedulerConfig.num_snapshots is their number."""
 
     def extension(self) -> KeptStates:
+        """Make the scheduler extension."""
         return KeptStates()
 
 
@@ -27,6 +28,7 @@ class KeptStates(SchedulerExtension):
     name: ClassVar[str] = "snapshots"
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks` for replicas that keep snapshots."""
         self.ranks = [_RankStates(rank.pages.snapshots) for rank in ranks if rank.pages.snapshots is not None]
 
 
@@ -37,6 +39,7 @@ class _RankStates(RankExtension):
         self._snapshots = snapshots
 
     def begin(self) -> None:
+        """Make snapshots saved by the previous step available."""
         self._snapshots.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
@@ -52,4 +55,5 @@ class _RankStates(RankExtension):
         self._snapshots.begin(request.slot, digest, self._snapshots.borders(hits, num_known))
 
     def register(self, request: Request, num_computed: int, count: int) -> None:
+        """Have the step save the slot's state after its `num_computed` tokens if that is a border (Snapshots.keep)."""
         self._snapshots.keep(request.slot, request.page_hashes, num_computed, count)

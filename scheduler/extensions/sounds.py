@@ -37,6 +37,7 @@ class SoundOptions:
     max_frames: int
 
     def extension(self) -> Sounds:
+        """Make the scheduler extension with these options."""
         return Sounds(self)
 
 
@@ -55,9 +56,11 @@ class Sounds(SchedulerExtension):
         return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, with empty pools."""
         self.ranks = [RankSounds(self._options) for _ in ranks]
 
     def reset_cache(self) -> None:
+        """Forget the encoded sounds that no slot needs, in the pools of all replicas."""
         for rows in self.rows:
             rows.clear()
 
@@ -77,6 +80,7 @@ class RankSounds(RankExtension):
         return int(self.rows.index(request.media, 0, 1)[0])
 
     def begin(self) -> None:
+        """Start a step, with no sound to encode and no prompt to align yet."""
         self.rows.begin_step()
         self._num_aligned = 0
 
@@ -92,14 +96,18 @@ class RankSounds(RankExtension):
         return count if self.rows.reach(request.media, 0, 1) else 0
 
     def reserve(self, request: Request, start: int, count: int) -> None:
+        """Reserve a pool row for the request's sound; one not in the pool is to be encoded."""
         self.rows.take(request.slot, request.media, 0, 1)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Count the request if its prompt is to be aligned with its sound."""
         self._num_aligned += request.params.alignment is not None
 
     def complete(self, batch: ScheduledBatch) -> None:
+        """Add the sounds to be encoded as a section of the batch, if there are any."""
         if self.rows.encodes:
             batch.sections[NAME] = self.rows.encodes
 
     def release(self, slot: int) -> None:
+        """Release the slot's sound; it stays in the pool until others need the room."""
         self.rows.release(slot)

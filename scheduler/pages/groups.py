@@ -269,6 +269,7 @@ class PageTables:
         return (slots + group * self.table.shape[1]).astype(np.int32)
 
     def _columns(self, num_tokens: int) -> int:
+        """Return the number of columns of `num_tokens` tokens, the last one not full as a rule."""
         return -(-num_tokens // self.page_size)
 
     def behind(self, position: int, window: int) -> int:

@@ -160,6 +160,7 @@ class FairQueue:
             self._free.append(number)
 
     def _forget_if_idle(self) -> None:
+        """Forget all clients and counters if no request waits or runs."""
         if not self.size and not self._running.any():
             self._forget_all()
 

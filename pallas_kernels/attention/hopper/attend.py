@@ -140,11 +140,11 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes what no kernel
-    supports, and a batch whose schedule is XLA's because of `kv_limits`; a warning says why, once per reason.
-    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: of
-    the card. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of
-    another layout.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
+    slopes: None for none); schedule: of this module. XLA computes what no kernel supports, and a batch whose schedule
+    is XLA's because of `kv_limits`; a warning says why, once per reason. interpret: False, or True or the Mosaic GPU
+    interpreter's parameters to run the kernels on the CPU. computing: of the card. Raises ValueError if `spec` does not
+    count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)

@@ -65,10 +65,11 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences on a TPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes slopes by distance,
-    which the kernel does not have; a warning says so once. interpret: pltpu.InterpretParams to run on a CPU. body: the
-    kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool layouts that the TPU kernel
-    does not support.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
+    slopes: None for none); schedule: of this module. XLA computes slopes by distance, which the kernel does not have; a
+    warning says so once. Leading decodes and runs are a kernel call each. interpret: pltpu.InterpretParams to run on a
+    CPU. body: the kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool layouts that
+    the TPU kernel does not support.
     """
     check_token_scales(kv.platform, kv.spec)
     if isinstance(schedule, xla_schedule.Schedule):
@@ -226,7 +227,9 @@ def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens:
 
 
 def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
-    """Shift each head of q [T, K, G, H] to the offset of its window, in rows as wide as the widest; zeros around it."""
+    """Shift each head of q [T, K, G, H] to the offset of its window, in rows as wide as the widest of the K windows,
+    with zeros around it: [T, K, G, width].
+    """
     width = max(window.size for window in windows)
     offsets = [window.offset for window in windows]
 

@@ -100,6 +100,7 @@ def choose_blocks(
     `sizes` allows.
 
     Args:
+      num_kv_heads: kv heads; blocks are longer for single tiles of one.
       page_size: tokens of a page.
       max_pages: columns of the page table.
       num_tiles: tiles of the kernel call.

@@ -102,10 +102,11 @@ def ragged_paged_attention(
     """Attend queries to the pages of their sequences on an Ampere or Ada card: o [T, N, Hv] in q's dtype, lse f32
     [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes what the kernels do
-    not support, and a batch whose schedule is XLA's because of `kv_limits`; a warning says why, once per reason.
-    interpret: run the kernels on the CPU. Raises ValueError if `spec` does not count the heads that the pool's shard
-    holds, and for a pool of another layout.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
+    slopes: None for none); schedule: of this module. XLA computes what the kernels do not support, and a batch whose
+    schedule is XLA's because of `kv_limits`; a warning says why, once per reason. interpret: run the kernels on the
+    CPU. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another
+    layout.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)

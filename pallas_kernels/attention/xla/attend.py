@@ -46,8 +46,8 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences in plain XLA: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them; schedule: of
-    xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
+    slopes: None for none); schedule: of xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
     """
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)
@@ -170,7 +170,8 @@ def _zeros(step: _Step, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: tuple[jax.Array, jax.Array]):
-    """Run the work list of `tiles` and return `results` with every tile written.
+    """Run the work list of `tiles`, block after block of each tile by online softmax, and return `results` with every
+    tile written. step: operands that all tiles share.
 
     read: tile -> its rows [B, K, M, H] with M = Q * G, and their tree mask u32 [B, Q, words] or None.
     write: results, tile, (o [B, K, M, Hv], lse [B, K, M]) -> results. Called for every block of a tile, of which the
@@ -283,7 +284,8 @@ def _distances(tiles: Tiles, tile, block, block_kv: int) -> jax.Array:
 
 
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored.
+    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of the block-th block of a tile of `tiles` from
+    the step's pool, as they are stored.
 
     Token scales follow the codes in the last axis. Where values lie in keys, these are gathered once, and both results
     are the full keys.
@@ -329,7 +331,9 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
 
 
 def _pages_of_block(tiles: Tiles, tile, block, block_pages: int, page_table: jax.Array) -> jax.Array:
-    """Return i32 [B, block_pages]: the pages of one block of a tile; past a table's end its last column."""
+    """Return i32 [B, block_pages]: the pages of the block-th block of a tile of `tiles`, of page_table [S, W]; past a
+    table's end those of its last column.
+    """
     column = jnp.minimum(block * block_pages + jnp.arange(block_pages, dtype=jnp.int32), page_table.shape[1] - 1)
     return page_table[tiles.seqs[tile][:, None], column]
 

@@ -96,7 +96,7 @@ def _nothing(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: jax.Array) -> jax.Array:
-    """Run the work list of `tiles` and return `results` with every tile written.
+    """Run the work list of `tiles` and return `results` with every tile written. step: operands that all tiles share.
 
     read: tile -> its queries [B, Q * I, J] and their weights f32 [B, Q, I]. write: results, tile, i32 [B, Q, k] ->
     results.
@@ -110,7 +110,10 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: j
 
 
 def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step: _Step) -> jax.Array:
-    """Return the positions i32 [B, Q, k] that the tokens of one tile select, of queries and weights as of `_walk`."""
+    """Return the positions i32 [B, Q, k] that the tokens of one tile select, the best first, -1 after the last; of
+    queries q and weights as of `_walk`. Where no token of the tile sees more than k keys, all are selected in order,
+    without scores.
+    """
     ends, count = tiles.end[tile], step.count
     block = step.sizes.block_kv_of(step.kv.page_size, ends.size)
     most = -(-_MERGED * count // block)
@@ -144,7 +147,8 @@ def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step:
 
 
 def _scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Compute f32 [B, Q, b], the scores of keys [B, b, J] for queries [B, Q * I, J]; a score of zero has no sign.
+    """Compute f32 [B, Q, b], the scores of keys [B, b, J] for queries q [B, Q * I, J]: the sum over heads of weights
+    f32 [B, Q, I] times relu(q . key); a score of zero has no sign.
 
     scales: f32 [B, b] of the keys; None for none.
     """

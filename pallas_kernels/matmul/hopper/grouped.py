@@ -163,7 +163,7 @@ def _is_xla(interpret: Any, product: str, reason: str) -> bool:
     """Whether XLA multiplies: for `reason`, which is logged once unless it is "", or because the trace is for no card
     with kernels.
 
-    interpret: unless it is False, any device runs the kernel.
+    interpret: unless it is False, any device runs the kernel. product: its name in the log.
     """
     if interpret is False and not _multiplies():
         return True

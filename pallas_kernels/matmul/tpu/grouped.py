@@ -251,7 +251,8 @@ def shape_of(
 
 
 def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
-    """Choose (piece, columns of a strip), multiples of LANES, at most `piece` and `most` or else LANES.
+    """Choose (piece, columns of a strip), multiples of LANES, at most `piece` and `most` or else LANES, such that the
+    core with the most columns, of `cores`, has as few as possible.
 
     A piece divides the columns, and these divide `width`, so that ups begin at a strip as gates do.
     """

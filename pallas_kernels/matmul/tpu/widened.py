@@ -56,7 +56,9 @@ def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
 
 
 def chunk_of(group: int) -> int:
-    """Return the number of inputs that are widened at a time: a number of groups, or a divisor of one."""
+    """Return the number of inputs that are widened at a time, about CHUNK: a number of groups of `group` inputs, or a
+    divisor of one; a multiple of ALIGNED.
+    """
     if group > CHUNK and group % ALIGNED == 0:
         return math.gcd(group, CHUNK)
     step = math.lcm(group, ALIGNED)
