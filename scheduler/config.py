@@ -63,6 +63,7 @@ class SchedulerConfig:
         return len(self.windows) + (self.num_snapshots > 0)
 
     def __post_init__(self):
+        """Raise ValueError for a policy that is not in POLICIES."""
         if self.policy not in POLICIES:
             raise ValueError(f"policy is {self.policy!r}; allowed are {', '.join(POLICIES)}")
 

@@ -17,6 +17,7 @@ class RequestError(ValueError):
     """
 
     def __init__(self, message: str, *, param: str | None = None, value: Any = None):
+        """Make an error with a message for the caller, and what it is about; None for nothing in particular."""
         super().__init__(message)
         self.param = param
         self.value = value
@@ -34,6 +35,7 @@ class OverloadedError(RequestError):
     """
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
+        """Make an error with a message for the caller, without param and value."""
         super().__init__(message)
         self.retry_after = retry_after
 

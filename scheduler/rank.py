@@ -54,6 +54,7 @@ class Rank:
     """
 
     def __init__(self, config: SchedulerConfig, index: int = 0):
+        """Start without requests, with an empty pool of config.num_pages pages. Raises ValueError without pages."""
         self.config = config
         self.index = index
         self.pages = PageTables(config)

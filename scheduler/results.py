@@ -41,6 +41,7 @@ class Results:
     """Application of sampled tokens to the slots of a replica."""
 
     def __init__(self, slots: Slots, rank: int, max_model_len: int):
+        """Keep the slots of replica number `rank`. max_model_len: most tokens of a request, its prompt included."""
         self._slots = slots
         self._rank = rank
         self._max_model_len = max_model_len

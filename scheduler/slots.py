@@ -30,6 +30,8 @@ class Slots:
     """
 
     def __init__(self, max_num_seqs: int):
+        """Start with `max_num_seqs` free slots."""
+
         def column(dtype: DTypeLike = np.int32, fill: float = 0) -> np.ndarray:
             return np.full(max_num_seqs, fill, dtype)
 

@@ -59,6 +59,7 @@ class MeshLayout:
     all2all_backend: str = GATHER
 
     def __post_init__(self):
+        """Raise ValueError for a size that is not an integer >= 1 (a bool is none), and for another all2all_backend."""
         for name in MESH_AXES:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:

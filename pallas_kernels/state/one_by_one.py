@@ -21,9 +21,9 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Convolve x [T, C] causally with weight [C, k], one token after the other: y f32[T, C] and the windows after them;
-    arguments as of
-    state.conv.causal_conv, for rows of one token each. Raises ValueError unless `rows` has T rows.
+    """Convolve x [T, C] causally with weight [C, k], one token after the other: y f32[T, C] and the windows [R, k - 1,
+    C] after them; arguments as of state.conv.causal_conv, for rows of one token each. Raises ValueError unless `rows`
+    has T rows.
     """
     taps = weight.astype(jnp.float32).T  # [k, C]
 

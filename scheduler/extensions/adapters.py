@@ -64,12 +64,14 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int):
+        """Start with `num_slots` empty slots, and nobody waiting."""
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: dict[Request, None] = {}
         self._clock = 0
         self.loads: list[tuple[int, Adapter]] = []
 
     def __len__(self) -> int:
+        """Return the number of slots."""
         return len(self._slots)
 
     @property
@@ -267,6 +269,7 @@ class Adapters(SchedulerExtension):
     ranks: Sequence[RankAdapters]
 
     def __init__(self, num_slots: int):
+        """Start with `num_slots` empty adapter slots."""
         self.slots = AdapterSlots(num_slots)
 
     def start(self, ranks: Sequence[Rank]) -> None:
@@ -299,6 +302,7 @@ class RankAdapters(RankExtension):
     """
 
     def __init__(self, max_num_seqs: int):
+        """Start with no adapter in any of `max_num_seqs` slots."""
         self.column = np.full(max_num_seqs, -1, np.int32)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:

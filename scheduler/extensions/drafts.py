@@ -78,6 +78,7 @@ class DecodeDrafts:
     """
 
     def __init__(self, options: DraftOptions, slots: Slots):
+        """Start without drafts, for the decodes in these slots."""
         self._options = options
         self._slots = slots
         self.widths: np.ndarray | None = None
@@ -170,6 +171,7 @@ class Drafts(SchedulerExtension):
     ranks: Sequence[RankDrafts]
 
     def __init__(self, options: DraftOptions):
+        """Keep the options; `start` makes the rest."""
         self._options = options
 
     def start(self, ranks: Sequence[Rank]) -> None:
@@ -208,6 +210,7 @@ class RankDrafts(RankExtension):
     """Drafts of one replica's decodes."""
 
     def __init__(self, options: DraftOptions, rank: Rank):
+        """Start without drafts, for the decodes of this replica."""
         self.rank = rank
         self._drafts = DecodeDrafts(options, rank.slots)
 

@@ -19,6 +19,7 @@ class Intake(SchedulerExtension):
     name: ClassVar[str] = "intake"
 
     def __init__(self) -> None:
+        """Start open, with nobody held back."""
         self.first: int | None = None
         self._waiting: list[Request] = []
 

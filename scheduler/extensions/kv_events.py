@@ -76,6 +76,7 @@ class RankEvents(RankExtension):
     """
 
     def __init__(self, rank: Rank):
+        """Start without events, and listen to the pool of this replica."""
         self.events: list[Stored | Removed | Cleared] = []
         self._tables = rank.pages
         # Keys of pages whose tokens are not known yet.

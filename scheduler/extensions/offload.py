@@ -134,6 +134,7 @@ class Offload(SchedulerExtension):
     ranks: Sequence[RankOffload] = ()
 
     def __init__(self, options: OffloadOptions):
+        """Start with a store without content, and nobody waiting."""
         self.options = options
         self.store: Store = NoStore()
         self.loads: list[Load] = []
@@ -252,6 +253,7 @@ class RankOffload(RankExtension):
     """
 
     def __init__(self, offload: Offload, rank: Rank):
+        """Start without orders, and listen to the pool and the snapshots of this replica."""
         self._offload = offload
         self.pages, self.states = Orders(), Orders()
         rank.pool.listeners.append(_Listener(offload, self.pages, bytes))
@@ -297,6 +299,7 @@ class _Listener:
     """Listener of a pool or of snapshots that orders the storing of their content. key: makes the key of a digest."""
 
     def __init__(self, offload: Offload, orders: Orders, key: Callable[[bytes], bytes]):
+        """Keep the extension, the orders to fill, and the function from a digest to its key."""
         self._offload, self._orders, self._key = offload, orders, key
 
     def registered(self, digest: bytes, page: int) -> None:

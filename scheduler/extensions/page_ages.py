@@ -55,6 +55,7 @@ class PageAges(SchedulerExtension):
     ranks: Sequence[RankAges] = ()
 
     def __init__(self, sample: float):
+        """Start with an `evicted` that does nothing. sample: share of the pages that are observed."""
         self.sample = sample
         self.evicted: Callable[[float, PageAge], None] = lambda now, page: None
 
@@ -71,6 +72,9 @@ class RankAges(RankExtension):
     """
 
     def __init__(self, parent: PageAges, rank: Rank):
+        """Start without observed pages, and listen to the replica's pool. Pages are drawn with the replica's number as
+        seed.
+        """
         self.ages: dict[int, PageAge] = {}
         self.numbers: dict[bytes, int] = {}
         self._parent, self._draw = parent, random.Random(rank.index)

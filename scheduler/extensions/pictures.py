@@ -245,6 +245,7 @@ class Pictures(SchedulerExtension):
     ranks: Sequence[RankPictures]
 
     def __init__(self, options: PictureOptions):
+        """Keep the options; `start` makes the pools."""
         self._options = options
 
     @property
@@ -268,6 +269,7 @@ class RankPictures(RankExtension):
     """
 
     def __init__(self, options: PictureOptions, slots: Slots):
+        """Start with an empty pool, for the prompts in these slots."""
         sounds = options.max_sound_patches
         self.rows = EncoderRows(options.num_rows, options.max_patches, whole=options.whole, max_sound_patches=sounds)
         self._slots = slots

@@ -36,6 +36,7 @@ class _RankStates(RankExtension):
     """One replica's part, which passes schedule events on to the replica's snapshots."""
 
     def __init__(self, snapshots: Snapshots):
+        """Keep the replica's snapshots."""
         self._snapshots = snapshots
 
     def begin(self) -> None:

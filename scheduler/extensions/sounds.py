@@ -48,6 +48,7 @@ class Sounds(SchedulerExtension):
     ranks: Sequence[RankSounds]
 
     def __init__(self, options: SoundOptions):
+        """Keep the options; `start` makes the pools."""
         self._options = options
 
     @property
@@ -71,6 +72,7 @@ class RankSounds(RankExtension):
     """
 
     def __init__(self, options: SoundOptions):
+        """Start with an empty pool, and no prompt to align."""
         self.rows = EncoderRows(options.num_rows, options.max_frames)
         self._num_aligned = 0
 

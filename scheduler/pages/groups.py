@@ -55,6 +55,9 @@ class PageTables:
     """
 
     def __init__(self, config: SchedulerConfig):
+        """Make a pool, snapshots if the configuration has any, and tables without pages. Raises ValueError without
+        pages.
+        """
         self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
         self.page_size = config.page_size
         groups, slots = len(config.windows), config.max_num_seqs

@@ -47,6 +47,7 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, *, enable_caching: bool = True):
+        """Start with blank pages only. Raises ValueError for num_pages below 1."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; a pool needs at least 1")
         self.num_pages = num_pages

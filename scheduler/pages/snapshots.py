@@ -48,6 +48,7 @@ class Snapshots:
     listener: PageListener | None = None
 
     def __init__(self, num_snapshots: int, max_num_seqs: int, page_size: int):
+        """Start with `num_snapshots` free snapshots, for `max_num_seqs` slots. page_size: in tokens."""
         self.page_size = page_size
         self._free = list(range(num_snapshots - 1, -1, -1))
         self._of: dict[bytes, int] = {}

@@ -40,6 +40,7 @@ class FairQueue:
     """
 
     def __init__(self, num_ranks: int = 1, max_num_seqs: int = 1):
+        """Start empty, for requests that run on `num_ranks` replicas with `max_num_seqs` slots each."""
         self.num_tokens = 0
         self.size = 0
         # Whose request runs in a slot, a client's number.
@@ -47,6 +48,7 @@ class FairQueue:
         self._forget_all()
 
     def __len__(self) -> int:
+        """Return the number of waiting requests."""
         return self.size
 
     def __iter__(self) -> Iterator[Request]:

@@ -20,6 +20,7 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: str = "fcfs"):
+        """Start empty. policy: "priority" orders by priority and then arrival, any other by arrival."""
         self._by_priority = policy == "priority"
         self._heap: list[tuple[int, int, int, Request]] = []
         self._entries: dict[Request, int] = {}
@@ -27,6 +28,7 @@ class WaitingQueue:
         self.size = self.num_tokens = 0
 
     def __len__(self) -> int:
+        """Return the number of waiting requests."""
         return self.size
 
     def __iter__(self) -> Iterator[Request]:
