@@ -46,7 +46,9 @@ class Column:
 
     @property
     def allowed(self) -> str:
-        """Return the allowed values, in words."""
+        """Return the allowed values, in words for a message: "one of 1, 2", "True or False", "an int from 0 to 8" or "a
+        number from 0 to 1".
+        """
         if self.values is not None:
             return "one of " + ", ".join(map(repr, self.values))
         if isinstance(self.default, bool):

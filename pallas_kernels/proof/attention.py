@@ -23,7 +23,9 @@ _POOL_BYTES, _WRITTEN_BYTES = 256 << 20, 32 << 20
 
 
 def attention_case(call: Call) -> Case:
-    """Make the case of a call of `ragged_paged_attention`: the schedule, then attention."""
+    """Make the case of a call of `ragged_paged_attention`: the schedule, then attention, on random ragged batches of
+    the call's shapes, of each of MIXES, over a pool in which slots that no token sees are NaN.
+    """
     names = "q", "kv", "batch", "schedule"
     given = dict(zip(names, call.arguments, strict=True)) | call.options
     spec, q, kv = given["spec"], given["q"], given["kv"]
@@ -51,7 +53,9 @@ def attention_case(call: Call) -> Case:
 
 
 def update_case(call: Call) -> Case:
-    """Make the case of a call of `kv_cache_update`: its schedule, then the write."""
+    """Make the case of a call of `kv_cache_update`: its schedule, then the write of random keys and values to random
+    slots of a random pool, of which the data is the result. One mix, "ragged".
+    """
     kv, k, v, slot_mapping = call.arguments
     num_tokens, page_size = slot_mapping.shape[0], kv.page_size
     num_pages = max(2 * (num_tokens // page_size + 1) + num_tokens, 4)

@@ -30,7 +30,9 @@ class StateRows(NamedTuple):
 
 
 def check_rows(rows: StateRows) -> None:
-    """Raise ValueError unless the arrays of `rows` are int32 and agree in S."""
+    """Raise ValueError, with the field's name, unless the arrays of `rows` are int32 and have S = rows.reads.size
+    entries, cu_q_lens S + 1, and the counts none.
+    """
     num_seqs = rows.reads.size
     shapes = {"cu_q_lens": (num_seqs + 1,), "num_seqs": (), "num_decode": ()}
     for field, array in zip(rows._fields, rows, strict=True):

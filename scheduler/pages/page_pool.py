@@ -72,8 +72,8 @@ class PagePool:
         return self._num_blank + self._num_cached
 
     def allocate(self, count: int) -> np.ndarray:
-        """Allocate `count` free pages, i32[count], each with one reference. Raises ValueError for more
-        than `num_free`.
+        """Allocate `count` free pages, i32[count], each with one reference: blank ones first, then the cached ones
+        least recently freed, whose digests are forgotten (`evicted`). Raises ValueError for more than `num_free`.
         """
         if count > self.num_free:
             raise ValueError(f"count is {count}; only {self.num_free} pages are free")

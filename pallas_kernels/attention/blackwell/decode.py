@@ -36,8 +36,7 @@ def attend(shape: DecodeShape, refs: Refs, first, end) -> None:
     """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a
     CTA, each over its blocks.
 
-    Waits for each item's queries and blocks, releases their buffers, and returns once the stores have read shared
-    memory.
+    Waits for each item's queries and blocks, releases their buffers, and returns once the stores are complete.
     """
     _, queries = shape.stages()
     nothing = jnp.full((shape.product_rows,), NOTHING, jnp.float32), jnp.zeros((shape.product_rows,), jnp.float32)

@@ -53,7 +53,9 @@ def body(shape: Shape, refs: Refs) -> None:
 
 
 def _own(shape: Shape, refs: Refs, warpgroup) -> Refs:
-    """Return `refs` with the rows, columns of sums and barriers of a computing warpgroup alone."""
+    """Return `refs` with the rows of queries and weights, columns of tensor memory and barriers of a computing
+    warpgroup alone: q_smem, weight_smem, sums_tmem, o_tmem, scored and added; other fields are unchanged.
+    """
     rows = pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows)
 
     def columns(count: int) -> Any:

@@ -297,8 +297,7 @@ def _attend(shape: DecodeShape, refs: Refs, first, end) -> None:
     """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a
     CTA, each over its blocks, with wgmma.
 
-    Waits for each item's queries and blocks, releases their buffers, and returns once the stores have read shared
-    memory.
+    Waits for each item's queries and blocks, releases their buffers, and returns once the stores are complete.
     """
     blocks, queries = shape.stages()
     head_dim = shape.spec.head_dim

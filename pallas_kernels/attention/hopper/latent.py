@@ -100,7 +100,7 @@ def why_not_latent(spec: AttentionSpec) -> str | None:
     """Return the reason why the kernel does not support keys and values of the widths of `spec`, None if it does.
 
     It supports keys of at most 576 that are wider than their values, of at most 512, where keys are a multiple of 32,
-    and each half of the values is a whole number of swizzled tiles of a key. Raises ValueError as `swizzle_of` does.
+    and each half of the values is a whole number of swizzled tiles of a key.
     """
     dims = f"values of {spec.v_head_dim} in keys of {spec.head_dim}"
     if spec.head_dim > 576 or spec.v_head_dim > 512:
@@ -332,8 +332,8 @@ def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest
 
     acc: f32 [64, columns]. total: f32 [64], sums of this warpgroup's weights; largest: f32 [64], maxima over both
     warpgroups' keys. Warpgroup 0 stores the log-sum-exp too. Results pass through the buffer of the queries, `q_slot`,
-    which neither warpgroup reads any more since they met over the last block. Waits for the other's sums, and until the
-    copies have read shared memory. A row that saw nothing gets results 0 and log-sum-exp -inf.
+    which neither warpgroup reads any more since they met over the last block. Waits for the other's sums, and until its
+    own copies are complete. A row that saw nothing gets results 0 and log-sum-exp -inf.
     """
     of = [pl.ds((COMPUTING + warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS) for warpgroup in (own, 1 - own)]
     refs.statistics_smem[of[0]] = total

@@ -125,7 +125,7 @@ def merge_parts(
 
 def _body(refs: _Refs) -> None:
     """Run one CTA: merge and store units of work cta, cta + num_ctas, ... of all pairs' groups of 8 rows; returns once
-    the stores have read shared memory.
+    the stores are complete.
     """
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     num_groups = refs.out.shape[1] // BOX_ROWS

@@ -174,8 +174,8 @@ def attend_tile(
     step: blocks that the CTA has done before; returns the blocks that it has done after this tile. Blocks that all rows
     see in full are in the middle; the edges of the causal range and of the window are masked. nothing: sums of values
     before the first block. Waits for the tile's queries, and releases them before the results are stored.
-    attend_block(step, tile, block, (sums, largest, total), scale, mask) adds a block: see
-    `_attend_block`. columns(sums, first, end): columns of the sums after the last one, f32 [rows, end - first].
+    attend_block(step, tile, block, (sums, largest, total), scale, mask) adds a block: see `_attend_block`.
+    columns(sums, first, end): columns of the sums after the last one, f32 [rows, end - first].
     """
     tile = read_tile(shape, refs, cta, index)
     whole_from, whole_to = _whole_blocks(shape, tile)

@@ -132,10 +132,10 @@ def attention_schedule(
     """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds. most_rows: of
     `prefill_rows`.
 
-    Sequences of few new tokens, at most sizes.decode_tokens and 64 by the heads of a group, become rows of `decode`,
-    longer ones tiles of `prefill`. Over latents, and for T of at most S, all tokens become rows, and `prefill` is None,
-    as it is where no batch of this shape has a run. Tokens of no sequence are in no item. page_size: bounds keys by the
-    table.
+    Sequences of few new tokens, at most T // S, sizes.decode_tokens and 64 // query heads per kv head, become rows of
+    `decode`, longer ones tiles of `prefill`. Over latents, and for T of at most S, all tokens become rows, and
+    `prefill` is None, as it is where no batch of this shape has a run. Tokens of no sequence are in no item. page_size:
+    bounds keys by the table.
     """
     sizes, num_seqs = tuning.hopper_attention, batch.page_table.shape[0]
     if num_tokens <= num_seqs or spec.values_in_keys:

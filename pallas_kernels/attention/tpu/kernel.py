@@ -353,7 +353,9 @@ def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
 
 
 def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
-    """Return f32 [rows, LANES]: the sink, to base 2, of each row's query head; NOTHING_SEEN for heads of padding."""
+    """Return f32 [rows, LANES]: the sink, to base 2, of each row's query head of kv head `head`, equal in all lanes;
+    NOTHING_SEEN for heads of padding.
+    """
     row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
     member = row % plan.group if plan.by_token else row // plan.block_q
     sink = jnp.full((plan.rows, LANES), NOTHING_SEEN, jnp.float32)

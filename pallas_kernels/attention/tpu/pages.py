@@ -238,7 +238,7 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
 
 
 def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None:
-    """Wait until the pages of `item` are in buffer `slot`."""
+    """Wait until the pages of `item`, an item of `segment` that has been fetched, are in buffer `slot`."""
     # A wait counts bytes, so one is enough for all pages, whatever it says of where they come from.
     pages = refs.buffer.at[slot, pl.ds(0, _count(plan, segment, item)), :, : plan.row_lanes]
     pltpu.make_async_copy(pages, pages, refs.arrived.at[slot]).wait()
@@ -257,7 +257,9 @@ def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
 
 
 def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
-    """Call `act` with the index of each page of an item; unrolled for a full item, so that copies interleave."""
+    """Call `act` with the index in the block of each page of an item of `segment`; unrolled for a full item, so that
+    copies interleave.
+    """
     pages, count = plan.blocks.pages, _count(plan, segment, item)
 
     @pl.when(count == pages)

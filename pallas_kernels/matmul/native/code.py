@@ -78,7 +78,9 @@ class Code(Sums):
             self._make_handler(name, self._make_work(name, self.table if is_table else self.columns, kind))
 
     def _make_drop(self) -> Any:
-        """Build drop(job): give up one owner's part of a job; the last one frees it."""
+        """Build drop(job), which gives up one owner's part of a job (counter "owners"); the last one frees its memory.
+        Return the LLVM function.
+        """
         function, b = self.begin("drop", NOTHING, [PTR])
         (job,) = function.args
         with b.if_then(b.icmp_signed("==", count(b, job, "owners", -1), I64(1))):

@@ -70,7 +70,9 @@ class Sums:
         return function, Builder(function.append_basic_block("entry"))
 
     def _make_wide(self, lanes: int) -> Any:
-        """Build wide(pointer, index, is_bf16): `lanes` numbers from an index on, of float32 or bfloat16."""
+        """Build wide(pointer, index, is_bf16), which reads `lanes` numbers from number `index` on, of float32 or
+        bfloat16 (is_bf16 not 0), as f32; return the LLVM function.
+        """
         numbers, bits = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         function, b = self.begin(f"wide_{lanes}", numbers, [PTR, I64, I64])
         function.attributes.add("alwaysinline")
@@ -142,7 +144,10 @@ class Sums:
         return function
 
     def _make_add(self) -> Any:
-        """Build add(job, row, panel, column, four vectors): scale a tile's sums and add them to the result."""
+        """Build add(job, row, panel, column, four vectors), which multiplies a tile's sums by the panel's scales, if
+        the job has any, and adds them to the row's result, which panel 0 begins; then subtracts the zeros, if any,
+        times the sum of the panel's inputs. Return the LLVM function.
+        """
         function, b = self.begin("add", NOTHING, [PTR, I64, I64, I64, *[FLOATS] * 4])
         job, row, panel, column, *sums = function.args
         own = {name: get(b, job, name) for name in ("outputs", "panels", "each", "y", "sums")}
@@ -171,7 +176,9 @@ class Sums:
         return function
 
     def _make_subtract(self) -> Any:
-        """Build subtract(job, row, begin, end): subtract zeros from results of a table, LANES tokens at a time."""
+        """Build subtract(job, row, begin, end), which subtracts zeros, if the job has any, times the sums of inputs
+        from a row's results of tokens [begin, end) of a table, LANES tokens at a time; return the LLVM function.
+        """
         function, b = self.begin("subtract", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
         own = {name: get(b, job, name) for name in ("outputs", "panels", "zeros", "bf16_zeros", "sums", "y")}

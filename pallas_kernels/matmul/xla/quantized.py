@@ -72,8 +72,8 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
-    """Multiply rows, or their codes, by codes: f32, of eight-bit operands if both have the same eight-bit dtype, else
-    of operands in `dtype`.
+    """Multiply rows x, or their codes, by codes: f32, of eight-bit operands if both have the same eight-bit dtype (int8
+    sums are exact), else of operands in `dtype`.
 
     dims: as `lax.dot_general`'s.
     """
@@ -88,7 +88,10 @@ def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Arr
 
 
 def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any) -> list[jax.Array]:
-    """Compute codes * scales - zeros of [..., in, out], rounded to `dtype` once, one array per part of `code_parts`."""
+    """Compute codes * scales - zeros of [..., in, out], rounded to `dtype` once, one array per part of `code_parts`.
+
+    scales, zeros: [..., n, out], each for in / n neighbouring inputs; None for no zeros.
+    """
     wide = []
     for part in code_parts(codes):
         shape = *part.shape[:-2], scales.shape[-2], part.shape[-2] // scales.shape[-2], part.shape[-1]
