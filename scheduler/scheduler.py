@@ -240,8 +240,10 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> ScheduledStep:
         """Schedule the next step, and count it as in flight if it has rows.
 
-        A step without rows means that nothing can run before the next `update`. now: seconds of the engine's clock;
-        requests whose deadline has passed are ended.
+        Running requests come first, and may be preempted for want of pages; then waiting ones are admitted, those that
+        extensions no longer hold included; extensions give drafts and data. A step without rows means that nothing can
+        run before the next `update`. now: seconds of the engine's clock; requests whose deadline has passed are ended
+        (`ScheduledStep.expired`).
         """
         expired = self.expire(now) if self._deadlines else []
         for rank in self.ranks:

@@ -93,9 +93,10 @@ def lora_case(call: Call) -> Case:
 
 
 def _array(name: str, shape: Any, shapes: dict[str, Any], rng: np.random.Generator) -> Any:
-    """Make the argument `name` of a product, of this shape, so that results are about 1; None for group sizes.
+    """Make the argument `name` of a product, random, of this shape and dtype, so that results are about 1; None for
+    group sizes. Scales and zeros are uniform, others normal.
 
-    shapes: of all arguments.
+    shapes: of all arguments, by name.
     """
     if name == "group_sizes":
         return None

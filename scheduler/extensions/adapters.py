@@ -149,7 +149,8 @@ class AdapterSlots:
         """Hand an old adapter's slot to the adapter that replaces it.
 
         Returns the slot if the devices hold the old matrices in it: the caller overwrites them, or calls `reload`.
-        Returns None if the old adapter has no slot, or is on its way: then the new one is added to `loads`.
+        Returns None if the old adapter has no slot, and nothing changes, or if it is on its way: then the new one is
+        added to `loads`.
         """
         index = self._find(old)
         if index is None:

@@ -186,8 +186,9 @@ class Drafts(SchedulerExtension):
         """Give the decodes of the step being scheduled their drafts; return the width of its bucket, one of
         SchedulerConfig.widths.
 
-        Returns 1, without drafts, if the step has other rows than decodes, no width pays, no decode has drafts, or a
-        replica lacks pages for its own.
+        Returns 1, without drafts, if the step has other rows than decodes, which is counted as a prefill, no width
+        pays, no decode has drafts, or a replica lacks pages for its own. A choice of `width` counts as a trial, and
+        pages are allocated for the drafts.
         """
         counts = [each.rank.num_decodes for each in self.ranks]
         rows = [count for count in counts if count is not None]

@@ -99,7 +99,8 @@ def _single_tiles(
     """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1], B at most block_seqs, ordered by
     their number of blocks of block_kv keys, the longest first.
 
-    tokens: indices into the step's num_tokens tokens. Returns the tiles and `Schedule.rank`.
+    keys: which keys tokens see. tokens: indices into the step's num_tokens tokens. Returns the tiles and
+    `Schedule.rank`.
     """
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
