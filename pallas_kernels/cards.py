@@ -43,17 +43,21 @@ def plain_cards() -> Iterator[None]:
 
 
 def has_mosaic(capability: str) -> bool:
-    """Whether Mosaic GPU kernels run on a card of this compute capability."""
+    """Whether Mosaic GPU kernels run on a card of this compute capability, "9.0"; False within `plain_cards`."""
     return capability in _MOSAIC_CAPABILITIES and not _PLAIN.get()
 
 
 def has_tcgen05(capability: str) -> bool:
-    """Whether the Mosaic GPU kernels for tcgen05 run on a card of this compute capability."""
+    """Whether the Mosaic GPU kernels for tcgen05 run on a card of this compute capability, "10.0" or "10.3"; False
+    within `plain_cards`.
+    """
     return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
 
 
 def has_triton(capability: str) -> bool:
-    """Whether the Triton kernels run on a card of this compute capability, with this jax."""
+    """Whether the Triton kernels run on a card of this compute capability, "8.0", "8.6" or "8.9", with this jax
+    (`lowers_triton`); False within `plain_cards`.
+    """
     return capability in _TRITON_CAPABILITIES and lowers_triton() and not _PLAIN.get()
 
 

@@ -92,7 +92,9 @@ def swizzle_of(num_columns: int, dtype: jnp.dtype) -> int:
 
 
 def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Declare shared memory of `shape`, tiled as by `swizzled` with the largest swizzle of its rows."""
+    """Declare shared memory of `shape` and `dtype`, tiled as by `swizzled` with the largest swizzle of its rows. Raises
+    ValueError if a row is no multiple of 32 bytes.
+    """
     return swizzled(shape, dtype, swizzle_of(shape[-1], dtype))
 
 

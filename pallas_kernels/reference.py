@@ -30,11 +30,13 @@ def ragged_paged_attention(
     tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
     kv_limits: np.ndarray | None = None,  # [T]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute softmax attention over pages: (output [T, N, Hv], log-sum-exp [T, N]), both float64.
+    """Compute softmax attention of q [T, N, H] over k_pages [P, page_size, K, H] and v_pages [..., Hv]: (output [T, N,
+    Hv], log-sum-exp [T, N]), both float64.
 
     A token that belongs to no sequence gives output 0 and lse -inf; so does a token that sees no key, except that a
     sink logit takes part in its lse. Reads exactly the visible slots, so anything else may hold NaN. Arguments: see
-    RaggedBatch, AttentionSpec and attention.op.ragged_paged_attention; kv_limits: see attention_schedule there.
+    RaggedBatch (cu_q_lens [S + 1], kv_lens [S], page_table [S, W]), AttentionSpec and attention.op (sinks and slopes
+    [N], tree_mask u32 [T, ceil(Q / 32)]). kv_limits [T]: end of the keys that a token sees beyond the causal ones.
     """
     num_tokens, num_q_heads, _ = q.shape
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
@@ -88,8 +90,8 @@ def visible_keys(
 
 
 def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tuple[np.ndarray, float]:
-    """Return the softmax-weighted mean of values [n, Hv] and the log-sum-exp; `sink` is one more logit whose value is
-    0.
+    """Return the mean [Hv] of values [n, Hv] weighted by the softmax of logits [n], and the log-sum-exp; `sink` is one
+    more logit whose value is 0, -inf for none. Zeros and -inf if no logit is above -inf.
     """
     largest = max(np.max(logits, initial=-np.inf), sink)
     if largest == -np.inf:
@@ -109,9 +111,11 @@ def select_keys(
     num_seqs: int,
     count: int,
 ) -> np.ndarray:
-    """Return i64 [T, count], the positions that attention.selected.select_keys selects, by scores in float64.
+    """Return i64 [T, count], the positions that attention.selected.select_keys selects, by scores in float64: all
+    causal ones, ascending, if they are at most `count`, else those of the largest scores, the best first; then -1.
 
-    The other arguments are those of RaggedBatch. Reads exactly the visible slots.
+    A key's score is the sum over heads i of weights [T, I] times relu(q[i] . key), with q [T, I, J] and key_pages [P,
+    page_size, J]. The other arguments are those of RaggedBatch. Reads exactly the visible slots.
     """
     found, page_size = np.full((len(q), count), -1), key_pages.shape[1]
     for seq in range(num_seqs):
@@ -136,8 +140,8 @@ def selected_attention(
     v_head_dim: int,
     sm_scale: float,
 ) -> np.ndarray:
-    """Compute softmax attention to the keys at `positions` alone, whose first elements are their values: float64 [T, N,
-    Hv].
+    """Compute softmax attention of q [T, N, H] to the keys at `positions` [T, k] alone, of k_pages [P, page_size, H],
+    whose first v_head_dim elements are their values: float64 [T, N, v_head_dim]. sm_scale: factor of the logits.
 
     A token of no sequence, or without a position >= 0, gives 0. The other arguments are those of RaggedBatch.
     """
@@ -175,7 +179,9 @@ def quantized_matmul(
     scales: np.ndarray,  # [n, out]
     zeros: np.ndarray | None,  # [n, out]
 ) -> np.ndarray:
-    """Multiply x by codes * scales - zeros, float64 [M, out]; input i takes row i * n // in of scales and zeros."""
+    """Multiply x [M, in] by codes [in, out] * scales [n, out] - zeros [n, out] or None, float64 [M, out]; input i takes
+    row i * n // in of scales and zeros.
+    """
     y = np.zeros((x.shape[0], codes.shape[1]))
     for i in range(codes.shape[0]):
         scale = i * scales.shape[0] // codes.shape[0]
@@ -196,7 +202,8 @@ def lora_product(
     """Compute what the adapter in each row's slot adds to the product: float64 [T, out], the outputs of all sources one
     after the other; zeros for slot -1.
 
-    bs, modules: B and the index of A in `a` for each source, a matrix that is part of the product.
+    x: [T, in]. a: [modules, slots, rank, in]. slots: [T], -1 for none. bs, modules: B [slots, rank, out] and the index
+    of A in `a` for each source, a matrix that is part of the product.
     """
     out = np.zeros((len(x), sum(b.shape[2] for b in bs)))
     for row, slot in enumerate(slots):
@@ -215,11 +222,11 @@ def causal_conv(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute a causal convolution along each sequence: (y [T, C], all windows [R, k - 1, C] after the step), both
-    float64.
+    """Compute a causal convolution of x [T, C] with weight [C, k] along each sequence: (y [T, C], all windows [R, k -
+    1, C] after the step), both float64.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.conv; cu_q_lens and num_seqs are those
-    of RaggedBatch, reads and writes those of StateRows.
+    of RaggedBatch, reads [S] (-1: zeros) and writes [S] (R or more: nowhere) those of StateRows.
     """
     y, windows, kernel = np.zeros(x.shape), windows.astype(np.float64), weight.shape[1]
     for seq in range(num_seqs):
@@ -249,8 +256,9 @@ def gated_delta_rule(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute the gated delta rule along each sequence: (o [T, N, Hv], all states after the step), both float64.
 
-    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.delta; cu_q_lens and num_seqs are
-    those of RaggedBatch, reads and writes those of StateRows.
+    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.delta: q, k [T, K, H], v [T, N, Hv],
+    decay [T, N] or [T, N, H], beta [T, N], state [R, N, H, Hv]. cu_q_lens and num_seqs are those of RaggedBatch, reads
+    [S] (-1: zeros) and writes [S] (R or more: nowhere) those of StateRows.
     """
     q, k, v, decay, beta, state = (array.astype(np.float64) for array in (q, k, v, decay, beta, state))
     o, group = np.zeros(v.shape), v.shape[1] // q.shape[1]
@@ -279,8 +287,9 @@ def state_space(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute Mamba-2's recurrence along each sequence: (y [T, N, P], all states after the step), both float64.
 
-    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.space; cu_q_lens and num_seqs are
-    those of RaggedBatch, reads and writes those of StateRows.
+    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.space: x [T, N, P], b, c [T, G, H],
+    decay, dt [T, N], state [R, N, P, H]. cu_q_lens and num_seqs are those of RaggedBatch, reads [S] (-1: zeros) and
+    writes [S] (R or more: nowhere) those of StateRows.
     """
     x, b, c, decay, dt, state = (array.astype(np.float64) for array in (x, b, c, decay, dt, state))
     y, group = np.zeros(x.shape), x.shape[1] // b.shape[1]
@@ -308,8 +317,9 @@ def selective_scan(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute Mamba's recurrence along each sequence: (y [T, C], all states after the step), both float64.
 
-    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.scan; cu_q_lens and num_seqs are those
-    of RaggedBatch, reads and writes those of StateRows.
+    The operation, and its arguments, are those of jaxengine.pallas_kernels.state.scan: x, dt [T, C], b, c [T, H], a [C,
+    H], state [R, C, H]. cu_q_lens and num_seqs are those of RaggedBatch, reads [S] (-1: zeros) and writes [S] (R or
+    more: nowhere) those of StateRows.
     """
     x, b, c, dt, a, state = (array.astype(np.float64) for array in (x, b, c, dt, a, state))
     y = np.zeros(x.shape)

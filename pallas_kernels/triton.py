@@ -17,8 +17,8 @@ def padded(size: int) -> int:
 
 
 def widened(codes: jax.Array, dtype: Any) -> jax.Array:
-    """Convert one-byte codes to operands of `dtype`. Floats are converted by their bits: cards before compute
-    capability 8.9 have no instruction for them.
+    """Convert one-byte codes, int8, float8_e5m2 or float8_e4m3fn, to operands of `dtype`. Floats are converted by their
+    bits: cards before compute capability 8.9 have no instruction for them.
     """
     if codes.dtype == jnp.int8:
         return codes.astype(dtype)
@@ -31,7 +31,9 @@ def widened(codes: jax.Array, dtype: Any) -> jax.Array:
 
 
 def widened_pairs(codes: jax.Array) -> jax.Array:
-    """Convert pairs of four-bit codes, uint8 [out, in / 2], to bfloat16 [out, in]."""
+    """Convert pairs of four-bit codes, uint8 [out, in / 2] with the first of a pair in the low bits, to bfloat16 [out,
+    in]: signed integers from -8 to 7.
+    """
     bits = codes.astype(jnp.uint16)
     # A code plus 8 in the low bits of 128: bfloat16 has no others between 128 and 256, and conversions are slow.
     parts = [lax.bitcast_convert_type((part & 15) ^ 0x4308, jnp.bfloat16) for part in (bits, bits >> 4)]

@@ -76,13 +76,17 @@ def nearest(chip: str, rows: int, size: int, out: int, group: int, codes: str) -
 
 @functools.cache
 def _say_once(chip: str, *sizes: int) -> None:
-    """Log, once per process, that a product [inputs, outputs] uses the sizes of another [inputs, outputs]."""
+    """Log, once per process for each chip (its name in the table) and sizes, that a product [inputs, outputs] uses the
+    sizes of another [inputs, outputs]: the first two and the last two of `sizes`.
+    """
     text = "%s: products [%d, %d] are not tuned, sizes of [%d, %d] are taken (jaxengine tune)"
     logger.info(text, chip, *sizes)
 
 
 def _chip_of_trace(platform: str) -> str:
-    """Return the table's name of the chip that the current trace is for; "" if the table has no such chip."""
+    """Return the table's name of the chip that the current trace is for, as seen by `platform`, "gpu" (Hopper only,
+    "sm_90") or "tpu"; "" if the table has no such chip.
+    """
     if platform == "gpu":
         return "sm_90" if (card := card_of_trace()) is not None and card.hopper else ""
     from jax.experimental.pallas import tpu as pltpu

@@ -138,6 +138,7 @@ class TpuUpdate(_Sizes):
     vmem_limit_bytes: int = 40 << 20  # the default does not hold the groups of very wide rows
 
     def __post_init__(self) -> None:
+        """Raise ValueError as _Sizes does, and unless reads_ahead is less than groups_in_flight."""
         super().__post_init__()
         if self.reads_ahead >= self.groups_in_flight:
             raise ValueError(

@@ -93,6 +93,7 @@ class ScheduledStep:
     has_sections: bool = field(init=False)
 
     def __post_init__(self):
+        """Set the fields that follow from `batches`: sums of rows and tokens, union of features, has_sections."""
         self.num_rows = self.num_tokens = self.features = 0
         self.has_sections = False
         for batch in self.batches:

@@ -28,6 +28,7 @@ class Bucket:
         return self.num_tokens == self.num_seqs
 
     def __str__(self) -> str:
+        """Return the bucket's shape as text, for logs: "decode S=8", "decode S=8 W=4" or "mixed T=64 S=8"."""
         if self.width > 1:
             return f"decode S={self.num_seqs} W={self.width}"
         if self.decode_only:
@@ -60,6 +61,7 @@ class Buckets:
         *,
         sections: tuple[str, ...] = (),
     ):
+        """Make all buckets. Raises ValueError for a size of decode_sizes or mixed_sizes beyond its limit or below 1."""
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
             ("mixed_sizes", mixed_sizes := list(mixed_sizes), max_num_batched_tokens),
@@ -87,9 +89,11 @@ class Buckets:
         )
 
     def __iter__(self) -> Iterator[Bucket]:
+        """Iterate over all buckets: decode-only, mixed, those with sections, wide."""
         return iter(self.decode + self.mixed + self.with_sections + self.wide)
 
     def __len__(self) -> int:
+        """Return the number of all buckets."""
         return len(self.decode) + len(self.mixed) + len(self.with_sections) + len(self.wide)
 
     def sample_size(self, bucket: Bucket) -> int:

@@ -35,6 +35,8 @@ class SchedulerConfig:
       widths: numbers of tokens, besides 1, that a decode may have in a step without prefill
         (jaxengine.scheduler.buckets): its last token and those to be verified.
       extensions: options of the capabilities that the engine was started with.
+
+    Raises ValueError for a policy that is not in POLICIES; sizes are not checked.
     """
 
     num_pages: int
@@ -61,6 +63,7 @@ class SchedulerConfig:
         return len(self.windows) + (self.num_snapshots > 0)
 
     def __post_init__(self):
+        """Raise ValueError for a policy that is not in POLICIES."""
         if self.policy not in POLICIES:
             raise ValueError(f"policy is {self.policy!r}; allowed are {', '.join(POLICIES)}")
 

@@ -17,6 +17,7 @@ class RequestError(ValueError):
     """
 
     def __init__(self, message: str, *, param: str | None = None, value: Any = None):
+        """Make an error with a message for the caller, and what it is about; None for nothing in particular."""
         super().__init__(message)
         self.param = param
         self.value = value
@@ -34,12 +35,15 @@ class OverloadedError(RequestError):
     """
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
+        """Make an error with a message for the caller, without param and value."""
         super().__init__(message)
         self.retry_after = retry_after
 
 
 def show_value(value: Any) -> str:
-    """Return a value as short text for an error message."""
+    """Return a value as short text for an error message: reprlib's abbreviated repr, "<set of n>" for dicts and sets of
+    more than 1000 entries, "<int too long to print>" for an int that Python does not print.
+    """
     # reprlib sorts what has no order, however many there are.
     if isinstance(value, dict | set | frozenset) and len(value) > _MOST_SORTED:
         return f"<{type(value).__name__} of {len(value)}>"

@@ -13,34 +13,41 @@ from jaxengine.scheduler.request import Request
 
 class RankExtension:
     """Base class of a capability's part in one replica's schedule. Methods are listed in the order in which a step
-    calls them.
+    calls them. Those of the base class do nothing; its `chunk` allows all.
     """
 
     def begin(self) -> None:
-        """Prepare for a new step."""
+        """Prepare for a new step. Rank.begin calls it before the step has rows; it does nothing here."""
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
         """Return how many of a request's tokens [start, start + count) the step can compute; 0 defers the request.
 
-        hits: the cached prefix of a request that is not admitted yet; None for a running one.
+        hits: the cached prefix of a request that is not admitted yet; None for a running one. Must take nothing: the
+        request may get no row, or fewer tokens. The base class returns `count`.
         """
         return count
 
     def reserve(self, request: Request, start: int, count: int) -> None:
-        """Reserve what these tokens, which `chunk` allowed, need. The request has its slot."""
+        """Reserve what the request's tokens [start, start + count), which `chunk` allowed, need in the step being
+        scheduled. The request has its slot and its pages. Does nothing here.
+        """
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
-        """Set up the slot of an admitted request with `num_known` known tokens, of which those in
-        `hits` are computed.
+        """Set up the slot of an admitted request with `num_known` known tokens, of which those in `hits` are computed;
+        called once for each admission, after `reserve`. Does nothing here.
         """
 
     def register(self, request: Request, num_computed: int, count: int) -> None:
-        """Record that the step computes `count` tokens of a request, after which `num_computed` of its tokens are
-        computed.
+        """Record that the step computes `count` > 0 tokens of a prefill, after which `num_computed` of the request's
+        tokens are computed; called after its full pages were registered in the prefix cache. Does nothing here.
         """
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """Add this capability's data to the replica's batch, before its tokens are counted as computed."""
+        """Add this capability's data to the replica's batch, in place, before its tokens are counted as computed. Does
+        nothing here.
+        """
 
     def release(self, slot: int) -> None:
-        """Free what the capability holds for a slot."""
+        """Free what the capability holds for a slot, whose request has just lost it (it ended, was preempted or is
+        held). Does nothing here.
+        """

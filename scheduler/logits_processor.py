@@ -46,7 +46,9 @@ class Column:
 
     @property
     def allowed(self) -> str:
-        """Return the allowed values, in words."""
+        """Return the allowed values, in words for a message: "one of 1, 2", "True or False", "an int from 0 to 8" or "a
+        number from 0 to 1".
+        """
         if self.values is not None:
             return "one of " + ", ".join(map(repr, self.values))
         if isinstance(self.default, bool):
@@ -64,6 +66,9 @@ class Column:
         return type(self.default)(value)
 
     def _allows(self, value: Any) -> bool:
+        """Whether a value has the parameter's kind (bool, integer, or real number) and is within its limits and among
+        its `values`, if there are any. NaN is not.
+        """
         kind = type(self.default)
         if isinstance(value, bool) or kind is bool:
             right = isinstance(value, bool) and kind is bool
@@ -74,11 +79,12 @@ class Column:
         return right and (self.values is None or value in self.values)
 
     def word(self, value: float | int | bool) -> int:
-        """Return the 32 bits of a value as an int32."""
+        """Return the 32 bits of a value as an int32: those of an f32 if the default is a float, else of an i32."""
         return struct.unpack("<i", struct.pack("<f" if isinstance(self.default, float) else "<i", value))[0]
 
     @property
     def _limits(self) -> tuple[float, float]:
+        """Return `low` and `high`, both allowed; those of int32, or -1e20 and 1e20, where they are None."""
         least, most = _INT32 if isinstance(self.default, int) else _FLOAT
         return least if self.low is None else self.low, most if self.high is None else self.high
 
@@ -113,7 +119,8 @@ class LogitsProcessor:
 
     @staticmethod
     def process(logits: Any, columns: Any, vocab: VocabColumns) -> Any:
-        """Return the logits of rows, f32[S, C], changed. Every subclass defines it. Traced by JAX; pure.
+        """Return the logits of rows, f32[S, C], changed. Every subclass defines it; here it raises NotImplementedError.
+        Traced by JAX; pure.
 
         Runs after masks and logit_bias, before penalties and temperature. Rows whose requests do not use the processor
         keep their logits, and forbidden tokens (-inf) stay forbidden, whatever it returns.

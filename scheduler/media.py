@@ -43,6 +43,7 @@ class MediaItem:
 
     @property
     def num_rows(self) -> int:
+        """Return the number of its embeddings."""
         return len(self.positions)
 
     @property

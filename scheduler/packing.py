@@ -104,7 +104,9 @@ class Packer:
         return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
 
     def nothing(self, bucket: Bucket, features: int) -> np.ndarray:
-        """Return the messages i32[replicas, size] of a step without rows, with these feature bits set."""
+        """Return the messages i32[replicas, size] of a step without rows in this bucket, newly allocated, with these
+        feature bits set.
+        """
         message = self._empty[bucket].copy()
         for own in message:
             self.layouts[bucket].view(own, "header")[2] = features
@@ -112,7 +114,7 @@ class Packer:
 
     def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
         """Write one replica's rows, tokens, sections, and as many new page-table entries (deltas) as fit, into its
-        message.
+        message, i32[layout.size] of padding, in place. `sample` is batch.choice if there is one.
         """
         num_rows, first = batch.num_rows, batch.num_decode
         slot, num_scheduled, start, sample, next_token = layout.view(message, "rows")

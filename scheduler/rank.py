@@ -54,6 +54,7 @@ class Rank:
     """
 
     def __init__(self, config: SchedulerConfig, index: int = 0):
+        """Start without requests, with an empty pool of config.num_pages pages. Raises ValueError without pages."""
         self.config = config
         self.index = index
         self.pages = PageTables(config)
@@ -100,10 +101,11 @@ class Rank:
         return self.budget > 0 and self.slots.num_free > 0
 
     def begin(self, num_in_flight: int) -> None:
-        """Start a step with the rows of running requests, and allocate their pages.
+        """Start a step with the rows of running requests, decodes and then prefill chunks: allocate their pages, and
+        register those that the chunks fill in the prefix cache.
 
-        If pages do not suffice, requests are preempted (`preempted`), and `budget` is 0. num_in_flight: steps whose
-        tokens are not known yet.
+        Pages that windows have left are freed first. If pages do not suffice, requests are preempted (`preempted`), and
+        `budget` is 0. num_in_flight: steps whose tokens are not known yet.
         """
         self._num_steps += 1
         self._admitted, self.preempted = [], []
@@ -129,7 +131,8 @@ class Rank:
 
     def offer(self, request: Request) -> Offer | None:
         """Return what an open replica can do for a waiting request; None if its pages or the step's tokens do not
-        suffice, or an extension defers the request. Takes nothing.
+        suffice (for all of it, without enable_chunked_prefill), or an extension defers the request. Takes nothing, but
+        sets the request's weights and page digests.
 
         The pages must suffice for all known tokens, not only for those of the next step, in addition to what running
         requests still need for theirs: a prompt admitted to grow into pages that others will hold would be preempted
@@ -147,8 +150,8 @@ class Rank:
         return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
-        """Give a request a slot, and the pages and tokens of its offer, the result of `offer`, since which nothing has
-        changed.
+        """Give a request, which is RUNNING from then on, a slot, and the pages and tokens of its offer, the result of
+        `offer`, since which nothing has changed.
 
         Raises OverflowError, TypeError or ValueError if a value of the request fits no column; it then has no slot.
         """
@@ -175,7 +178,9 @@ class Rank:
         return None if self._prefills else len(self.decodes)
 
     def commit(self) -> ScheduledBatch:
-        """End the step being scheduled: count its tokens as computed, and return the batch to be dispatched."""
+        """End the step being scheduled: have extensions complete its batch, count its tokens as computed and those that
+        it samples as decided, and return the batch to be dispatched.
+        """
         s, batch = self.slots, self._batch()
         for extension in self._extensions:
             extension.complete(batch)
@@ -187,7 +192,9 @@ class Rank:
         return batch
 
     def _batch(self) -> ScheduledBatch:
-        """Make the batch of the scheduled step, with one token for each decode; takes the page tables' deltas."""
+        """Make the batch of the scheduled step: decodes of one token each, then prefill chunks, the shortest first.
+        Takes the page tables' deltas; with several micro-batches it notes the step's number in Slots.last_step.
+        """
         s, decodes = self.slots, self.decodes
         # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
@@ -246,7 +253,7 @@ class Rank:
         return self._results.take(batch, token_ids, counts, result, now)
 
     def release(self, slot: int) -> None:
-        """Free a running request's slot and pages; the request keeps its output.
+        """Free a running request's slot and pages, also with extensions; the request keeps its output and its status.
 
         With prefix caching all its full pages of computed tokens, generated ones included, are registered in the cache.
         """
@@ -355,7 +362,9 @@ class Rank:
         return (s.active & (s.num_computed < s.num_fed)).nonzero()[0]
 
     def _num_missing(self, slot: int) -> int:
-        """Return the most pages that the known tokens of a slot will take in addition to those that it holds."""
+        """Return the most pages that the known tokens of a slot will take (`most_pages_of`) in addition to those that
+        it holds.
+        """
         held = self.pages.count_held(np.array([slot]))
         return most_pages_of(self.config, int(self.slots.num_fed[slot])) - held
 
@@ -371,7 +380,11 @@ class Rank:
         return self.pages.num_to_grow(np.flatnonzero(may_grow))
 
     def _chunk(self, request: Request, start: int, remaining: int, hits: Hits | None = None) -> int:
-        """Return how many tokens of a request, from `start` on, the step computes. hits: as of RankExtension.chunk."""
+        """Return how many of the `remaining` tokens of a request, from `start` on, the step computes: at most the
+        budget and long_prefill_token_threshold (0: no limit), and what every extension allows; 0 if one defers it.
+
+        hits: as of RankExtension.chunk.
+        """
         count = min(remaining, self.budget, self.config.long_prefill_token_threshold or remaining)
         for extension in self._extensions:
             count = extension.chunk(request, start, count, hits)

@@ -158,6 +158,7 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Return the number of tokens of the prompt."""
         return len(self.prompt_token_ids)
 
     def known_token_ids(self) -> np.ndarray:
@@ -167,8 +168,8 @@ class Request:
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
     def compute_with(self, weights_digest: bytes) -> None:
-        """Set the digest of the weights that will compute all its tokens; forget page digests made with
-        other weights.
+        """Set the digests of the weights and of the adapter (`adapter`, b"" for none) that will compute all its tokens;
+        forget page digests made with others.
         """
         adapter_digest = b"" if self.adapter is None else self.adapter.digest
         if (self.weights_digest, self.adapter_digest) != (weights_digest, adapter_digest):
@@ -198,7 +199,9 @@ class Request:
         return hashes
 
     def _first_digest(self) -> bytes:
-        """Return the SHA-256 of weights, adapter, vectors and cache salt: the parent of the first page's digest."""
+        """Return the SHA-256 of the digests of weights, adapter and vectors (`steer`), as far as there are any, and of
+        the cache salt: the parent of the first page's digest.
+        """
         # No text has the bytes 253 to 255, so that no salt can stand for weights, an adapter or vectors.
         weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
         adapter = b"\xff" + self.adapter_digest if self.adapter_digest else b""

@@ -41,6 +41,7 @@ class Results:
     """Application of sampled tokens to the slots of a replica."""
 
     def __init__(self, slots: Slots, rank: int, max_model_len: int):
+        """Keep the slots of replica number `rank`. max_model_len: most tokens of a request, its prompt included."""
         self._slots = slots
         self._rank = rank
         self._max_model_len = max_model_len
@@ -58,8 +59,8 @@ class Results:
     def take(
         self, batch: ScheduledBatch, token_ids: np.ndarray, counts: np.ndarray | None, result: StepResult, now: float
     ) -> list[End]:
-        """Apply the tokens that a step of this replica sampled: add them to `result`, and return the ends that they
-        bring.
+        """Apply the tokens that a step of this replica sampled: append them to the outputs of its slots, add them to
+        `result`, and return the ends that they bring. Drafts that were not accepted are no longer counted as computed.
 
         The caller ends these requests. Tokens after the one that ends a request are dropped, and so are those of
         requests that have lost their slot, unless `expect_late` was called.
@@ -145,7 +146,7 @@ class Results:
         now: float,
     ) -> None:
         """Apply tokens i32[n] of a request that was preempted before they came: append them to its output and to
-        `result`.
+        `result`. The request no longer waits for them (Wait.NONE).
 
         An end that they bring is appended to `ends`, and tokens after it are dropped. place: index of the first one
         among all positions for which the step sampled tokens. now: as in `take`.

@@ -56,9 +56,12 @@ class Scheduler:
       num_preemptions, num_prefix_queries, num_prefix_hits: over all replicas; the last two in tokens.
       extensions: the optional capabilities that take part.
       paused: whether its owner is to schedule no step; `schedule` does not look at it.
+
+    Raises ValueError for a configuration without pages.
     """
 
     def __init__(self, config: SchedulerConfig):
+        """Make the replicas and the extensions, and attach them to each other. Raises ValueError without pages."""
         self.config = config
         self.ranks = [Rank(config, index) for index in range(config.num_ranks)]
         self.num_pages = sum(rank.pool.num_pages for rank in self.ranks)
@@ -85,10 +88,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Return the number of requests with a slot, over all replicas."""
         return sum(rank.slots.num_active for rank in self.ranks)
 
     @property
     def num_waiting(self) -> int:
+        """Return the number of requests without a slot, those apart from the queue included."""
         return self._waiting.size + len(self._held)
 
     @property
@@ -118,6 +123,7 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
+        """Return the number of requests that have not ended."""
         return len(self._requests)
 
     @property
@@ -131,7 +137,8 @@ class Scheduler:
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; one that waits for an extension is kept apart from the queue.
+        """Queue a request and number it (`arrival_index`); one that waits for an extension (Wait.APART) is kept apart
+        from the queue.
 
         Raises:
           RequestError: the id is taken, the policy has no priorities or no clients, the prompt is empty or leaves no
@@ -233,8 +240,10 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> ScheduledStep:
         """Schedule the next step, and count it as in flight if it has rows.
 
-        A step without rows means that nothing can run before the next `update`. now: seconds of the engine's clock;
-        requests whose deadline has passed are ended.
+        Running requests come first, and may be preempted for want of pages; then waiting ones are admitted, those that
+        extensions no longer hold included; extensions give drafts and data. A step without rows means that nothing can
+        run before the next `update`. now: seconds of the engine's clock; requests whose deadline has passed are ended
+        (`ScheduledStep.expired`).
         """
         expired = self.expire(now) if self._deadlines else []
         for rank in self.ranks:
@@ -264,7 +273,8 @@ class Scheduler:
         now: float = 0.0,
         counts: np.ndarray | None = None,
     ) -> StepResult:
-        """Apply the tokens that a step sampled, end the requests that they end, and return both as a StepResult.
+        """Apply the tokens that a step sampled, end the requests that they end, and return both as a StepResult. The
+        step no longer counts as in flight. Raises ValueError unless token_ids has one entry for each replica.
 
         Args:
           step: from `schedule`; steps are updated in their order.
@@ -294,8 +304,8 @@ class Scheduler:
             rank.pages.reset_prefix_cache()
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> None:
-        """Put running requests back into the queue, to be computed again from their first token. No step may be in
-        flight.
+        """Put running requests back into the queue, to be computed again from their first token except for what the
+        prefix cache has. No step may be in flight. `num_preemptions` of the scheduler does not count them.
 
         which: selects the requests; None for all.
         """
@@ -326,7 +336,8 @@ class Scheduler:
         """Give waiting requests replicas and slots, in queue order, until the first one fits nowhere or must wait.
 
         Requests that an extension does not admit wait apart from then on. A request with a value that fits no column is
-        ended, alone, and returned. now: as in `schedule`.
+        logged, ended with an error, alone, and returned. At its first admission a request gets num_cached_tokens and
+        first_scheduled_time, and with prefix caching counts in num_prefix_queries and hits. now: as in `schedule`.
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
@@ -393,7 +404,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _put_back(self, request: Request) -> None:
-        """Put a request that has lost its slot back to its old place in the queue."""
+        """Put a request that has lost its slot back to its old place in the queue, or apart from it (`_enqueue`); under
+        the fair policy its client has one running request less.
+        """
         self._enqueue(request)
         if self._fair is not None:
             self._fair.stop(request)

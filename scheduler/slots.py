@@ -30,6 +30,8 @@ class Slots:
     """
 
     def __init__(self, max_num_seqs: int):
+        """Start with `max_num_seqs` free slots."""
+
         def column(dtype: DTypeLike = np.int32, fill: float = 0) -> np.ndarray:
             return np.full(max_num_seqs, fill, dtype)
 
@@ -62,14 +64,16 @@ class Slots:
 
     @property
     def num_active(self) -> int:
+        """Return the number of slots with an owner."""
         return self.max_num_seqs - len(self._free)
 
     @property
     def num_free(self) -> int:
+        """Return the number of slots without an owner."""
         return len(self._free)
 
     def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int) -> int:
-        """Give a request a free slot, of which there must be one, and return its number.
+        """Give a request a free slot, of which there must be one (IndexError), and return its number, `request.slot`.
 
         Args:
           known: i32[n], the tokens to feed: all of the prompt, and the output so far.
@@ -140,7 +144,7 @@ class Slots:
         return self._output[slots, self.num_known[slots] - self.num_prompt[slots] - 1]
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray, known: np.ndarray) -> None:
-        """Append sampled tokens to the outputs of slots, those of a slot in order.
+        """Append sampled tokens to the outputs of slots, those of a slot in order, and set `num_known`.
 
         Args:
           slots: the slot of each token.
@@ -171,7 +175,7 @@ class Slots:
         return int(slots[order[-1]])
 
     def _reserve(self, num_output: int) -> None:
-        """Make room for `num_output` output tokens in every slot."""
+        """Make room for `num_output` output tokens in every slot: the array at least doubles if it lacks room."""
         rows, columns = self._output.shape
         if num_output > columns:
             wider = np.empty((rows, max(num_output, 2 * columns)), np.int32)

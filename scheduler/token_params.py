@@ -185,9 +185,11 @@ class TokenParams(SamplingFields):
 
 
 def row_words(params: SamplingFields, seed: int) -> tuple[int, ...]:
-    """Return the values of COLUMNS for a request, the 32 bits of each as an int32.
+    """Return the values of COLUMNS for a request, the 32 bits of each as an int32; one below its Row.least becomes
+    that.
 
-    seed: any 64-bit integer, signed or not.
+    seed: any 64-bit integer, signed or not; its low half comes first. Raises struct.error or OverflowError for a value
+    beyond 32 bits.
     """
     values = (max(getattr(params, name), row.least) for name, row in ROWS.items())
     return _WORDS.unpack(_PACKED.pack(*values, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))

@@ -19,7 +19,8 @@ from jaxengine.sharding.layout import RULES
 def split_over(axis: str) -> tuple[str, ...]:
     """Return the names of the mesh axes of more than one device over which `jax.shard_map` splits a logical axis.
 
-    Axes that XLA splits arrays over by itself do not count: there, arrays are whole.
+    Axes that XLA splits arrays over by itself do not count: there, arrays are whole. Raises KeyError for an axis that
+    RULES lacks, as do all functions here that take one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
@@ -27,13 +28,13 @@ def split_over(axis: str) -> tuple[str, ...]:
 
 
 def num_shards(axis: str) -> int:
-    """Return the number of parts into which a logical axis is split."""
+    """Return the number of parts into which a logical axis is split (`split_over`), 1 if it is whole."""
     over = split_over(axis)
     return lax.axis_size(over) if over else 1
 
 
 def shard_index(axis: str) -> Any:
-    """Return the index of this device's part of a logical axis: 0, or i32[]."""
+    """Return the index of this device's part of a logical axis: 0 if the axis is whole, else i32[]."""
     over = split_over(axis)
     return lax.axis_index(over) if over else 0
 
@@ -41,7 +42,7 @@ def shard_index(axis: str) -> Any:
 def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
     """All-gather x [T, ...] over the n replicas whose devices hold parts of `axis`: [n * T, ...], in replica order.
 
-    Devices of one replica have the same tokens and exchange none.
+    Devices of one replica have the same tokens and exchange none. x itself if there is one such replica.
     """
     over = _other_tokens(axis)
     return lax.all_gather(x, over, axis=0, tiled=True) if over else x
@@ -58,14 +59,16 @@ def keep_tokens(x: jax.Array, axis: str, part: str) -> jax.Array:
 
 def scatter_tokens(x: jax.Array, axis: str) -> jax.Array:
     """Sum partial results x [n * T, ...] over the n replicas whose devices hold parts of `axis`, and return the rows of
-    this replica's own tokens, [T, ...] (a reduce-scatter).
+    this replica's own tokens, [T, ...] (a reduce-scatter). x itself if there is one such replica.
     """
     over = _other_tokens(axis)
     return lax.psum_scatter(x, over, scatter_dimension=0, tiled=True) if over else x
 
 
 def sum_same_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """Sum partial results [T, ...] over the devices that hold parts of `axis` and the same tokens."""
+    """Sum partial results x [T, ...] elementwise over the devices that hold parts of `axis` and the same tokens: [T,
+    ...] on each of them.
+    """
     over = _same_tokens(axis)
     return lax.psum(x, over) if over else x
 
@@ -85,7 +88,7 @@ def largest_of_parts(x: jax.Array, axis: str) -> jax.Array:
 
 def gather_parts(x: jax.Array, axis: str, *, dimension: int) -> jax.Array:
     """All-gather x, which is split along `dimension` over the n devices that hold parts of `axis` and have the same
-    tokens; that dimension becomes n times as long.
+    tokens; that dimension becomes n times as long. x itself if the axis is whole.
     """
     over = split_over(axis)
     return lax.all_gather(x, over, axis=dimension, tiled=True) if over else x
@@ -103,7 +106,7 @@ def share_tokens(x: jax.Array, axis: str, *, fill: Any = 0) -> jax.Array:
     """Slice this device's share of x [T, ...] among the n that hold parts of `axis` and the same tokens: [ceil(T / n),
     ...].
 
-    The last shares are padded with `fill`.
+    The last shares are padded with `fill`. x itself if there is one such device.
     """
     over = _same_tokens(axis)
     if not over:
@@ -115,7 +118,9 @@ def share_tokens(x: jax.Array, axis: str, *, fill: Any = 0) -> jax.Array:
 
 
 def join_tokens(x: jax.Array, axis: str, num_tokens: int) -> jax.Array:
-    """All-gather the shares that `share_tokens` made, without their padding: [num_tokens, ...]."""
+    """All-gather the shares x [ceil(num_tokens / n), ...] that `share_tokens` made for the same axis, without their
+    padding: [num_tokens, ...] on each of the devices.
+    """
     over = _same_tokens(axis)
     return lax.all_gather(x, over, axis=0, tiled=True)[:num_tokens] if over else x
 

@@ -48,6 +48,8 @@ class MeshLayout:
       data, attn, model: see MESH_AXES.
       expert_parallel: each device has some experts in full, instead of a slice of every expert.
       all2all_backend: GATHER or RAGGED, the exchange of tokens between such devices.
+
+    Raises ValueError for a size that is not an integer >= 1, and for any other all2all_backend.
     """
 
     data: int = 1
@@ -57,6 +59,7 @@ class MeshLayout:
     all2all_backend: str = GATHER
 
     def __post_init__(self):
+        """Raise ValueError for a size that is not an integer >= 1 (a bool is none), and for another all2all_backend."""
         for name in MESH_AXES:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -79,7 +82,8 @@ class MeshLayout:
 
         Heads are split over as many devices as divide both the kv heads and `tensor`; the rest of `tensor` splits the
         sequences (axis attn), so that no key or value is stored twice. replicate: split over all of `tensor` and store
-        kv heads more than once instead.
+        kv heads more than once instead. num_kv_heads: of the model. expert_parallel, all2all_backend: of MeshLayout.
+        Raises ValueError as MeshLayout does.
         """
         model = tensor if replicate else math.gcd(num_kv_heads, tensor)
         return cls(data, tensor // model, model, expert_parallel, all2all_backend)
@@ -102,7 +106,9 @@ class MeshLayout:
         return self.data * self.attn
 
     def num_shards(self, axis: str) -> int:
-        """Return the number of parts into which an array's logical axis is split."""
+        """Return the number of parts into which an array's logical axis is split. Raises KeyError for an axis that
+        RULES lacks.
+        """
         return math.prod(getattr(self, name) for name in RULES[axis])
 
     def ranks_sharing(self, axis: str) -> int:

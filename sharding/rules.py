@@ -14,7 +14,8 @@ from jaxengine.sharding.layout import RULES
 def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:
     """Return the PartitionSpec of an array with these logical axes; None is an axis that is never split.
 
-    Raises ValueError for a logical axis without a rule and for a mesh axis that two axes claim.
+    rules: mesh axes of each logical axis, () for one that is not split. Raises ValueError for a logical axis without a
+    rule and for a mesh axis that two axes claim.
     """
     entries: list[str | tuple[str, ...] | None] = []
     claimed: dict[str, str] = {}
@@ -32,7 +33,7 @@ def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str,
 
 
 def whole_shape(part: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """Return the global shape of an array of which every device holds a part of shape `part`."""
+    """Return the global shape of an array with this sharding of which every device holds a part of shape `part`."""
     one = (sharding.mesh.size,) * len(part)
     return tuple(size * whole // own for size, whole, own in zip(part, one, sharding.shard_shape(one), strict=True))
 

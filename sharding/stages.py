@@ -20,6 +20,7 @@ class Stage:
 
     @property
     def layers(self) -> range:
+        """Return the numbers of its layers."""
         return range(self.first_layer, self.end_layer)
 
 
@@ -30,7 +31,7 @@ def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, afte
       sizes: bytes of each layer.
       before, after: bytes that the first and the last stage hold in addition (embedding, head).
 
-    Raises ValueError when there are fewer layers than stages.
+    Raises ValueError when there are fewer layers than stages, or no stage.
     """
     if not 1 <= num_stages <= len(sizes):
         raise ValueError(f"{len(sizes)} layers cannot be split into {num_stages} stages; allowed are 1 to {len(sizes)}")
@@ -71,6 +72,8 @@ def stages_of(counts: Sequence[int]) -> list[Stage]:
 
 
 def devices_of_stages(devices: Sequence[Any], num_stages: int) -> list[Sequence[Any]]:
-    """Split devices into runs of len(devices) // num_stages consecutive ones, one for each stage."""
+    """Split devices into runs of len(devices) // num_stages consecutive ones, one for each stage; devices left over are
+    not used.
+    """
     size = len(devices) // num_stages
     return [devices[stage * size : (stage + 1) * size] for stage in range(num_stages)]

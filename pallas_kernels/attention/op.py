@@ -77,7 +77,8 @@ def ragged_paged_attention(
     The step's keys and values must already be in the pool. Token i of a sequence has position
     kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`): of them those less than `spec.window`
     positions away, or those from the last multiple of `spec.chunk` on.
-    Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
+    Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf; for one of a sequence that sees
+    nothing, implementations but the TPU's give its sink, if there are sinks, as lse. Slots that no token of the batch
     sees may hold NaN.
 
     schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`. Only then may
@@ -121,7 +122,9 @@ def ragged_paged_attention(
 
 
 def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: AttentionSpec) -> None:
-    """Raise ValueError unless the queries have the shapes of `spec`, a dtype of floats, and the pool its head dims."""
+    """Raise ValueError unless q and q_rest have the shapes of `spec` (T >= 1), one dtype of float32, bfloat16 or
+    float16, and the pool `kv` the head dims of `spec`. q_rest must be None unless `spec` has a rest of the queries.
+    """
     width, rest_width = spec.query_dims
     if q.ndim != 3 or q.shape[0] < 1 or q.shape[1:] != (spec.num_q_heads, width):
         raise ValueError(f"q must be [T, {spec.num_q_heads}, {width}] with T >= 1, got {list(q.shape)}")
@@ -148,7 +151,8 @@ def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec)
 
 
 def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: int) -> int:
-    """Return the bytes of keys and values that attention of `num_seqs` single tokens gathers from pages at a time.
+    """Return the bytes of keys and values that attention of `spec` of `num_seqs` single tokens gathers at a time from
+    pages of page_size tokens.
 
     Counted for plain XLA on CUDA cards, at two bytes an element: cards without a kernel, and latents of
     "gpu_blackwell". 0 elsewhere: kernels gather nothing, and blocks of CPUs are small.

@@ -58,7 +58,9 @@ class AttentionSpec:
         return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.v_head_dim))
 
     def __post_init__(self) -> None:
-        """Raise ValueError, with the field's name, for values that contradict each other."""
+        """Raise ValueError, with the field's name, for sizes below 1, query heads that are no multiple of the kv heads,
+        a scale that is not finite, a soft cap that is not positive, or values that contradict each other.
+        """
         for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"AttentionSpec.{field} must be at least 1, got {getattr(self, field)}")
@@ -106,7 +108,7 @@ class AttentionSpec:
 
 
 def check_batch(batch: RaggedBatch, num_tokens: int) -> None:
-    """Raise ValueError unless the arrays of `batch` are int32 and agree in S, W and T."""
+    """Raise ValueError unless the arrays of `batch` are int32 and agree in S >= 1, W >= 1 and T = num_tokens."""
     for field, array in zip(batch._fields, batch, strict=True):
         if array is not None and array.dtype != "int32":
             raise ValueError(f"RaggedBatch.{field} must be int32, got {array.dtype}")

@@ -64,8 +64,9 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend the B * T queries to the tokens of their own runs: o [B * T, N, Hv] in q's dtype and lse f32 [B * T, N].
 
-    kv: keys and values of these tokens alone, see kv/update_unpaged.py. `schedule` says what a token sees; `batch` is
-    not used. attention.op.ragged_paged_attention has checked the arguments. Raises ValueError for `tree_mask`.
+    kv: keys and values of these tokens alone, see kv/update_unpaged.py. `schedule` and `spec` say what a token sees;
+    `batch` is not used. q_rest, sinks and slopes are as of attention.op.ragged_paged_attention, which has checked the
+    arguments. Raises ValueError for `tree_mask`.
     """
     del batch
     if tree_mask is not None:
@@ -137,7 +138,9 @@ def _attend(
 
 
 def _visible(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
-    """Return bool [B, Q, T]: which tokens of their row the tokens at `indices` i32[Q] see."""
+    """Return bool [B, Q, T]: which tokens of their row the tokens at `indices` i32[Q] see: of their own run in
+    `schedule`, those that causality, window and chunk of `spec` allow.
+    """
     run, offset = (part[:, None] for part in schedule)
     own_run, own_offset = (part[:, indices, None] for part in schedule)
     visible = run == own_run

@@ -15,8 +15,8 @@ from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 
 def has_whole_prompts(spec: AttentionSpec, platform: str) -> bool:
-    """Whether `whole_prompt_attention` supports a layer on a platform that has it: one that is not causal, and whose
-    values are not parts of keys.
+    """Whether `whole_prompt_attention` supports a layer of `spec` on a platform: one that is not causal, and whose
+    values are not parts of keys. False on a platform without an implementation.
     """
     return not spec.causal and not spec.values_in_keys and ("whole_prompt_attention", platform) in KERNELS
 

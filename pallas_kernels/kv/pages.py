@@ -197,7 +197,10 @@ def _check_layout(layout: str) -> None:
 
 
 def storage_dtype(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> np.dtype:
-    """Return the element type of `KVPages.data`. Raises ValueError for a dtype that the pool cannot hold."""
+    """Return the element type of `KVPages.data` in a layout: the dtype of `spec`, or, for HEAD_TILES_AS_BITS, the
+    unsigned integer of equal width if that has 8 or 16 bits. Raises ValueError for a dtype not in DTYPES or another
+    layout.
+    """
     _check_layout(layout)
     if spec.dtype not in DTYPES:
         raise ValueError(f"KVSpec.dtype {spec.dtype!r} is not supported, allowed: {', '.join(DTYPES)}")
@@ -206,7 +209,9 @@ def storage_dtype(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> np.dtype:
 
 
 def pool_shape(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> tuple[int, ...]:
-    """Return the shape of `KVPages.data`, in one of LAYOUTS or SEQUENCES. Raises ValueError for another layout."""
+    """Return the shape of `KVPages.data` for a pool of `spec`, in one of LAYOUTS or SEQUENCES (see the module). Raises
+    ValueError for another layout.
+    """
     if layout == SEQUENCES:
         return (spec.num_pages * spec.page_size, spec.num_kv_heads, spec.token_width)
     _check_layout(layout)
@@ -221,12 +226,14 @@ def holds_heads(kv: KVPages, num_heads: int) -> bool:
 
 
 def page_bytes(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> int:
-    """Return the bytes of one row (page) of the pool in memory, keys and values of all heads."""
+    """Return the bytes of one row (page) of a pool of `spec` in memory, keys and values of all heads, padding included.
+    Raises ValueError as `storage_dtype` does.
+    """
     return math.prod(pool_shape(spec, layout)[1:]) * storage_dtype(spec, layout).itemsize
 
 
 def is_quantized(spec: KVSpec) -> bool:
-    """Whether the dtype has one byte, so that codes are multiplied by a scale."""
+    """Whether the dtype of `spec` has one byte, so that codes are multiplied by a scale."""
     return jnp.dtype(spec.dtype).itemsize == 1
 
 
@@ -253,7 +260,9 @@ def alloc(spec: KVSpec, *, platform: str = "cpu", sharding: jax.sharding.Shardin
 
 
 def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = None) -> PartitionSpec:
-    """Return the PartitionSpec of `KVPages.data`: pages split over `data_axis`, KV heads over `head_axis`."""
+    """Return the PartitionSpec of `KVPages.data`: pages split over `data_axis`, KV heads over `head_axis`; None: not
+    split. Raises ValueError for a layout not in LAYOUTS.
+    """
     _check_layout(layout)
     return (
         PartitionSpec(data_axis, None, head_axis) if layout == TOKEN_ROWS else PartitionSpec(data_axis, head_axis, None)
@@ -288,7 +297,9 @@ def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | 
 
 
 def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
-    """Convert stored elements to float32 codes; scales are not applied."""
+    """Convert elements as a pool of `spec` stores them, in any layout, to float32 of the same shape; scales of codes
+    are not applied.
+    """
     if stored.dtype == jnp.uint16 and spec.dtype == "bfloat16":
         # A shift instead of a bitcast to bfloat16: XLA:CPU then has no bf16 array whose widening it could hoist.
         return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
@@ -347,7 +358,8 @@ def pages_of(rows: jax.Array, head_dim: int, page_size: int, platform: str) -> K
 
 
 def _parts(spec: KVSpec) -> int:
-    """Return the size of the third dimension of canonical pages: 2, keys and values, or 1 if values lie in keys.
+    """Return the size of the third dimension of a pool's canonical pages: 2, keys and values, or 1 if values lie in
+    keys.
 
     Raises ValueError if keys and values differ in head dim.
     """
@@ -361,8 +373,8 @@ def _parts(spec: KVSpec) -> int:
 
 
 def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
-    """Return a canonical copy [n, page_size, 2, K, H] of pages i32[n], bit for bit in the logical dtype (codes, not
-    scaled).
+    """Return a canonical copy [n, page_size, 2, K, H] of the pool's pages i32[n], bit for bit in the logical dtype
+    (codes, not scaled).
 
     If values lie in keys it is [n, page_size, 1, K, H]; with token scales the last dimension is H + 4, the last four
     bytes a scale. Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for
@@ -379,9 +391,11 @@ def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
 
 
 def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages:
-    """Write canonical pages, as `export_pages` returns them, to rows i32[n]; ids out of range are dropped.
+    """Write canonical pages, as `export_pages` returns them, to the pool's pages i32[n] and return the pool; ids out of
+    range, negative ones included, are dropped.
 
-    Donate `kv` when jitting. Raises ValueError for another dtype or shape. Not for use in shard_map.
+    Donate `kv` when jitting. Raises ValueError for another dtype or shape, and if keys and values differ in head dim.
+    Not for use in shard_map.
     """
     wanted = (page_ids.shape[0], kv.page_size, _parts(kv.spec), kv.spec.num_kv_heads, kv.spec.key_width)
     if values.shape != wanted or values.dtype != kv.dtype:

@@ -150,12 +150,14 @@ def _write_runs(
     window: int,
     first_lane: int,
 ):
-    """Write the runs that start in this grid step's window of new tokens: the kernel's body.
+    """Write the runs that start in this grid step's window of new tokens into `pool`, and start reads for later ones:
+    the kernel's body. Runs whose first slot is outside the pool are skipped. The last grid step waits for all writes.
 
-    first, length: first token and number of tokens of each run; slots: i32 slot of each token; words: the new tokens'
-    keys and values, as words. pool: the pool in HBM; groups: buffers in VMEM, of which run r uses r % groups in flight,
-    with semaphores in read_sems and write_sems. next_run: the first run not written yet, kept across grid steps.
-    window: tokens of a grid step. first_lane: where the words begin in a row of the pool.
+    scalars: number of runs, and reads ahead. first, length: first token and number of tokens of each run; slots: i32
+    slot of each token; words: the new tokens' keys and values, as words [tiles, window + 2 * GROUP, LANES]. pool: the
+    pool [P, page_size, C] in HBM; groups: buffers in VMEM, of which run r uses r % groups in flight, with semaphores in
+    read_sems and write_sems. next_run: the first run not written yet, kept across grid steps. window: tokens of a grid
+    step. first_lane: where the words begin in a row of the pool.
     """
     step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
     overlapped = reads_ahead > 0

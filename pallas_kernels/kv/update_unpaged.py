@@ -17,13 +17,15 @@ from jaxengine.pallas_kernels.tuning import Tuning
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:
-    """Return None: writing whole sequences needs no schedule."""
+    """Return None, whatever the arguments: writing whole sequences needs no schedule."""
     del slot_mapping, page_size, tuning
 
 
 def kv_cache_update(
     kv: KVPages, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, schedule: Any
 ) -> KVPages:
-    """Return the pool with data made of k [B * T, K, H] and v [B * T, K, Hv], in order; slot_mapping is not used."""
+    """Return a pool like `kv` whose data is k [B * T, K, H] joined with v [B * T, K, Hv] along the last axis, or k
+    alone for v None; what `kv` held is lost. slot_mapping and schedule are not used.
+    """
     del slot_mapping, schedule
     return replace(kv, data=k if v is None else jnp.concatenate([k, v], axis=-1))

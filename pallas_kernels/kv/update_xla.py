@@ -15,15 +15,16 @@ from jaxengine.pallas_kernels.tuning import Tuning
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:
-    """Return None: the scatter needs only the slots."""
+    """Return None, whatever the arguments: the scatter needs only the slots."""
 
 
 def kv_cache_update(
     kv: KVPages, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, schedule: Any
 ) -> KVPages:
-    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool by scatters; return the pool.
+    """Write k [T, K, H] and v [T, K, Hv] (None where values lie in keys) to the slots i32[T] of the pool by scatters;
+    return the pool. Slots outside it are dropped.
 
-    Arguments are those of kv.update.kv_cache_update, which has checked them.
+    Arguments are those of kv.update.kv_cache_update, which has checked them; schedule is not used.
     """
     spec = kv.spec
     page = jnp.where(slot_mapping < 0, kv.data.shape[0], slot_mapping // spec.page_size)  # out of range: dropped
@@ -38,7 +39,9 @@ def kv_cache_update(
 
 
 def _with_token_rows(kv: KVPages, k: jax.Array, v: jax.Array | None, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """Return the data of a pool in TOKEN_ROWS with a row for each token, at these pages and offsets, i32[T] each."""
+    """Return the data of a pool in TOKEN_ROWS with the rows of k [T, K, H] and v [T, K, Hv] or None written at these
+    pages and offsets, i32[T] each; tokens with a page out of range are dropped.
+    """
     new = [to_storage(x, kv.spec, kv.layout, at) for x, at in ((k, kv.k_scale), (v, kv.v_scale)) if x is not None]
     rows, (first, end) = jnp.concatenate(new, axis=-1).reshape(len(k), -1), kv.lanes_of_page
     rows = jnp.pad(rows, ((0, 0), (0, end - first - rows.shape[1])))

@@ -42,7 +42,7 @@ def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -
 
 
 def check_bias(name: str, num_groups: int, out: int, bias: jax.Array | None) -> None:
-    """Raise ValueError unless the bias is None or [num_groups, out]."""
+    """Raise ValueError, naming operation `name`, unless the bias is None or [num_groups, out]."""
     if bias is not None and bias.shape != (num_groups, out):
         raise ValueError(f"{name}: bias must be {(num_groups, out)} or None, got {bias.shape}")
 
@@ -70,7 +70,9 @@ def gated_products(
 
 
 def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -> None:
-    """Raise ValueError unless `out` is even, for gates and ups, and the bias is None or [num_groups, out]."""
+    """Raise ValueError, naming operation `name`, unless `out` is even, for gates and ups, and the bias is None or
+    [num_groups, out].
+    """
     if out % 2 or (bias is not None and bias.shape != (num_groups, out)):
         got = None if bias is None else bias.shape
         raise ValueError(f"{name}: outputs must be even, and bias {(num_groups, out)} or None, got {out} and {got}")
@@ -78,7 +80,9 @@ def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -
 
 @functools.cache
 def say_once(size: int, width: int, why: str) -> None:
-    """Log, once per process, why products with gates and ups [size, 2 * width] are not fused with their activation."""
+    """Log, once per process for each size, width and reason, why products with gates and ups [size, 2 * width] are not
+    fused with their activation.
+    """
     text = "gate and up [%d, 2 x %d] are multiplied, and then activated from memory: %s"
     logger.info(text, size, width, why)
 
@@ -86,9 +90,10 @@ def say_once(size: int, width: int, why: str) -> None:
 def activated(
     y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
 ) -> jax.Array:
-    """Compute activation(gate, up) of y [M, 2 F] plus the bias [G, 2 F] of each row's group: [M, F] in out_dtype.
+    """Compute activation(gate, up) of y [M, 2 F], gates and then ups, plus the bias [G, 2 F] of each row's group: [M,
+    F] in out_dtype, computed in float32.
 
-    bias: None for none.
+    group_sizes: i32[G], consecutive rows of each group; rows after the last get no bias. bias: None for none.
     """
     y = y if bias is None else y + rows_of_groups(bias, group_sizes, len(y))
     # XLA:TPU would store all of `y` in float32 before it is split.
@@ -99,7 +104,7 @@ def activated(
 def biased(y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return y [M, out] plus the bias [G, out] of each row's group, in y's dtype; rows of no group are unchanged.
 
-    bias: None for none.
+    group_sizes: i32[G], consecutive rows of each group. bias: None for none.
     """
     return y if bias is None else (y + rows_of_groups(bias, group_sizes, len(y))).astype(y.dtype)
 

@@ -69,9 +69,10 @@ def gated_matmul(
 
 def group_step(num_rows: int, num_groups: int) -> int:
     """Return the number of rows that group sizes should be padded to a multiple of, on the device of the trace; 1 if
-    padding is no help.
+    padding is no help: on all devices but TPUs, and in unpaged programs.
 
-    The kernel for TPUs multiplies rows in eighths; code that sorts rows by group pads each group.
+    num_rows, num_groups: rows of all groups, and groups. The kernel for TPUs multiplies rows in eighths; code that
+    sorts rows by group pads each group.
     """
     from jax.experimental.pallas import tpu as pltpu
 

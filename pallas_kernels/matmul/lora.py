@@ -60,13 +60,15 @@ def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dty
 
 
 def slots_of_tile(rank: int, sizes: LoraTiles) -> int:
-    """Return the number of slots whose matrices, of `rank` columns each, are multiplied together in a tile."""
+    """Return the number of slots whose matrices, of `rank` columns each, are multiplied together in a tile:
+    sizes.columns // rank, at least 1.
+    """
     return max(sizes.columns // rank, 1)
 
 
 def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
-    """Return the rows of a tile: all rows if they fit, else the largest multiple of 16 that divides them, `sizes.rows`
-    if none does.
+    """Return the rows of a tile: all num_rows rows if they are at most sizes.rows, else the largest multiple of 16 up
+    to sizes.rows that divides them, sizes.rows if none does.
     """
     if num_rows <= sizes.rows:
         return num_rows

@@ -85,8 +85,8 @@ def add_low_rank(
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Return the rows of a tile: a power of two from 4 to 64, about the size of an average group if an eighth of the
-    groups have rows.
+    """Return the rows of a tile: a power of two from 4 to 64, 8 * num_rows / num_groups rounded down, the size of an
+    average group if an eighth of the groups have rows.
     """
     average = max(8 * num_rows // num_groups, 1)
     return min(max(1 << average.bit_length() - 1, _LEAST_TILE), _MOST_TILE)

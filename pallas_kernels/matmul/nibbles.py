@@ -15,7 +15,7 @@ from jax import lax
 
 
 def per_byte(dtype: Any) -> int:
-    """Return the number of codes in an element of an array of this dtype."""
+    """Return the number of codes in an element of an array of this dtype: 2 for uint8, else 1."""
     return 2 if dtype == jnp.uint8 else 1
 
 
@@ -31,8 +31,8 @@ def code_parts(codes: jax.Array) -> list[jax.Array]:
 
 
 def row_parts(x: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Split rows [..., in] to match the `code_parts` of codes of this dtype: the rows themselves, or for uint8 pairs
-    their even and their odd inputs.
+    """Split rows x [..., in] to match the `code_parts` of codes of this dtype: the rows themselves, or for uint8 pairs
+    their even and their odd inputs, [..., in / 2] each.
     """
     count = per_byte(dtype)
     return [x[..., first::count] for first in range(count)]

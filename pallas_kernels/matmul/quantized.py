@@ -63,7 +63,7 @@ def product_of(op: str, platform: str, size: int, out: int, num_scales: int, cod
     if the shape makes the platform's own module leave it to XLA.
 
     op: a product of the registry. num_scales: scales along the inputs. codes: dtype of the stored codes. dtype: the
-    model's.
+    model's. Raises ValueError for an op that the platform does not have.
     """
     module = kernel_module(op, platform)
     why_xla = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{module}"), "why_xla", None)
@@ -84,8 +84,9 @@ def quantized_grouped_matmul(
 ) -> jax.Array:
     """Multiply rows by the quantised matrix of their group: [M, out] in `out_dtype`, by default `dtype`.
 
-    Rows, groups and biases are those of jaxengine.pallas_kernels.matmul.grouped, matrices those of `quantized_matmul`
-    with a first axis of groups: codes [G, in, out], scales and zeros [G, n, out].
+    Rows (x [M, in], also rounded ones), group_sizes (i32[G]) and bias ([G, out] or None) are those of
+    jaxengine.pallas_kernels.matmul.grouped: rows after the last group's give 0. Matrices are those of
+    `quantized_matmul` with a first axis of groups: codes [G, in, out], scales and zeros [G, n, out].
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
@@ -130,7 +131,9 @@ def quantized_gated_matmul(
 
 
 def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
-    """Return the implementations of quantized_grouped_matmul by platform (`platform_rows`), with these dtypes."""
+    """Return the implementations of quantized_grouped_matmul by platform (`platform_rows`), which compute in `dtype`
+    and give `out_dtype`.
+    """
     return {
         platform: partial(kernel("quantized_grouped_matmul", row), dtype=dtype, out_dtype=out_dtype)
         for platform, row in platform_rows().items()

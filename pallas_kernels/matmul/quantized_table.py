@@ -30,7 +30,7 @@ def quantized_table_matmul(
     x, dtype and rounding: as of jaxengine.pallas_kernels.matmul.quantized.quantized_matmul. codes: [V, in] int8, or [V,
     in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n neighbouring numbers of a token.
 
-    Raises ValueError when the shapes do not fit together.
+    Raises ValueError when the shapes do not fit together, and for codes of another dtype.
     """
     inputs = codes.shape[1] * per_byte(codes.dtype) if codes.ndim == 2 else 0
     if x.ndim != 2 or inputs != x.shape[1] or codes.dtype not in (jnp.int8, jnp.uint8):

@@ -52,7 +52,8 @@ class RoundedRows(NamedTuple):
 
 
 def largest_values(x: jax.Array, group: int) -> jax.Array:
-    """Return the largest magnitude in each group of `group` neighbouring entries of rows [M, in]: f32 [M, in / group].
+    """Return the largest magnitude in each group of `group` neighbouring entries of rows x [M, in]: f32 [M, in /
+    group].
 
     NaN counts as infinity: XLA's maximum on CPUs may pass over it, and int8 has no code for it, so the scale carries
     it.
@@ -70,7 +71,7 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
     """Return scales for which the largest values just fit into codes of `dtype`: f32 of the shape of `largest`.
 
     They are 1 for zeros, and for values so small that their scale would be subnormal. With E8M0 a value may exceed the
-    largest code, and saturates. kind: any but E4M3.
+    largest code, and saturates. kind: any of SCALES but E4M3 (AssertionError).
     """
     assert kind != E4M3, "scales of e4m3 are parts of one for all: held_scales"
     if kind == E8M0:
@@ -105,7 +106,8 @@ def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.
     scale.
 
     E4M3: largest / the largest code of `dtype` * f32 `global_scale`, at most 448, rounded to the nearest e4m3 number,
-    which is 0 below half of the least one. Other kinds: as `dynamic_scales`, and `global_scale` is not used.
+    which is 0 below half of the least one; AssertionError without a global scale. Other kinds: as `dynamic_scales`, and
+    `global_scale` is not used.
     """
     if kind != E4M3:
         return dynamic_scales(largest, dtype, kind=kind)
@@ -135,7 +137,9 @@ def _in_largest(largest: jax.Array, dtype: str) -> jax.Array:
 
 
 def _short(values: jax.Array, dtype: str) -> jax.Array:
-    """Round f32 values in the range of a float of few bits to its nearest numbers, ties to even."""
+    """Round f32 values in the range of a float of few bits, "float8_e4m3fn" or "float4_e2m1fn", to its nearest numbers,
+    ties to even, subnormal ones included: f32. Raises KeyError for another dtype.
+    """
     mantissa, least = _SHORT[dtype]
     # Adding a number this much larger leaves float32 no smaller steps.
     magnifier = jnp.maximum(_power(values), least) * (1.5 * 2.0 ** (23 - mantissa))
@@ -171,7 +175,8 @@ def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
 
 
 def by_group(x: jax.Array, num_groups: int) -> jax.Array:
-    """Reshape rows [M, in] to [M / rows, n, rows, in / n], n = num_groups; rows is 8, a divisor of it or 1.
+    """Reshape rows x [M, in] to [M / rows, n, rows, in / n], n = num_groups; rows is the largest of 8, 4, 2 and 1 that
+    divides M if in / n is a multiple of 128, else 1.
 
     Where these are full tiles of a TPU's memory no data moves, and XLA rounds in one pass; with groups before rows it
     would reorder everything first.
@@ -182,7 +187,7 @@ def by_group(x: jax.Array, num_groups: int) -> jax.Array:
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """Return rows [M, in] of values shaped by `by_group`."""
+    """Return the rows [M, in] of values x shaped by `by_group`, its inverse."""
     blocks, groups, rows, size = x.shape
     return x.swapaxes(1, 2).reshape(blocks * rows, groups * size)
 

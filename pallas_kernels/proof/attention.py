@@ -23,7 +23,9 @@ _POOL_BYTES, _WRITTEN_BYTES = 256 << 20, 32 << 20
 
 
 def attention_case(call: Call) -> Case:
-    """Make the case of a call of `ragged_paged_attention`: the schedule, then attention."""
+    """Make the case of a call of `ragged_paged_attention`: the schedule, then attention, on random ragged batches of
+    the call's shapes, of each of MIXES, over a pool in which slots that no token sees are NaN.
+    """
     names = "q", "kv", "batch", "schedule"
     given = dict(zip(names, call.arguments, strict=True)) | call.options
     spec, q, kv = given["spec"], given["q"], given["kv"]
@@ -51,7 +53,9 @@ def attention_case(call: Call) -> Case:
 
 
 def update_case(call: Call) -> Case:
-    """Make the case of a call of `kv_cache_update`: its schedule, then the write."""
+    """Make the case of a call of `kv_cache_update`: its schedule, then the write of random keys and values to random
+    slots of a random pool, of which the data is the result. One mix, "ragged".
+    """
     kv, k, v, slot_mapping = call.arguments
     num_tokens, page_size = slot_mapping.shape[0], kv.page_size
     num_pages = max(2 * (num_tokens // page_size + 1) + num_tokens, 4)
@@ -71,12 +75,12 @@ def update_case(call: Call) -> Case:
 
 
 def len_of(shape: Any) -> int:
-    """Return the length of the first axis of an array or ShapeDtypeStruct."""
+    """Return the length of the first axis of `shape`, an array or ShapeDtypeStruct."""
     return shape.shape[0]
 
 
 def _page_bytes(kv: KVPages) -> int:
-    """Return the bytes of a page of a pool, of shapes."""
+    """Return the bytes of a page of a pool `kv`, whose data may be a ShapeDtypeStruct."""
     return int(np.prod(kv.data.shape[1:])) * kv.data.dtype.itemsize
 
 
@@ -88,8 +92,11 @@ def _num_pages(kv: KVPages, num_seqs: int) -> int:
 
 
 def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
-    """Make a further operand of attention, q_rest, sinks, slopes or tree_mask, of this shape for batch `made`; None for
-    no shape.
+    """Make a further operand of attention, by its name: q_rest, sinks, slopes or tree_mask, of this shape and dtype for
+    batch `made`; None for no shape.
+
+    A tree_mask has a token see itself and each of its sequence's earlier new tokens with probability 1/2; others are
+    normally distributed.
     """
     if shape is None:
         return None
@@ -129,8 +136,8 @@ def _scale(shape: Any, dtype: Any, rng: np.random.Generator) -> jax.Array | None
 
 
 def _slots_of(kv: KVPages, spec: AttentionSpec, slots: np.ndarray) -> jax.Array:
-    """Return the elements of a pool that belong to slots, bool[pages, page_size], in a form that broadcasts to its
-    data.
+    """Return which elements of a pool like `kv` belong to the slots that are True in bool[pages, page_size]: bool, in a
+    form that broadcasts to its data. spec: of the attention, which counts the heads.
     """
     if kv.layout == TOKEN_ROWS:
         first, _ = kv.lanes_of_page

@@ -86,7 +86,9 @@ def recorded_calls(function: Callable, arguments: Sequence[Any], platforms: Coll
 
 
 def _abstract(tree: Any) -> Any:
-    """Return the pytree with ShapeDtypeStructs in place of arrays, and pools of one page."""
+    """Return the pytree `tree` with ShapeDtypeStructs in place of arrays, and KVPages with pools of one page; other
+    leaves stay.
+    """
 
     def shapes(leaf: Any) -> Any:
         if isinstance(leaf, KVPages):
@@ -110,7 +112,9 @@ def _arrays(tree: Any) -> list[Any]:
 
 
 def _described(value: Any) -> str:
-    """Return the static parts of a value as text; functions by their names, arrays as a mark."""
+    """Return the static parts of a value as text, the same in any process: functions by their names, arrays as "*",
+    fields of mappings and dataclasses sorted by name, anything else by its repr.
+    """
     if isinstance(value, jax.ShapeDtypeStruct):
         return "*"
     if isinstance(value, tuple | list):

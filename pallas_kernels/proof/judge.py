@@ -92,8 +92,9 @@ def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler)
 
 
 def compare(got: Any, want: Any) -> tuple[float, str]:
-    """Return the largest difference of two pytrees of results, as LIMITS counts it, and what is wrong, "" for
-    nothing.
+    """Return the largest difference of two pytrees of results, a kernel's and plain XLA's, as LIMITS counts it, and
+    what is wrong, "" for nothing. NaN in `got`, and a row that differs by more than its limit, are wrong; the first
+    array with one ends the comparison. Raises ValueError for pytrees of different sizes.
     """
     largest = 0.0
     for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -134,7 +135,9 @@ def _kernel_rows(call: Call) -> list[tuple[str, str]]:
 
 
 def _compiled(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, str]], compile_lowered: Compiler) -> Any:
-    """Compile a case for these inputs, without the rows `unused` of the registry."""
+    """Trace a case for these inputs, without the rows `unused` of the registry, and return what compile_lowered makes
+    of it, a function of the inputs.
+    """
     with without_rows(unused):
         # A function of its own: jax remembers traces by function, and does not see which rows it was traced with.
         traced = jax.jit(lambda *arguments: case.run(*arguments)).trace(*inputs)
@@ -142,7 +145,9 @@ def _compiled(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, s
 
 
 def _seconds(program: Any, inputs: tuple[Any, ...]) -> float:
-    """Return the median seconds of a launch among several that follow each other."""
+    """Return the median, over _RUNS runs, of the seconds of a launch of `program(*inputs)`, _LAUNCHES of which follow
+    each other in a run. Blocks until they are done.
+    """
     found = []
     for _ in range(_RUNS):
         begin = time.perf_counter()

@@ -93,9 +93,10 @@ def lora_case(call: Call) -> Case:
 
 
 def _array(name: str, shape: Any, shapes: dict[str, Any], rng: np.random.Generator) -> Any:
-    """Make the argument `name` of a product, of this shape, so that results are about 1; None for group sizes.
+    """Make the argument `name` of a product, random, of this shape and dtype, so that results are about 1; None for
+    group sizes. Scales and zeros are uniform, others normal.
 
-    shapes: of all arguments.
+    shapes: of all arguments, by name.
     """
     if name == "group_sizes":
         return None
@@ -113,8 +114,8 @@ def _array(name: str, shape: Any, shapes: dict[str, Any], rng: np.random.Generat
 
 
 def _divide(made: dict[str, Any], mix: str, platform: str, rng: np.random.Generator) -> None:
-    """Fill in `group_sizes` of the arguments `made`: ragged ones, some of them empty, or for mix "one" all rows in one
-    group. Rows of no group become NaN, unless x holds codes.
+    """Fill in `group_sizes` of the arguments `made`, in place: ragged ones, some of them empty, or for mix "one" all
+    rows in one group; on platform "tpu" multiples of its group_step. Rows of no group become NaN, unless x holds codes.
     """
     x = made["x"]
     num_rows, num_groups = len(x), len(made["w"] if "w" in made else made["codes"])

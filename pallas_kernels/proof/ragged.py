@@ -46,7 +46,12 @@ def least_pages(num_seqs: int) -> int:
 def ragged_batch(
     mix: str, sizes: Sizes, spec: AttentionSpec, rng: np.random.Generator, *, most_new: int | None = None
 ) -> Batch:
-    """Make a batch of this mix, one of MIXES. most_new: limit of a sequence's new tokens, None for none."""
+    """Make a random batch of this mix, one of MIXES, with `sizes`. most_new: limit of a sequence's new tokens, None for
+    none.
+
+    The last page of a sequence is its own, earlier ones are drawn from shared pages. Entries that no token sees, by the
+    window or chunk of `spec` too, are page 0; that page and slots after a sequence's end are `unseen`.
+    """
     q_lens, num_decode = _new_tokens(mix, sizes, rng, min(most_new or sizes.num_tokens, sizes.num_tokens))
     longest, page_size = sizes.num_columns * sizes.page_size, sizes.page_size
     context = np.minimum(rng.integers(0, min(longest, MOST_KEYS), len(q_lens)), longest - q_lens)
@@ -75,9 +80,9 @@ def ragged_batch(
 
 def written_slots(num_tokens: int, page_size: int, num_pages: int, rng: np.random.Generator) -> np.ndarray:
     """Return i32[T] slots to write, T = num_tokens: runs of consecutive ones that begin anywhere in a page, singles,
-    and -1 at the end.
+    and -1 at the end, for an eighth of the tokens and those for which the `num_pages` pages do not suffice.
 
-    No two runs share a page, and pages of a run are not neighbours.
+    No two runs share a page, and a run's pages are drawn at random.
     """
     slots, pages = np.full(num_tokens, -1, np.int32), iter(rng.permutation(num_pages))
     used, end = 0, num_tokens - num_tokens // 8
@@ -116,7 +121,9 @@ def _new_tokens(mix: str, sizes: Sizes, rng: np.random.Generator, most: int) -> 
 
 
 def _first_seen(position: int, spec: AttentionSpec) -> int:
-    """Return the first position of which a token at `position` sees the key."""
+    """Return the first position of which a token at `position` sees the key: of its chunk if `spec` has chunks, else of
+    its window, 0 without either.
+    """
     if spec.chunk is not None:
         return position // spec.chunk * spec.chunk
     return 0 if spec.window is None else max(position - spec.window + 1, 0)

@@ -9,7 +9,9 @@ import numpy as np
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jnp.ndarray:
-    """Return normally distributed values times `scale`; of an integer dtype, uniform values of its whole range."""
+    """Return normally distributed values times `scale`, of `shape` and `dtype`; of an integer dtype, uniform values of
+    its whole range, without the least one of a signed dtype and without `scale`.
+    """
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)

@@ -36,8 +36,10 @@ def gated_delta_rule(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply the gated delta rule to a ragged batch: o f32[T, N, Hv] and the states after the step; arguments as of
-    state.delta.gated_delta_rule, which has checked them.
+    """Apply the gated delta rule to a ragged batch: o f32[T, N, Hv] and the states f32[R, N, H, Hv] after the step.
+
+    Arguments as of state.delta.gated_delta_rule, which has checked them: q, k [T, K, H], v [T, N, Hv], decay [T, N] or
+    [T, N, H], beta [T, N], and the rows of the states.
     """
     return recurrence(Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=single, chunk=chunk)
 

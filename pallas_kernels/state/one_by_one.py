@@ -21,8 +21,9 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Convolve x [T, C] causally, one token after the other: y f32[T, C] and the windows after them; arguments as of
-    state.conv.causal_conv, for rows of one token each. The shapes are not checked again.
+    """Convolve x [T, C] causally with weight [C, k], one token after the other: y f32[T, C] and the windows [R, k - 1,
+    C] after them; arguments as of state.conv.causal_conv, for rows of one token each. Raises ValueError unless `rows`
+    has T rows.
     """
     taps = weight.astype(jnp.float32).T  # [k, C]
 
@@ -39,8 +40,10 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
 def gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply the gated delta rule to one token after the other: o f32[T, N, Hv] and the states after them; arguments as
-    of state.delta.gated_delta_rule.
+    """Apply the gated delta rule to one token after the other: o f32[T, N, Hv] and the states [R, N, H, Hv] after them.
+
+    Arguments as of state.delta.gated_delta_rule: q, k [T, K, H], v [T, N, Hv], decay [T, N] or [T, N, H], beta [T, N].
+    Raises ValueError unless `rows` has T rows.
     """
     return _one_by_one(delta_xla.Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, delta_xla.single)
 
@@ -48,8 +51,10 @@ def gated_delta_rule(
 def state_space(
     x: jax.Array, b: jax.Array, c: jax.Array, decay: jax.Array, dt: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba-2's recurrence to one token after the other: y f32[T, N, P] and the states after them; arguments as
-    of state.space.state_space.
+    """Apply Mamba-2's recurrence to one token after the other: y f32[T, N, P] and the states [R, N, P, H] after them.
+
+    Arguments as of state.space.state_space: x [T, N, P], b, c [T, G, H], decay, dt [T, N]. Raises ValueError unless
+    `rows` has T rows.
     """
     return _one_by_one(space_xla.Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, space_xla.single)
 
@@ -57,8 +62,10 @@ def state_space(
 def selective_scan(
     x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, a: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba's recurrence to one token after the other: y f32[T, C] and the states after them; arguments as of
-    state.scan.selective_scan.
+    """Apply Mamba's recurrence to one token after the other: y f32[T, C] and the states [R, C, H] after them.
+
+    Arguments as of state.scan.selective_scan: x, dt [T, C], b, c [T, H], a [C, H]. Raises ValueError unless `rows` has
+    T rows.
     """
     return _one_by_one(scan_xla.Tokens(x, b, c, dt), x.shape[1:], state, rows, partial(scan_xla.single, a))
 

@@ -47,6 +47,7 @@ def recurrence(
 
     Args:
       tokens: a tuple of arrays [T, n, ...]; the rules get them as float32.
+      state: [R, ...]; rows: which rows of it each sequence reads, writes and saves to.
       shape: heads, and the output of each head.
       single: tokens [S, n, ...] of S sequences and their states [S, ...] to f32[S, *shape] and the states.
       chunk: tokens [n, CHUNK, ...] of one sequence and its state [...] to f32[heads, CHUNK, ...] and the state.
@@ -65,7 +66,10 @@ def recurrence(
 def _single_tokens(
     tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, end: jax.Array, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """Run `rule` over sequences [0, end), each of at most one new token: updated (o, state)."""
+    """Run `rule` over sequences [0, end), each of at most one new token, a few at a time: updated (o, state). tokens,
+    state, rows, rule: as of `recurrence`, whose `single` the rule is; o: f32[T + CHUNK, *shape]. rows.saves is not
+    used.
+    """
     num_tokens = tokens[0].shape[0]
     block = max(2, min(SEQS, rows.reads.shape[0]))  # see _chunks: never a single row
 
@@ -86,7 +90,10 @@ def _single_tokens(
 
 
 def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rule: Rule) -> tuple[jax.Array, jax.Array]:
-    """Run `rule` over the sequences from num_decode on, chunk by chunk in order: updated (o, state)."""
+    """Run `rule` over the sequences from num_decode on, chunk by chunk in order: updated (o, state); a sequence of
+    several tokens also writes rows.saves. Arguments as of `recurrence`, whose `chunk` the rule is; o: f32[T + CHUNK,
+    *shape].
+    """
     num_tokens = tokens[0].shape[0]
     seq = jnp.arange(rows.reads.shape[0], dtype=jnp.int32)
     mine = (seq >= rows.num_decode) & (seq < rows.num_seqs)
@@ -103,7 +110,7 @@ def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rul
         valid = jnp.arange(CHUNK) < left
 
         def taken(part: jax.Array) -> jax.Array:
-            """Slice this chunk's tokens: f32[n, CHUNK, ...], zeros after the sequence's last token."""
+            """Take the chunk's tokens of `part` [T, n, ...]: f32[n, CHUNK, ...], zeros after the sequence's last."""
             part = part[token].astype(jnp.float32)
             return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (part.ndim - 1)), part, 0.0), 0, 1)
 

@@ -30,7 +30,9 @@ class StateRows(NamedTuple):
 
 
 def check_rows(rows: StateRows) -> None:
-    """Raise ValueError unless the arrays of `rows` are int32 and agree in S."""
+    """Raise ValueError, with the field's name, unless the arrays of `rows` are int32 and have S = rows.reads.size
+    entries, cu_q_lens S + 1, and the counts none.
+    """
     num_seqs = rows.reads.size
     shapes = {"cu_q_lens": (num_seqs + 1,), "num_seqs": (), "num_decode": ()}
     for field, array in zip(rows._fields, rows, strict=True):
@@ -40,7 +42,7 @@ def check_rows(rows: StateRows) -> None:
 
 
 def read_rows(state: jax.Array, index: jax.Array) -> jax.Array:
-    """Read rows i32[n] of state [R, ...] as float32 [n, ...]; zeros for -1."""
+    """Read rows `index` i32[n] of state [R, ...] as float32 [n, ...]; zeros for -1, the last row for R or more."""
     found = state[jnp.clip(index, 0, state.shape[0] - 1)].astype(jnp.float32)
     return jnp.where((index >= 0).reshape(-1, *(1,) * (state.ndim - 1)), found, 0.0)
 

@@ -28,8 +28,10 @@ class Tokens(NamedTuple):
 def selective_scan(
     x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, a: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba's recurrence to a ragged batch: y f32[T, C] and the states after the step; arguments as of
-    state.scan.selective_scan, which has checked them.
+    """Apply Mamba's recurrence to a ragged batch: y f32[T, C] and the states f32[R, C, H] after the step.
+
+    Arguments as of state.scan.selective_scan, which has checked them: x, dt [T, C], b, c [T, H], a [C, H], and the rows
+    of the states.
     """
     rules = {"single": partial(single, a), "chunk": partial(chunk, a)}
     return recurrence(Tokens(x, b, c, dt), x.shape[1:], state, rows, **rules)

@@ -35,8 +35,10 @@ def state_space(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba-2's recurrence to a ragged batch: y f32[T, N, P] and the states after the step; arguments as of
-    state.space.state_space, which has checked them.
+    """Apply Mamba-2's recurrence to a ragged batch: y f32[T, N, P] and the states f32[R, N, P, H] after the step.
+
+    Arguments as of state.space.state_space, which has checked them: x [T, N, P], b, c [T, G, H], decay, dt [T, N], and
+    the rows of the states.
     """
     return recurrence(Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=single, chunk=chunk)
 

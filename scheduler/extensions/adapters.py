@@ -29,6 +29,7 @@ class AdapterOptions:
     num_slots: int
 
     def extension(self) -> Adapters:
+        """Make the scheduler extension with this many adapter slots."""
         return Adapters(self.num_slots)
 
 
@@ -63,12 +64,14 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int):
+        """Start with `num_slots` empty slots, and nobody waiting."""
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: dict[Request, None] = {}
         self._clock = 0
         self.loads: list[tuple[int, Adapter]] = []
 
     def __len__(self) -> int:
+        """Return the number of slots."""
         return len(self._slots)
 
     @property
@@ -128,12 +131,14 @@ class AdapterSlots:
         return ready
 
     def loaded(self, index: int, adapter: Adapter) -> None:
-        """Mark an adapter of `loads` as present in its slot; do nothing if the slot has been assigned to another."""
+        """Mark an adapter of `loads` as present in slot `index`; do nothing if the slot belongs to another by now."""
         if self._slots[index].owner is adapter:
             self._slots[index].ready = True
 
     def drop(self, adapter: Adapter) -> list[Request]:
-        """Free an adapter's slot, which no running request uses; return the requests that wait for the adapter."""
+        """Free an adapter's slot, if it has one, which no running request uses, and take back its uploads; return the
+        requests that wait for the adapter, which go on waiting.
+        """
         index = self._find(adapter)
         if index is not None:
             self._slots[index] = _Slot(claim=self._slots[index].claim)
@@ -144,7 +149,8 @@ class AdapterSlots:
         """Hand an old adapter's slot to the adapter that replaces it.
 
         Returns the slot if the devices hold the old matrices in it: the caller overwrites them, or calls `reload`.
-        Returns None if the old adapter has no slot, or is on its way: then the new one is added to `loads`.
+        Returns None if the old adapter has no slot, and nothing changes, or if it is on its way: then the new one is
+        added to `loads`.
         """
         index = self._find(old)
         if index is None:
@@ -157,14 +163,16 @@ class AdapterSlots:
         return None
 
     def reload(self, index: int) -> None:
-        """Have a slot's matrices uploaded again; no request is admitted with it until then."""
+        """Have the matrices of slot `index`, which must have an owner, uploaded again (`loads`); no request is admitted
+        with it until `loaded`.
+        """
         slot = self._slots[index]
         assert slot.owner is not None
         slot.ready = False
         self.loads.append((index, slot.owner))
 
     def retire(self, adapter: Adapter) -> None:
-        """Make an adapter's slot the next to be reused, since no new request will use the adapter."""
+        """Make an adapter's slot, if it has one, the next to be reused, since no new request will use the adapter."""
         index = self._find(adapter)
         if index is not None:
             self._slots[index].used = -1
@@ -235,8 +243,8 @@ def _order(request: Request) -> tuple[int, int]:
 
 
 def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
-    """Whether running requests use few of the adapter slots. columns: for each replica, the adapter slot of each of its
-    slots, -1 for none.
+    """Whether running requests use few of the `num_slots` adapter slots, as jaxengine.models.adapters.are_few defines
+    it. columns: for each replica, the adapter slot of each of its slots, -1 for none.
     """
     return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 
@@ -262,20 +270,25 @@ class Adapters(SchedulerExtension):
     ranks: Sequence[RankAdapters]
 
     def __init__(self, num_slots: int):
+        """Start with `num_slots` empty adapter slots."""
         self.slots = AdapterSlots(num_slots)
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, with no adapter in any slot."""
         self.ranks = [RankAdapters(rank.config.max_num_seqs) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
+        """Whether the request has no adapter, or one that it may use now (AdapterSlots.admits)."""
         return request.adapter is None or self.slots.admits(request)
 
     def ready(self) -> Iterable[Request]:
+        """Assign slots to the adapters of waiting requests; return the requests whose adapters are on the devices."""
         if not self.slots.waiting:
             return ()
         return self.slots.assign(running_adapters(len(self.slots), [rank.column for rank in self.ranks]))
 
     def complete(self, step: ScheduledStep) -> None:
+        """Set FEW_ADAPTERS in the features of a step with adapters whose rows use few of the slots."""
         if step.features & ADAPTER:
             columns = [rank.column[batch.slots] for rank, batch in zip(self.ranks, step.batches, strict=True)]
             if few_run(len(self.slots), columns):
@@ -290,10 +303,13 @@ class RankAdapters(RankExtension):
     """
 
     def __init__(self, max_num_seqs: int):
+        """Start with no adapter in any of `max_num_seqs` slots."""
         self.column = np.full(max_num_seqs, -1, np.int32)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Set the slot's entry of `column` to the request's adapter slot, -1 without an adapter."""
         self.column[request.slot] = -1 if request.adapter is None else request.adapter_slot
 
     def release(self, slot: int) -> None:
+        """Set the slot's entry of `column` to -1."""
         self.column[slot] = -1

@@ -50,6 +50,7 @@ class DraftOptions:
     guided: bool = False
 
     def extension(self) -> Drafts:
+        """Make the scheduler extension with these options."""
         return Drafts(self)
 
 
@@ -77,6 +78,7 @@ class DecodeDrafts:
     """
 
     def __init__(self, options: DraftOptions, slots: Slots):
+        """Start without drafts, for the decodes in these slots."""
         self._options = options
         self._slots = slots
         self.widths: np.ndarray | None = None
@@ -169,9 +171,11 @@ class Drafts(SchedulerExtension):
     ranks: Sequence[RankDrafts]
 
     def __init__(self, options: DraftOptions):
+        """Keep the options; `start` makes the rest."""
         self._options = options
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, and `width` for the widths of the replicas' common configuration."""
         config = ranks[0].config
         limits = config.max_num_seqs, config.max_num_batched_tokens
         self.width = DraftWidth({width: most_wide(width, *limits) for width in config.widths})
@@ -182,8 +186,9 @@ class Drafts(SchedulerExtension):
         """Give the decodes of the step being scheduled their drafts; return the width of its bucket, one of
         SchedulerConfig.widths.
 
-        Returns 1, without drafts, if the step has other rows than decodes, no width pays, no decode has drafts, or a
-        replica lacks pages for its own.
+        Returns 1, without drafts, if the step has other rows than decodes, which is counted as a prefill, no width
+        pays, no decode has drafts, or a replica lacks pages for its own. A choice of `width` counts as a trial, and
+        pages are allocated for the drafts.
         """
         counts = [each.rank.num_decodes for each in self.ranks]
         rows = [count for count in counts if count is not None]
@@ -206,10 +211,12 @@ class RankDrafts(RankExtension):
     """Drafts of one replica's decodes."""
 
     def __init__(self, options: DraftOptions, rank: Rank):
+        """Start without drafts, for the decodes of this replica."""
         self.rank = rank
         self._drafts = DecodeDrafts(options, rank.slots)
 
     def begin(self) -> None:
+        """Start a step, in which every decode has one token unless `widen` gives it more."""
         self._drafts.begin()
 
     def look_ahead(self, most: int) -> np.ndarray:

@@ -19,6 +19,7 @@ class Intake(SchedulerExtension):
     name: ClassVar[str] = "intake"
 
     def __init__(self) -> None:
+        """Start open, with nobody held back."""
         self.first: int | None = None
         self._waiting: list[Request] = []
 
@@ -27,15 +28,18 @@ class Intake(SchedulerExtension):
         self.first = first if self.first is None else self.first
 
     def open(self) -> None:
+        """Admit all requests again; `ready` then returns those held back."""
         self.first = None
 
     def admits(self, request: Request) -> bool:
+        """Whether the request arrived before the closure, or there is none; any other is kept for `ready`."""
         if self.first is None or request.arrival_index < self.first:
             return True
         self._waiting.append(request)
         return False
 
     def ready(self) -> Iterable[Request]:
+        """Return the requests held back, once, after `open`; none while closed."""
         if self.first is not None or not self._waiting:
             return ()
         waiting, self._waiting = self._waiting, []

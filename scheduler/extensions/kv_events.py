@@ -22,6 +22,7 @@ class KVEventOptions:
     """Options of events in the scheduler: there are none."""
 
     def extension(self) -> KVEvents:
+        """Make the scheduler extension."""
         return KVEvents()
 
 
@@ -63,6 +64,7 @@ class KVEvents(SchedulerExtension):
     ranks: Sequence[RankEvents] = ()
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, which listen to the replicas' pools from then on."""
         self.ranks = [RankEvents(rank) for rank in ranks]
 
 
@@ -74,6 +76,7 @@ class RankEvents(RankExtension):
     """
 
     def __init__(self, rank: Rank):
+        """Start without events, and listen to the pool of this replica."""
         self.events: list[Stored | Removed | Cleared] = []
         self._tables = rank.pages
         # Keys of pages whose tokens are not known yet.
@@ -82,12 +85,17 @@ class RankEvents(RankExtension):
         rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
+        """Note a new page by its key `digest`; its event is made when its request's tokens are known."""
         self._new[digest] = None
 
     def dropped(self, digest: bytes) -> None:
+        """Append a Removed event for the page with the key `digest`, unless its own event has not been made yet."""
         self.evicted([digest], [])
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Append a Removed event for each group with pages among the keys `digests`; a page without an event yet gets
+        none. `pages` is not used.
+        """
         by_group: dict[int, list[bytes]] = {}
         for key in digests:
             if key in self._new:
@@ -98,20 +106,26 @@ class RankEvents(RankExtension):
         self.events += [Removed(group, own) for group, own in by_group.items()]
 
     def forgotten(self) -> None:
+        """Append a Cleared event; new pages get no event any more."""
         self._new.clear()
         self.events.append(Cleared())
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Note whose slot it is."""
         self._requests[request.slot] = request
 
     def register(self, request: Request, num_computed: int, count: int) -> None:
+        """Make events of new pages from the column on in which the chunk began."""
         self._name(request, (num_computed - count) // self._tables.page_size)
 
     def release(self, slot: int) -> None:
+        """Make events of all new pages of the slot's request, and forget whose slot it was."""
         self._name(self._requests.pop(slot), 0)
 
     def _name(self, request: Request, begin: int) -> None:
-        """Make events of new pages that are a request's, from column `begin` on."""
+        """Append a Stored event for each run of a request's consecutive pages, from column `begin` on, that are new, in
+        every group; they are then no longer new.
+        """
         if not self._new:
             return
         token_ids = request.known_token_ids()  # of a running request those that its digests are of

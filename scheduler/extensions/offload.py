@@ -43,6 +43,7 @@ class OffloadOptions:
     store_threshold: int = 0
 
     def extension(self) -> Offload:
+        """Make the scheduler extension with these options."""
         return Offload(self)
 
 
@@ -70,15 +71,17 @@ class NoStore(Store):
     """Store without content."""
 
     def has(self, key: bytes) -> bool:
+        """Whether a key is stored: never."""
         return False
 
     def pin(self, keys: Sequence[bytes]) -> None:
-        pass
+        """Do nothing."""
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        pass
+        """Do nothing."""
 
     def pays(self, num_stored: int, num_tokens: int) -> bool:
+        """Whether it pays to bring pages back: never."""
         return False
 
 
@@ -131,6 +134,7 @@ class Offload(SchedulerExtension):
     ranks: Sequence[RankOffload] = ()
 
     def __init__(self, options: OffloadOptions):
+        """Start with a store without content, and nobody waiting."""
         self.options = options
         self.store: Store = NoStore()
         self.loads: list[Load] = []
@@ -143,9 +147,16 @@ class Offload(SchedulerExtension):
         self._seen: dict[bytes, int] = {}
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, which observe the replicas' pools and snapshots from then on."""
         self._ranks, self.ranks = ranks, [RankOffload(self, rank) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
+        """Whether a request need not wait for stored pages; if it must, append to `loads` what it lacks on the replica
+        of least work: tokens held there, less those that would come.
+
+        True for one that has been asked before, that no replica has room for now, that would gain nothing, or that was
+        preempted and rather computes. A lookup in the store is counted.
+        """
         if request in self._tried:
             return True
         offers = [(rank, offer) for rank in self._ranks if rank.is_open and (offer := rank.offer(request)) is not None]
@@ -163,6 +174,9 @@ class Offload(SchedulerExtension):
         return False
 
     def preempted(self, request: Request) -> str | None:
+        """Count a preempted request by its mode, and return that in capitals: "SWAP" or "RECOMPUTE"; auto takes the
+        faster one (`Store.pays`). With SWAP the keys of its pages and last two states are pinned in the store.
+        """
         mode = self.options.preemption_mode
         if mode == AUTO:
             mode = SWAP if self.store.pays(len(request.page_hashes), len(request.known_token_ids())) else RECOMPUTE
@@ -176,6 +190,7 @@ class Offload(SchedulerExtension):
         return mode.upper()
 
     def weights_replaced(self) -> None:
+        """Note that digests no longer name the weights (`is_own`), and that there is something to do (`is_due`)."""
         self.is_own, self.is_due = False, True
 
     def ended(self, request: Request) -> None:
@@ -193,7 +208,9 @@ class Offload(SchedulerExtension):
         self.ended(request)
 
     def is_wanted(self, key: bytes) -> bool:
-        """Whether a page or state is to be stored: it is not, and requests have looked for it often enough."""
+        """Whether the page or state of a key (`page_key`, `state_key`) is to be stored: it is not yet, and requests
+        have looked for it at least store_threshold times.
+        """
         least = self.options.store_threshold
         return not self.store.has(key) and (least < 2 or self._seen.get(key[:32], 0) >= least)
 
@@ -208,7 +225,9 @@ class Offload(SchedulerExtension):
         return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size)
 
     def _is_wanted(self, request: Request, load: Load) -> bool:
-        """Whether a request is to wait for what it lacks: always, but for a preempted one if it computes instead."""
+        """Whether a request is to wait for `load`, what it lacks: always, but a preempted one only in mode "swap", or
+        in mode "auto" if loading takes less time than computing (`Store.pays`).
+        """
         if request.status is not RequestStatus.PREEMPTED:
             return True
         mode = self.options.preemption_mode
@@ -234,6 +253,7 @@ class RankOffload(RankExtension):
     """
 
     def __init__(self, offload: Offload, rank: Rank):
+        """Start without orders, and listen to the pool and the snapshots of this replica."""
         self._offload = offload
         self.pages, self.states = Orders(), Orders()
         rank.pool.listeners.append(_Listener(offload, self.pages, bytes))
@@ -242,6 +262,7 @@ class RankOffload(RankExtension):
             rank.pages.snapshots.listener = _Listener(offload, self.states, state_key)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Count what the request found in the cache, and release what was kept for it (`Offload.admitted`)."""
         self._offload.admitted(request, hits.num_columns * self._tables.page_size)
 
     def take(self, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[tuple[bytes, int]]:
@@ -261,7 +282,9 @@ class RankOffload(RankExtension):
         return list(zip(keys, pages, strict=True))
 
     def take_state(self, key: bytes) -> int | None:
-        """Return the snapshot that a key's state is to be written to, from which it can be found; None for none."""
+        """Return the snapshot that the state of a key (`state_key`) is to be written to, from which it can be found;
+        None if it is there already, the newest step uses every snapshot, or the model has none.
+        """
         snapshots = self._tables.snapshots
         return None if snapshots is None else snapshots.put(key[: -len(state_key(b""))])
 
@@ -276,17 +299,21 @@ class _Listener:
     """Listener of a pool or of snapshots that orders the storing of their content. key: makes the key of a digest."""
 
     def __init__(self, offload: Offload, orders: Orders, key: Callable[[bytes], bytes]):
+        """Keep the extension, the orders to fill, and the function from a digest to its key."""
         self._offload, self._orders, self._key = offload, orders, key
 
     def registered(self, digest: bytes, page: int) -> None:
+        """Order a new page to be stored once it is filled, with `at_once` and if it is wanted."""
         if self._offload.options.at_once and self._offload.is_wanted(key := self._key(digest)):
             self._orders.filled[key], self._offload.is_due = page, True
 
     def dropped(self, digest: bytes) -> None:
+        """Take back the orders to store the page with this digest, if there are any."""
         for due in (self._orders.filled, self._orders.leaving):
             due.pop(self._key(digest), None)
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Order pages that are about to be overwritten to be stored before that, those that are wanted."""
         for digest, page in zip(digests, pages, strict=True):
             key = self._key(digest)
             self._orders.filled.pop(key, None)
@@ -294,6 +321,7 @@ class _Listener:
                 self._orders.leaving[key], self._offload.is_due = page, True
 
     def forgotten(self) -> None:
+        """Count that the pools have forgotten their pages, and drop all orders of all replicas."""
         self._offload.num_forgotten += 1
         for rank in self._offload.ranks:
             rank.clear()

@@ -27,6 +27,7 @@ class PageAgeOptions:
     sample: float
 
     def extension(self) -> PageAges:
+        """Make the scheduler extension with this share."""
         return PageAges(self.sample)
 
 
@@ -54,10 +55,12 @@ class PageAges(SchedulerExtension):
     ranks: Sequence[RankAges] = ()
 
     def __init__(self, sample: float):
+        """Start with an `evicted` that does nothing. sample: share of the pages that are observed."""
         self.sample = sample
         self.evicted: Callable[[float, PageAge], None] = lambda now, page: None
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, which listen to the replicas' pools from then on."""
         self.ranks = [RankAges(self, rank) for rank in ranks]
 
 
@@ -69,31 +72,39 @@ class RankAges(RankExtension):
     """
 
     def __init__(self, parent: PageAges, rank: Rank):
+        """Start without observed pages, and listen to the replica's pool. Pages are drawn with the replica's number as
+        seed.
+        """
         self.ages: dict[int, PageAge] = {}
         self.numbers: dict[bytes, int] = {}
         self._parent, self._draw = parent, random.Random(rank.index)
         rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
+        """Observe the page from now on, with the probability `sample`."""
         if self._draw.random() < self._parent.sample:
             self.ages[page] = PageAge(time.monotonic())
             self.numbers[digest] = page
 
     def dropped(self, digest: bytes) -> None:
+        """End the observation of the page with this digest, if it is observed, without a call of PageAges.evicted."""
         if (page := self.numbers.pop(digest, None)) is not None:
             del self.ages[page]
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
+        """End the observation of pages by their digests, and call PageAges.evicted for each observed one."""
         now = time.monotonic()
         for digest in digests:
             if (page := self.numbers.pop(digest, None)) is not None:
                 self._parent.evicted(now, self.ages.pop(page))
 
     def forgotten(self) -> None:
+        """End the observation of all pages, without calls of PageAges.evicted."""
         self.ages.clear()
         self.numbers.clear()
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Note the time for each observed page of the request's cached prefix, `hits`."""
         now = time.monotonic()
         for page in (page for group in hits.pages for page in group.tolist() if page in self.ages):
             self.ages[page].found.append(now)

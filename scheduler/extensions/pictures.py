@@ -45,6 +45,7 @@ class PictureOptions:
     max_sound_patches: int = 0
 
     def extension(self) -> Pictures:
+        """Make the scheduler extension with these options."""
         return Pictures(self)
 
 
@@ -204,6 +205,7 @@ class EncoderRows:
         return self._most[True] > 0 and item.modality == AUDIO
 
     def _leave(self, slot: int, digest: bytes) -> None:
+        """Note that a slot no longer needs an image; one that no slot needs is idle, used last."""
         users = self._users[digest]
         users.discard(slot)
         if not users:
@@ -212,12 +214,16 @@ class EncoderRows:
             self._num_idle_rows += len(self._rows[digest])
 
     def _allocate(self, count: int) -> np.ndarray:
+        """Take `count` free rows, i32[count], after evicting idle images, the least recently used first. Raises
+        StopIteration if the rows do not suffice.
+        """
         while self._num_free < count:
             self._evict(next(iter(self._idle)))
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count].copy()
 
     def _evict(self, digest: bytes) -> None:
+        """Free the rows of an idle image, and take it out of `encodes`."""
         rows = self._rows.pop(digest)
         del self._idle[digest]
         if self.encodes:  # it may have lost its only user in the step that was to encode it
@@ -228,7 +234,7 @@ class EncoderRows:
 
 
 def _within(media: Media, start: int, count: int) -> list[MediaItem]:
-    """Return the items that have embeddings among tokens [start, start + count), in order."""
+    """Return the items of a prompt whose range [begin, end) meets its tokens [start, start + count), in order."""
     return [item for item in media.items if item.begin < start + count and item.end > start]
 
 
@@ -239,6 +245,7 @@ class Pictures(SchedulerExtension):
     ranks: Sequence[RankPictures]
 
     def __init__(self, options: PictureOptions):
+        """Keep the options; `start` makes the pools."""
         self._options = options
 
     @property
@@ -247,9 +254,11 @@ class Pictures(SchedulerExtension):
         return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, with empty pools."""
         self.ranks = [RankPictures(self._options, rank.slots) for rank in ranks]
 
     def reset_cache(self) -> None:
+        """Forget the embeddings that no slot needs, in the pools of all replicas."""
         for rows in self.rows:
             rows.clear()
 
@@ -260,21 +269,30 @@ class RankPictures(RankExtension):
     """
 
     def __init__(self, options: PictureOptions, slots: Slots):
+        """Start with an empty pool, for the prompts in these slots."""
         sounds = options.max_sound_patches
         self.rows = EncoderRows(options.num_rows, options.max_patches, whole=options.whole, max_sound_patches=sounds)
         self._slots = slots
         self._mrope = options.mrope
 
     def begin(self) -> None:
+        """Start a step, with no image to encode yet."""
         self.rows.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        """Return how many of the prompt's tokens the step can compute as far as images are concerned
+        (EncoderRows.reach).
+        """
         return self.rows.reach(request.media, start, count)
 
     def reserve(self, request: Request, start: int, count: int) -> None:
+        """Reserve pool rows for the images of these tokens; those not in the pool are to be encoded."""
         self.rows.take(request.slot, request.media, start, count)
 
     def complete(self, batch: ScheduledBatch) -> None:
+        """Add the images to be encoded as a section of the batch and the pool rows of its tokens to its message, both
+        only if there are any, and release images that the chunks pass.
+        """
         if self.rows.encodes:
             batch.sections[NAME] = self.rows.encodes
         slots = batch.slots[batch.num_decode :].tolist()
@@ -293,4 +311,5 @@ class RankPictures(RankExtension):
             self.rows.passed(slot, start + count)
 
     def release(self, slot: int) -> None:
+        """Release all images of the slot; they stay in the pool until others need the room."""
         self.rows.release(slot)

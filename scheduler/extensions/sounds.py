@@ -37,6 +37,7 @@ class SoundOptions:
     max_frames: int
 
     def extension(self) -> Sounds:
+        """Make the scheduler extension with these options."""
         return Sounds(self)
 
 
@@ -47,6 +48,7 @@ class Sounds(SchedulerExtension):
     ranks: Sequence[RankSounds]
 
     def __init__(self, options: SoundOptions):
+        """Keep the options; `start` makes the pools."""
         self._options = options
 
     @property
@@ -55,9 +57,11 @@ class Sounds(SchedulerExtension):
         return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
+        """Make `ranks`, with empty pools."""
         self.ranks = [RankSounds(self._options) for _ in ranks]
 
     def reset_cache(self) -> None:
+        """Forget the encoded sounds that no slot needs, in the pools of all replicas."""
         for rows in self.rows:
             rows.clear()
 
@@ -68,19 +72,24 @@ class RankSounds(RankExtension):
     """
 
     def __init__(self, options: SoundOptions):
+        """Start with an empty pool, and no prompt to align."""
         self.rows = EncoderRows(options.num_rows, options.max_frames)
         self._num_aligned = 0
 
     def row(self, request: Request) -> int:
-        """Return the pool's row of a running request's sound."""
+        """Return the pool's row of a running request's sound. Raises KeyError if the sound has none."""
         assert request.media is not None
         return int(self.rows.index(request.media, 0, 1)[0])
 
     def begin(self) -> None:
+        """Start a step, with no sound to encode and no prompt to align yet."""
         self.rows.begin_step()
         self._num_aligned = 0
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        """Return `count`, but 0 for a request to be admitted (hits is not None) whose sound finds no row or is too much
+        for the step, or which is to be aligned after MAX_ALIGNED others in this step.
+        """
         if hits is None:
             return count
         if request.params.alignment is not None and self._num_aligned == MAX_ALIGNED:
@@ -89,14 +98,18 @@ class RankSounds(RankExtension):
         return count if self.rows.reach(request.media, 0, 1) else 0
 
     def reserve(self, request: Request, start: int, count: int) -> None:
+        """Reserve a pool row for the request's sound; one not in the pool is to be encoded."""
         self.rows.take(request.slot, request.media, 0, 1)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        """Count the request if its prompt is to be aligned with its sound."""
         self._num_aligned += request.params.alignment is not None
 
     def complete(self, batch: ScheduledBatch) -> None:
+        """Add the sounds to be encoded as a section of the batch, if there are any."""
         if self.rows.encodes:
             batch.sections[NAME] = self.rows.encodes
 
     def release(self, slot: int) -> None:
+        """Release the slot's sound; it stays in the pool until others need the room."""
         self.rows.release(slot)

@@ -55,6 +55,9 @@ class PageTables:
     """
 
     def __init__(self, config: SchedulerConfig):
+        """Make a pool, snapshots if the configuration has any, and tables without pages. Raises ValueError without
+        pages.
+        """
         self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
         self.page_size = config.page_size
         groups, slots = len(config.windows), config.max_num_seqs
@@ -145,7 +148,9 @@ class PageTables:
         return Hits(run, tuple(pages), num_known)
 
     def begin(self, slot: int, hits: Hits) -> None:
-        """Give a slot without pages those of a cached prefix, the result of `lookup`."""
+        """Give a slot without pages those of a cached prefix, the result of `lookup`: each page gets one reference
+        more, and its entry is written.
+        """
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
         self._held[:, slot] = [len(hits.pages[group]) for group, _ in self.windowed]
         for group, pages in enumerate(hits.pages):
@@ -154,8 +159,8 @@ class PageTables:
                 self._write(group, slot, hits.num_columns - len(pages), pages)
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Allocate the pages that the slot's first `num_tokens` tokens lack. Raises ValueError if the
-        pool has too few.
+        """Allocate the pages of every group that the slot's first `num_tokens` tokens lack, and write their entries.
+        Raises ValueError if the pool has too few; nothing has changed then.
         """
         first, last = int(self.num_columns[slot]), self._columns(num_tokens)
         if last > first:
@@ -200,8 +205,8 @@ class PageTables:
             self.grow_by_one(slots[needy])
 
     def give_back(self, slot: int, position: int) -> None:
-        """Free the pages, of groups with windows, that no token of a slot from `position` on will see. `grow_by_one`
-        does it, too.
+        """Free the pages, of groups with windows, that no token of a slot from `position` on will see. No deltas are
+        written. `grow_by_one` does it, too.
         """
         columns = int(self.num_columns[slot])
         for index, (group, window) in enumerate(self.windowed):
@@ -212,8 +217,9 @@ class PageTables:
                 self._held[index, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Register in the prefix cache the pages that the slot's first `num_tokens` tokens fill. They may be used at
-        once, because a step writes all its keys before it reads any.
+        """Register in the prefix cache the pages, of every group, that the slot's first `num_tokens` tokens fill,
+        except those registered before. They may be used at once, because a step writes all its keys before it reads
+        any.
 
         digests: of the slot's pages from the first one on, as far as they are known.
         """
@@ -246,7 +252,9 @@ class PageTables:
             self.snapshots.reset()
 
     def take_deltas(self) -> list[Deltas]:
-        """Return the page-table entries written since the last call, those for snapshots included."""
+        """Return the page-table entries written since the last call, those for snapshots (table num_groups) last; the
+        list in `deltas` is then empty.
+        """
         deltas, self.deltas = self.deltas, []
         if self.snapshots is not None and (entries := self.snapshots.take_entries()) is not None:
             slots, columns, values = entries
@@ -264,6 +272,7 @@ class PageTables:
         return (slots + group * self.table.shape[1]).astype(np.int32)
 
     def _columns(self, num_tokens: int) -> int:
+        """Return the number of columns of `num_tokens` tokens, the last one not full as a rule."""
         return -(-num_tokens // self.page_size)
 
     def behind(self, position: int, window: int) -> int:
@@ -279,7 +288,9 @@ def short_digest(digest: bytes) -> int:
 
 
 def page_key(digest: bytes, group: int) -> bytes:
-    """Return the key under which PagePool stores a group's page with this digest."""
+    """Return the key under which PagePool stores a group's page with this digest: the digest itself for group 0, else
+    with the group's number, at most 255, as one more byte.
+    """
     return digest + bytes((group,)) if group else digest
 
 

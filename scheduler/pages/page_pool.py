@@ -42,9 +42,12 @@ class PagePool:
       enable_caching: whether `register` has an effect.
       ref_count: i32[num_pages], references to each page.
       listeners: what observes the cached pages.
+
+    Raises ValueError for num_pages below 1.
     """
 
     def __init__(self, num_pages: int, *, enable_caching: bool = True):
+        """Start with blank pages only. Raises ValueError for num_pages below 1."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; a pool needs at least 1")
         self.num_pages = num_pages
@@ -69,8 +72,8 @@ class PagePool:
         return self._num_blank + self._num_cached
 
     def allocate(self, count: int) -> np.ndarray:
-        """Allocate `count` free pages, i32[count], each with one reference. Raises ValueError for more
-        than `num_free`.
+        """Allocate `count` free pages, i32[count], each with one reference: blank ones first, then the cached ones
+        least recently freed, whose digests are forgotten (`evicted`). Raises ValueError for more than `num_free`.
         """
         if count > self.num_free:
             raise ValueError(f"count is {count}; only {self.num_free} pages are free")
@@ -83,7 +86,9 @@ class PagePool:
         return pages
 
     def acquire(self, pages: np.ndarray) -> None:
-        """Add one reference to each of `pages`, i32[n] without repeats, as found by `lookup`."""
+        """Add one reference to each of `pages`, i32[n] without repeats, as found by `lookup`; a cached one is no longer
+        free, but keeps its digest.
+        """
         free = pages[self.ref_count[pages] == 0]
         self._position[free] = -1
         self._num_cached -= len(free)
@@ -123,8 +128,8 @@ class PagePool:
         return not self._named[pages].any()
 
     def register(self, page: int, digest: bytes) -> None:
-        """Register a referenced page under the digest of its tokens, by which later requests find it. Does nothing if
-        another page has the digest.
+        """Register a referenced page under the digest of its tokens, by which later requests find it, and tell the
+        listeners. Does nothing without enable_caching, or if a page has the digest or the page has one.
         """
         if self.enable_caching and digest not in self._page_of and self._digest_of[page] is None:
             self._page_of[digest] = page
@@ -157,7 +162,9 @@ class PagePool:
         return self._page_of.get(digest)
 
     def forget(self, digest: bytes) -> None:
-        """Forget a digest, if it is known; a cached page becomes blank, a referenced one stays with its owners."""
+        """Forget a digest, if it is known, and tell the listeners (`dropped`); a cached page becomes blank, a
+        referenced one stays with its owners.
+        """
         page = self._page_of.pop(digest, None)
         if page is None:
             return
@@ -172,7 +179,9 @@ class PagePool:
             each.dropped(digest)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every digest; cached pages become blank. Referenced pages stay with their owners."""
+        """Forget every digest, and tell the listeners (`forgotten`); cached pages become blank. Referenced pages stay
+        with their owners.
+        """
         for page in self._page_of.values():
             self._digest_of[page] = None
         self._page_of.clear()
@@ -227,7 +236,8 @@ class PagePool:
         self._head, self._tail = 0, len(live)
 
     def _evict(self, count: int) -> np.ndarray:
-        """Take the `count` cached pages least recently freed, i32[count], and forget their digests.
+        """Take the `count` cached pages least recently freed, i32[count], tell the listeners (`evicted`), and forget
+        their digests.
 
         There must be so many. They are in no state afterwards: the caller adds references.
         """

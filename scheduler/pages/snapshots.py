@@ -48,6 +48,7 @@ class Snapshots:
     listener: PageListener | None = None
 
     def __init__(self, num_snapshots: int, max_num_seqs: int, page_size: int):
+        """Start with `num_snapshots` free snapshots, for `max_num_seqs` slots. page_size: in tokens."""
         self.page_size = page_size
         self._free = list(range(num_snapshots - 1, -1, -1))
         self._of: dict[bytes, int] = {}
@@ -57,7 +58,9 @@ class Snapshots:
         self._entries: dict[tuple[int, int], int] = {}
 
     def begin_step(self) -> None:
-        """Start a step: snapshots saved by the previous step may be looked up from now on."""
+        """Start a step: snapshots saved by the previous step may be looked up from now on, and those that it used may
+        be reused.
+        """
         self._of |= self._made
         self._made.clear()
         self._busy.clear()
@@ -97,7 +100,8 @@ class Snapshots:
     def begin(self, slot: int, digest: bytes | None, borders: list[int]) -> None:
         """Set up the slot of a new sequence, whose states after `borders` tokens are to be saved.
 
-        digest: of the last page of its cached prefix, whose state must be stored (`has`); None to begin without one.
+        digest: of the last page of its cached prefix, whose state must be stored (`has`; KeyError otherwise) and counts
+        as used last; None to begin without one.
         """
         self._borders[slot] = borders
         self._entries[slot, POSITION] = 0
@@ -158,14 +162,16 @@ class Snapshots:
         return True
 
     def reset(self) -> None:
-        """Forget every stored state; those that steps in flight write or read are not affected."""
+        """Forget every stored state, without telling the listener; steps in flight that write or read them are not
+        affected.
+        """
         self._free += [*self._of.values(), *self._made.values()]
         self._of.clear()
         self._made.clear()
 
     def take_entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Return the entries of the snapshots' page table written since the last call: slots, columns (LOAD, POSITION
-        or SAVE) and values, i32[n] each; None for none.
+        """Return the entries of the snapshots' page table written since the last call, and forget them: slots, columns
+        (LOAD, POSITION or SAVE) and values, i32[n] each; None for none.
         """
         if not self._entries:
             return None

@@ -40,6 +40,7 @@ class FairQueue:
     """
 
     def __init__(self, num_ranks: int = 1, max_num_seqs: int = 1):
+        """Start empty, for requests that run on `num_ranks` replicas with `max_num_seqs` slots each."""
         self.num_tokens = 0
         self.size = 0
         # Whose request runs in a slot, a client's number.
@@ -47,6 +48,7 @@ class FairQueue:
         self._forget_all()
 
     def __len__(self) -> int:
+        """Return the number of waiting requests."""
         return self.size
 
     def __iter__(self) -> Iterator[Request]:
@@ -66,7 +68,8 @@ class FairQueue:
 
     def push(self, request: Request) -> None:
         """Put a request into its client's queue, a new one at the end and a preempted one in its old place, at the
-        front.
+        front. A client that begins to wait is lifted to the least counter of those that wait, and idle clients at or
+        below that are forgotten.
         """
         number = self._numbers.get(request.client)
         if number is None:
@@ -90,7 +93,9 @@ class FairQueue:
         return self._lines[int(least[np.argmin(self._head[least])])].first()
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request, wherever it is in its queue. Raises KeyError if it does not wait."""
+        """Remove a waiting request, wherever it is in its queue; if nobody waits or runs then, all clients are
+        forgotten. Raises KeyError if it does not wait.
+        """
         number = self._numbers[request.client]
         line = self._lines[number]
         line.remove(request)
@@ -103,7 +108,9 @@ class FairQueue:
         self._forget_if_idle()
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Remove a request that has got a slot, and charge its client `num_tokens` of input."""
+        """Remove a request that has got a slot, count it as running, and charge its client `num_tokens` of input.
+        Raises KeyError if it does not wait.
+        """
         number = self._numbers[request.client]
         self._owner[request.rank, request.slot] = number
         self._running[number] += 1
@@ -133,7 +140,9 @@ class FairQueue:
         return 0 if self._last is None else int(self._service[self._last])
 
     def _add(self, client: str) -> int:
-        """Give a client without a number a free one, with a counter of 0, and return it."""
+        """Give a client without a number a free one, with a counter of 0, and return it; the arrays grow by 8 if none
+        is free.
+        """
         if not self._free:
             size = len(self._lines)
             more = np.full(size + 8, _NOBODY)
@@ -158,11 +167,12 @@ class FairQueue:
             self._free.append(number)
 
     def _forget_if_idle(self) -> None:
+        """Forget all clients and counters if no request waits or runs."""
         if not self.size and not self._running.any():
             self._forget_all()
 
     def _forget_all(self) -> None:
-        """Start without clients."""
+        """Start without clients, counters, queues and numbers; what there was is lost."""
         self._numbers: dict[str, int] = {}
         # By a client's number; service is _NOBODY for a number that is free, head the arrival_index of the first that
         # waits and _NOBODY without one.

@@ -20,6 +20,7 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: str = "fcfs"):
+        """Start empty. policy: "priority" orders by priority and then arrival, any other by arrival."""
         self._by_priority = policy == "priority"
         self._heap: list[tuple[int, int, int, Request]] = []
         self._entries: dict[Request, int] = {}
@@ -27,6 +28,7 @@ class WaitingQueue:
         self.size = self.num_tokens = 0
 
     def __len__(self) -> int:
+        """Return the number of waiting requests."""
         return self.size
 
     def __iter__(self) -> Iterator[Request]:
@@ -52,7 +54,9 @@ class WaitingQueue:
         return None
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Remove a request that has got a slot. num_tokens: of its input, used by queues that charge clients."""
+        """Remove a request that has got a slot; KeyError if it does not wait. num_tokens: of its input, unused here;
+        the fair policy's queue charges them.
+        """
         self.remove(request)
 
     def remove(self, request: Request) -> None:

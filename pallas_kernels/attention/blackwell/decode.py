@@ -33,8 +33,11 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
 
 
 def attend(shape: DecodeShape, refs: Refs, first, end) -> None:
-    """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end), each
-    over its blocks."""
+    """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a
+    CTA, each over its blocks.
+
+    Waits for each item's queries and blocks, releases their buffers, and returns once the stores are complete.
+    """
     _, queries = shape.stages()
     nothing = jnp.full((shape.product_rows,), NOTHING, jnp.float32), jnp.zeros((shape.product_rows,), jnp.float32)
 
@@ -57,10 +60,12 @@ def attend(shape: DecodeShape, refs: Refs, first, end) -> None:
 
 
 def _attend_block(shape: DecodeShape, refs: Refs, item, q_slot, step, block, carry):
-    """Add a block of an item to the running softmax; return the new (largest, total), `largest` in base 2.
+    """Add a block of an item to the running softmax; return the new (largest, total), `largest` in base 2. The sums of
+    values, in refs.o_tmem, are scaled by the decay of the maximum, and the block's products are being added on return
+    (refs.added); the scores of the item's next block have been started.
 
-    q_slot: of the item's queries in shared memory. step: blocks that the CTA has done before the item's block 0. carry:
-    (largest, total), f32 [128] each.
+    q_slot: of the item's queries in shared memory. step: blocks that the CTA has done before the item, less the number
+    of the item's first block. carry: (largest, total), f32 [128] each.
     """
     largest, total = carry
     first_block, end_block = refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK]

@@ -23,7 +23,9 @@ from jaxengine.pallas_kernels.attention.hopper.prefill_load import Refs, Shape, 
 
 
 def body(shape: Shape, refs: Refs) -> None:
-    """Run one warpgroup of a CTA: the last one loads the data of its tiles, the others compute 128 rows each."""
+    """Run one warpgroup of a CTA over all of the CTA's tiles: the last one loads their data, the others compute and
+    store 128 rows of each. Registers move from the first to the others if two compute.
+    """
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     producer, compute = registers(shape)
 
@@ -51,7 +53,9 @@ def body(shape: Shape, refs: Refs) -> None:
 
 
 def _own(shape: Shape, refs: Refs, warpgroup) -> Refs:
-    """Return `refs` with the rows, columns of sums and barriers of a computing warpgroup alone."""
+    """Return `refs` with the rows of queries and weights, columns of tensor memory and barriers of a computing
+    warpgroup alone: q_smem, weight_smem, sums_tmem, o_tmem, scored and added; other fields are unchanged.
+    """
     rows = pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows)
 
     def columns(count: int) -> Any:
@@ -70,8 +74,11 @@ def _own(shape: Shape, refs: Refs, warpgroup) -> Refs:
 def _attend_block(shape: Shape, own: Refs, step, tile: Tile, block, carry, scale, mask):
     """Add one block of a tile to the running softmax; return the new ((), largest, total), `largest` in base 2.
 
+    The sums of values stay in own.o_tmem. Waits for the block's keys and values, releases their stages when its
+    products are complete, and starts the scores of the tile's next block; after the last block it waits for the sums.
+
     own: of `_own`. step: blocks done before the tile; block: index within it. carry: ((), largest and total f32 [128]).
-    scale, mask: as of `attention.hopper.prefill`.
+    scale, mask: as of `attention.hopper.prefill._attend_block`.
     """
     _, largest, total = carry
 

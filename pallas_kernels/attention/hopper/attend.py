@@ -59,6 +59,11 @@ def why_not(
 ) -> str | None:
     """Return the reason why the kernels do not support an attention, which XLA then serves; None if they support it.
 
+    Not supported: unequal head dims of keys and values, head dims that are no multiple of 16 (32 for a pool of one
+    byte) or above MAX_HEAD_DIM (MAX_ONE_BYTE_HEAD_DIM), more than 64 query heads per kv head, page sizes but 8, 16, 32
+    and multiples of 64, tree masks, slopes, chunks, a window without `causal`, queries not of two bytes, a pool not of
+    KV_DTYPES or of two bytes and another dtype than the queries. For latents see `why_not_latent`.
+
     q_dtype, kv_dtype: None if not known yet (a schedule is built before them); what depends on them is then not
     checked. tree_mask: whether there is one. latents: whether there is a kernel for values that lie in keys.
     """
@@ -108,7 +113,8 @@ def attention_schedule(
     computing: Computing = HOPPER,
 ) -> kernel_schedule.Schedule | xla_schedule.Schedule:
     """Build the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
-    `kv_limits` is given. computing: of the card.
+    `kv_limits` is given. Arguments are those of attention.op.attention_schedule, which has checked them. computing: of
+    the card.
     """
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     if kv_limits is not None:
@@ -134,11 +140,11 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes what no kernel
-    supports, and a batch whose schedule is XLA's because of `kv_limits`; a warning says why, once per reason.
-    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: of
-    the card. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of
-    another layout.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
+    slopes: None for none); schedule: of this module. XLA computes what no kernel supports, and a batch whose schedule
+    is XLA's because of `kv_limits`; a warning says why, once per reason. interpret: False, or True or the Mosaic GPU
+    interpreter's parameters to run the kernels on the CPU. computing: of the card. Raises ValueError if `spec` does not
+    count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)
@@ -178,8 +184,9 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend the tokens in rows of `items`: o [T, N, Hv] and lse f32 [T, N], 0 and -inf for all other tokens.
 
-    q, q_rest: as in the public operation; q_rest is None unless values lie in keys. sinks: f32 [N] or None. sizes: of
-    the tuning. attend: of `Computing.decode`.
+    q, q_rest, kv, batch: as in the public operation; q_rest is None unless values lie in keys. spec: of the shard's
+    heads. sinks: f32 [N] or None. sizes: of the tuning. interpret: as of `mosaic_gpu.launch`. attend: of
+    `Computing.decode`. Raises ValueError if shared memory does not hold two blocks.
     """
     num_tokens, num_q_heads, _ = q.shape
     num_rows, width = items.row_tokens.shape
@@ -195,7 +202,7 @@ def decode_attention(
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
 
     def by_row(x):
-        """Gather queries [T, N, columns] as rows of the kernel, [R * K * M, columns]."""
+        """Gather queries x [T, N, columns] as rows of the kernel, [R * K * M, columns], zeros in its padding."""
         rows = x if is_identity else x[jnp.minimum(items.row_tokens, num_tokens - 1)]
         rows = rows.reshape(num_rows, width, num_kv_heads, group, -1).swapaxes(1, 2)
         rows = rows.reshape(num_rows, num_kv_heads, width * group, -1)
@@ -219,7 +226,7 @@ def decode_attention(
         o, lse = merge_partials(*partials, items.pair_items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
 
     def by_token(x, fill):
-        """Scatter results [R * K, M, ...] of the kernel to tokens, [T, N, ...]; `fill` for tokens in no row."""
+        """Gather results x [R * K, M, ...] of the kernel by token, [T, N, ...]; `fill` for tokens in no row."""
         x = x.reshape(num_rows, num_kv_heads, shape.rows, *x.shape[2:])[:, :, : width * group]
         x = x.reshape(num_rows, num_kv_heads, width, group, *x.shape[3:]).swapaxes(1, 2)
         x = x.reshape(num_rows * width, num_q_heads, *x.shape[4:])

@@ -184,7 +184,9 @@ def decode_partials(
 
 
 def _scratch(shape: DecodeShape) -> list[Any]:
-    """Return the shared memory, barriers and tensor memory of `Refs`, in its order; None for what `shape` has not."""
+    """Return the shared memory, barriers and tensor memory of `Refs`, in its order; None for what `shape` has not.
+    Raises ValueError as `DecodeShape.stages` does.
+    """
     blocks, queries = shape.stages()
     head_dim, rows = shape.spec.head_dim, shape.product_rows
     buffers = [
@@ -208,7 +210,9 @@ def _scratch(shape: DecodeShape) -> list[Any]:
 
 
 def _body(shape: DecodeShape, refs: Refs, attend: Callable[..., None]) -> None:
-    """Run one warpgroup of a CTA: warpgroup 1 loads the CTA's items, warpgroup 0 computes them."""
+    """Run one warpgroup of a CTA: warpgroup 1 loads the CTA's items, warpgroup 0 computes them with attend(shape, refs,
+    first, end), items [first, end).
+    """
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
 
@@ -290,8 +294,11 @@ def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, 
 
 
 def _attend(shape: DecodeShape, refs: Refs, first, end) -> None:
-    """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end), each
-    over its blocks."""
+    """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a
+    CTA, each over its blocks, with wgmma.
+
+    Waits for each item's queries and blocks, releases their buffers, and returns once the stores are complete.
+    """
     blocks, queries = shape.stages()
     head_dim = shape.spec.head_dim
 
@@ -419,7 +426,8 @@ def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end,
 
 
 def store(shape: DecodeShape, refs: Refs, item, sums: Callable[[int, int], Any], largest, total) -> None:
-    """Store an item's partial softmax to its rows in global memory.
+    """Store an item's partial softmax to its rows of refs.o, refs.largest and refs.total in global memory, by way of
+    shared memory, which the last copies may still be reading on return.
 
     sums(first, end): columns [first, end) of the weighted sums of values, f32 [product_rows, end - first]. largest,
     total: f32 [product_rows].

@@ -87,7 +87,9 @@ class LatentShape:
         return self.spec.v_head_dim // COMPUTING
 
     def stages(self) -> tuple[int, int]:
-        """Numbers of blocks (at most max_stages) and of tiles of queries (1) that shared memory holds at a time."""
+        """Return the numbers of blocks (at most max_stages) and of tiles of queries (1) that shared memory holds at a
+        time.
+        """
         width = jnp.dtype(self.dtype).itemsize
         fixed = REDUCTION_BYTES + STATISTICS_BYTES + BARRIER_BYTES + WARPGROUP_ROWS * DECODE_KEYS * width
         query, block = (rows * self.spec.head_dim * width for rows in (WARPGROUP_ROWS, DECODE_KEYS))
@@ -95,7 +97,11 @@ class LatentShape:
 
 
 def why_not_latent(spec: AttentionSpec) -> str | None:
-    """Return the reason why the kernel does not support keys and values of these widths, None if it does."""
+    """Return the reason why the kernel does not support keys and values of the widths of `spec`, None if it does.
+
+    It supports keys of at most 576 that are wider than their values, of at most 512, where keys are a multiple of 32,
+    and each half of the values is a whole number of swizzled tiles of a key.
+    """
     dims = f"values of {spec.v_head_dim} in keys of {spec.head_dim}"
     if spec.head_dim > 576 or spec.v_head_dim > 512:
         return f"{dims}: more than 512 in 576"
@@ -155,7 +161,8 @@ def latent_attention(
     [2 * C, M], log-sum-exps in base 2. Rows of other pairs and parts are undefined.
 
     q: [R * K * M, Hv] with M = shape.rows and K = shape.spec.num_kv_heads. q_rest: [R * K * M, H - Hv]. pool: rows [P *
-    (K / head_tiles) * page, H]. scale: f32 [K], factor of the product of query and key, log2(e) not included.
+    (K / head_tiles) * page, H]. page_table: i32 [S, W]. scale: f32 [K], factor of the product of query and key, log2(e)
+    not included. interpret: see `mosaic_gpu.launch`.
     """
     rows, spec, cuts = shape.rows, shape.spec, items.cuts
     blocks, queries = shape.stages()
@@ -190,7 +197,9 @@ def latent_attention(
 
 
 def _body(shape: LatentShape, refs: _Refs) -> None:
-    """Run one warpgroup of a CTA: the last one loads the CTA's items, the others share their computation."""
+    """Run one warpgroup of a CTA: the last one loads the CTA's items, the others share their computation. Registers
+    move from the first to the others.
+    """
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
 
@@ -211,7 +220,8 @@ def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
     """Compute and store warpgroup `own`'s part of the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of
     items [first, end).
 
-    own: 0 or 1; its part is half of each block's scores and half of the columns of the results.
+    own: 0 or 1; its part is half of each block's scores and half of the columns of the results. Waits for each item's
+    queries and blocks and for the other warpgroup, and releases the buffers.
     """
     blocks, queries = shape.stages()
     half = DECODE_KEYS // COMPUTING
@@ -285,8 +295,8 @@ def _meet(barrier) -> None:
 def _exchange_maxima(refs: _Refs, own: int, maxima):
     """Return the maxima f32 [64] of the rows over both warpgroups' keys; waits for the other's.
 
-    maxima: f32 [64] over this one's keys. The last reads of this buffer came before the warpgroups met over the weights
-    of the block before.
+    own: 0 or 1, this warpgroup. maxima: f32 [64] over its keys. They pass through refs.statistics_smem, whose last
+    reads came before the warpgroups met over the weights of the block before.
     """
     refs.statistics_smem[pl.ds(own * WARPGROUP_ROWS, WARPGROUP_ROWS)] = maxima
     _meet(refs.maxima_ready)
@@ -322,7 +332,8 @@ def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest
 
     acc: f32 [64, columns]. total: f32 [64], sums of this warpgroup's weights; largest: f32 [64], maxima over both
     warpgroups' keys. Warpgroup 0 stores the log-sum-exp too. Results pass through the buffer of the queries, `q_slot`,
-    which neither warpgroup reads any more since they met over the last block.
+    which neither warpgroup reads any more since they met over the last block. Waits for the other's sums, and until its
+    own copies are complete. A row that saw nothing gets results 0 and log-sum-exp -inf.
     """
     of = [pl.ds((COMPUTING + warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS) for warpgroup in (own, 1 - own)]
     refs.statistics_smem[of[0]] = total

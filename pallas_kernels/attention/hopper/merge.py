@@ -124,7 +124,9 @@ def merge_parts(
 
 
 def _body(refs: _Refs) -> None:
-    """Run one CTA: units of work cta, cta + num_ctas, ... of all pairs' groups of 8 rows."""
+    """Run one CTA: merge and store units of work cta, cta + num_ctas, ... of all pairs' groups of 8 rows; returns once
+    the stores are complete.
+    """
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     num_groups = refs.out.shape[1] // BOX_ROWS
     num_units = refs.out.shape[0] * num_groups
@@ -138,7 +140,8 @@ def _body(refs: _Refs) -> None:
 
 
 def _merge(refs: _Refs, pair, group, step):
-    """Merge and store rows [8 * group, 8 * group + 8) of a pair.
+    """Merge the pair's items in rows [8 * group, 8 * group + 8), with the sinks, and store the output times v_scale,
+    the maxima in base 2 and the sums.
 
     step: partials that this CTA has merged before; returns those merged after it.
     """

@@ -62,7 +62,8 @@ def prefill_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend the tokens of `items`: o [T, N, H] in q's dtype and lse f32 [T, N], undefined for other tokens.
 
-    q: [T, N, H] of bfloat16 or float16. sinks: f32 [N] or None. sizes: see tuning. interpret: see `mosaic_gpu.launch`.
+    q: [T, N, H] of bfloat16 or float16. kv: a pool in HEAD_TILES, of q's dtype or one-byte codes. spec: of its heads.
+    sinks: f32 [N] or None. sizes: see tuning. interpret: see `mosaic_gpu.launch`.
     body: runs one warpgroup of a CTA with products in tensor memory; None for this module's, with wgmma. most_rows: of
     `prefill_rows`, as of the schedule. Raises ValueError if shared memory does not hold two blocks of keys and values.
     """
@@ -125,7 +126,9 @@ def registers(shape: Shape) -> tuple[int, int]:
 
 
 def _body(shape: Shape, refs: Refs) -> None:
-    """Run one warpgroup of a CTA: PRODUCER loads the data of its tiles, the others compute half of each tile's rows."""
+    """Run one warpgroup of a CTA over all of the CTA's tiles: PRODUCER loads their data, the others compute and store
+    half of each tile's rows. Registers move from the first to the others.
+    """
     (producer, compute), cta = registers(shape), lax.axis_index("cta")
     warpgroup = lax.axis_index("wg")
 
@@ -158,7 +161,7 @@ def _take_turn(refs: Refs) -> None:
 
 
 def _columns(acc, first: int, end: int):
-    """Return columns [first, end) of the sums."""
+    """Return columns [first, end) of the sums `acc`, f32 [64, H]."""
     return acc[:, first:end]
 
 
@@ -170,8 +173,9 @@ def attend_tile(
 
     step: blocks that the CTA has done before; returns the blocks that it has done after this tile. Blocks that all rows
     see in full are in the middle; the edges of the causal range and of the window are masked. nothing: sums of values
-    before the first block. attend_block(step, tile, block, (sums, largest, total), scale, mask) adds a block: see
-    `_attend_block`. columns(sums, first, end): columns of the sums after the last one, f32 [rows, end - first].
+    before the first block. Waits for the tile's queries, and releases them before the results are stored.
+    attend_block(step, tile, block, (sums, largest, total), scale, mask) adds a block: see `_attend_block`.
+    columns(sums, first, end): columns of the sums after the last one, f32 [rows, end - first].
     """
     tile = read_tile(shape, refs, cta, index)
     whole_from, whole_to = _whole_blocks(shape, tile)
@@ -205,7 +209,9 @@ def attend_tile(
 
 
 def _whole_blocks(shape: Shape, tile: Tile) -> tuple[Any, Any]:
-    """Return the range of blocks of a tile that all of its rows see in full, i32 [] each."""
+    """Return the range [from, to) of blocks of a tile that all of its rows see in full, i32 [] each; empty ranges lie
+    within the tile's blocks.
+    """
     spec, block_kv, begin = shape.spec, jnp.int32(shape.block_kv), tile.begin(shape)
     seen_by_all = (tile.position + 1 if spec.causal else tile.end) - begin
     whole_from, whole_to = jnp.int32(0), lax.div(seen_by_all, block_kv)
@@ -217,7 +223,9 @@ def _whole_blocks(shape: Shape, tile: Tile) -> tuple[Any, Any]:
 
 
 def _join_sink(shape: Shape, refs: Refs, warpgroup, largest, total):
-    """Add the sink's logit to each row's softmax: (largest, total, factor of the sum of values), f32 [rows] each."""
+    """Add the sink's logit, in refs.sink_smem, to the softmax of each row of a warpgroup: (largest, total, factor of
+    the sum of values), f32 [rows] each, largest in base 2. A sink of NOTHING is absent.
+    """
     sink = refs.sink_smem[pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows)]
     new_largest = jnp.maximum(largest, sink)
     decay = jnp.exp2(largest - new_largest)
@@ -229,8 +237,10 @@ def _attend_block(shape: Shape, refs: Refs, warpgroup, step, _tile: Tile, block,
     """Add one block of a tile to the running softmax; return the new (acc, largest, total), `largest` in base 2.
 
     step: blocks done before the tile; block: index within it. carry: (acc f32 [64, H], largest and total f32 [64]).
-    scale: factor of the products of queries and keys. mask: block -> bool [64, block_kv], the keys that rows see; None
-    if they see all.
+    scale: factor of the products of queries and keys, log2(e) included. mask: block -> bool [64, block_kv], the keys
+    that rows see; None if they see all.
+
+    Waits for the block's keys and values and releases them; takes turns at the tensor cores with the other warpgroup.
     """
     acc, largest, total = carry
     slot = lax.rem(step + block, jnp.int32(shape.stages))
@@ -267,7 +277,8 @@ def softmax(shape: Shape, products, largest, total, scale, mask):
     and total, f32 [rows]).
 
     products: f32 [rows, block_kv] of queries and keys. largest (in base 2), total: f32 [rows] of the blocks so far.
-    scale: of `scale_of`. mask: bool [rows, block_kv], the keys that rows see; None if they see all.
+    scale: factor of the products, log2(e) included. mask: bool [rows, block_kv], the keys that rows see; None if they
+    see all.
     """
     logits, scale = _logits(shape.spec, products, scale)
     if mask is not None:
@@ -291,7 +302,9 @@ def _logits(spec: AttentionSpec, products, scale):
 
 
 def _visible(shape: Shape, tile: Tile, warpgroup, block):
-    """Return bool [rows, block_kv]: the keys of a block that each row of a warpgroup sees."""
+    """Return bool [rows, block_kv]: the keys of the tile's block-th block that each row of a warpgroup sees, by the
+    causal range and the window; without `causal`, all of the tile's keys.
+    """
     spec, area = shape.spec, (shape.warpgroup_rows, shape.block_kv)
     key = lax.broadcasted_iota(jnp.int32, area, 1) + (tile.begin(shape) + block * shape.block_kv)
     if not spec.causal:
@@ -303,7 +316,8 @@ def _visible(shape: Shape, tile: Tile, warpgroup, block):
 
 
 def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, sums, largest, total, weight) -> None:
-    """Write the warpgroup's rows of the tile: the output of the tile's own tokens, and the log-sum-exp of all rows.
+    """Write the warpgroup's rows of the tile: the output of the tile's own tokens, and the log-sum-exp of all rows, by
+    way of shared memory, which the last copies may still be reading on return.
 
     sums(first, end): columns of the sums, f32 [rows, end - first]. weight: f32 [rows], factor of the sums besides a
     pool's value scale. largest (in base 2), total: f32 [rows].
@@ -327,7 +341,8 @@ def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, sums, largest, total
 
 
 def _store_rows(shape: Shape, refs: Refs, tile: Tile, warpgroup, columns) -> None:
-    """Copy the rows of the tile's own tokens from o_smem to `columns`, a slice, of the output.
+    """Start the copies of the warpgroup's rows of the tile's own tokens from o_smem to `columns`, a slice, of the
+    output.
 
     A box has a fixed size, so the count is split into powers of two.
     """

@@ -172,7 +172,9 @@ NUM_OPERANDS = Refs._fields.index("q_smem")  # operands and results
 
 
 def scratch(shape: Shape) -> list[Any]:
-    """Return the shared memory, barriers and tensor memory of `Refs`, in its order; None for what `shape` has not."""
+    """Return the shared memory, barriers and tensor memory of `Refs`, in its order; None for what `shape` has not.
+    Raises ValueError as `Shape.stages` does.
+    """
     head_dim, block, stages, rows = shape.spec.head_dim, shape.block_kv, shape.stages, shape.tile_rows
     arrivals, of_tensors = 1 if shape.widens else shape.boxes, shape.tensor_memory
     free = plgpu.Barrier(num_arrivals=shape.computing, num_barriers=stages, orders_tensor_core=of_tensors)
@@ -228,7 +230,7 @@ def load_row(shape: Shape, token):
 
 
 def tile_count(shape: Shape, refs: Refs, cta):
-    """Return the number of tiles that CTA `cta` computes."""
+    """Return the number of tiles that CTA `cta` computes, i32 []: its share of num_items * num_groups."""
     total, num_ctas = refs.num_items[0] * shape.num_groups, shape.num_ctas
     rounds = lax.div(total, jnp.int32(num_ctas))
     return rounds + (_index_in_round(shape, cta, rounds) < total - rounds * num_ctas).astype(jnp.int32)
@@ -243,7 +245,7 @@ def _index_in_round(shape: Shape, cta, index):
 
 
 def read_tile(shape: Shape, refs: Refs, cta, index) -> Tile:
-    """Read the CTA's index-th tile."""
+    """Read the CTA's index-th tile from the items in global memory; `index` must be below `tile_count`."""
     work = index * shape.num_ctas + _index_in_round(shape, cta, index)
     item, group = lax.div(work, jnp.int32(shape.num_groups)), lax.rem(work, jnp.int32(shape.num_groups))
     token, end = refs.items[item, PREFILL_TOKEN], refs.items[item, PREFILL_END]
@@ -324,7 +326,9 @@ def produce(shape: Shape, refs: Refs, cta) -> None:
 
 
 def _load_queries(shape: Shape, refs: Refs, tile: Tile, index, warpgroup: int) -> None:
-    """Load a compute warpgroup's queries and sinks of the CTA's index-th tile, once it is done with the tile before."""
+    """Load a compute warpgroup's queries and sinks of the CTA's index-th tile, once it is done with the tile before
+    (waits for q_free). The copies arrive at q_full.
+    """
     full = refs.q_full.at[warpgroup]
     pl.when(index > 0)(lambda: plgpu.barrier_wait(refs.q_free.at[warpgroup]))
     for part in range(warpgroup * shape.parts, (warpgroup + 1) * shape.parts):
@@ -357,7 +361,9 @@ def _copy_block(shape: Shape, refs: Refs, tile: Tile, block, kind: int, target, 
 
 
 def _load_keys(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
-    """Load the keys of a block to stage `slot`: start their copies, or widen one-byte keys that have arrived."""
+    """Load the keys of the tile's block-th block to stage `slot`, which is free: start their copies, or widen one-byte
+    keys that have arrived. They arrive at k_full.
+    """
     target = refs.k_smem.at[slot]
     if not shape.widens:
         _copy_block(shape, refs, tile, block, 0, target, refs.k_full.at[slot])
@@ -368,9 +374,10 @@ def _load_keys(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
 
 
 def _load_values(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
-    """Load the values of a block to stage `slot`, as `_load_keys` does the keys.
+    """Load the values of a block to stage `slot`, as `_load_keys` does the keys; they arrive at v_full.
 
-    Slots that no token of the batch sees may hold NaN and are set to zero, as 0 * NaN is not 0.
+    Slots that no token of the batch sees may hold NaN and are set to zero, as 0 * NaN is not 0; where the block has
+    any, it waits for the copies first.
     """
     target, full = refs.v_smem.at[slot], refs.v_full.at[slot]
     key = tile.begin(shape) + block * shape.block_kv
@@ -412,14 +419,18 @@ def _load_values(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
 
 
 def _fetch_raw(shape: Shape, refs: Refs, tile: Tile, block) -> None:
-    """Start the copies of a one-byte block, keys and values."""
+    """Start the copies of the tile's block-th block of one-byte codes, keys and values, to its buffer in raw_smem, to
+    arrive at raw_full.
+    """
     barrier = refs.raw_full.at[lax.rem(block, RAW_STAGES)]
     for kind in range(2):
         _copy_block(shape, refs, tile, block, kind, _raw(shape, refs, block, kind), barrier)
 
 
 def _raw(shape: Shape, refs: Refs, block, kind: int):
-    """Return the buffer of a one-byte block's keys (kind 0) or values (1)."""
+    """Return the buffer in raw_smem of the block-th block's one-byte keys (kind 0) or values (1), [block, H]; blocks
+    take turns in RAW_STAGES buffers.
+    """
     return refs.raw_smem.at[lax.rem(block, RAW_STAGES), pl.ds(kind * shape.block_kv, shape.block_kv)]
 
 
@@ -436,7 +447,7 @@ def _widen(shape: Shape, source, target, change) -> None:
 
 
 def _chunks(shape: Shape, dtype) -> list[tuple[Any, Any]]:
-    """List the indices of pieces [64, columns of a swizzle] of a block."""
+    """List the indices (rows, columns) of pieces [64, columns of a swizzle] of a block of `dtype`, row by row."""
     columns = swizzle_of(shape.spec.head_dim, dtype) // jnp.dtype(dtype).itemsize
     return [
         (pl.ds(row, WARPGROUP_ROWS), pl.ds(column, columns))
@@ -446,6 +457,6 @@ def _chunks(shape: Shape, dtype) -> list[tuple[Any, Any]]:
 
 
 def _row_of(part):
-    """Return the row in the block of each element of a piece of `_chunks`, i32 [rows, columns]."""
+    """Return the row in the block of each element of `part`, a piece of `_chunks`, i32 [rows, columns]."""
     rows, columns = part
     return lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), 0) + rows.start

@@ -93,8 +93,8 @@ class Schedule:
 
 
 def head_tiles(spec: AttentionSpec) -> int:
-    """Return the number of tiles of equally many query heads, each at most the rows of a warpgroup, that share a KV
-    head.
+    """Return the smallest number of tiles of equally many query heads, each at most the 64 rows of a warpgroup, into
+    which the query heads of a KV head (spec.group_size) can be cut.
     """
     least = -(-spec.group_size // WARPGROUP_ROWS)
     return next(count for count in range(least, spec.group_size + 1) if spec.group_size % count == 0)
@@ -106,13 +106,15 @@ def tiled_heads(spec: AttentionSpec) -> AttentionSpec:
 
 
 def prefill_rows(spec: AttentionSpec, most: int) -> int:
-    """Return the rows of queries of a prefill tile: `most`, or 128 for head dims whose sums of more do not fit."""
+    """Return the rows of queries of a prefill tile: `most`, or at most 128 for a head dim of `spec` above
+    MAX_WIDE_HEAD_DIM, whose sums of more do not fit.
+    """
     return most if spec.head_dim <= MAX_WIDE_HEAD_DIM else min(most, 2 * WARPGROUP_ROWS)
 
 
 def prefill_block_q(spec: AttentionSpec, rows: int = 2 * WARPGROUP_ROWS) -> int:
-    """Return the number of tokens of a prefill tile: its rows of queries (`prefill_rows` of `rows`) by the largest
-    power of two that divides the heads of a group, at least 16.
+    """Return the number of tokens of a prefill tile: its rows of queries (`prefill_rows` of `spec` and `rows`) divided
+    by the largest power of two that divides the query heads of a kv head, at least 16.
     """
     heads = spec.group_size & -spec.group_size
     return max(prefill_rows(spec, rows) // heads, 2 * BOX_ROWS)
@@ -130,7 +132,10 @@ def attention_schedule(
     """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds. most_rows: of
     `prefill_rows`.
 
-    Tokens of no sequence are in no item. `prefill` is None over latents, and where no batch of this shape has a run.
+    Sequences of few new tokens, at most T // S, sizes.decode_tokens and 64 // query heads per kv head, become rows of
+    `decode`, longer ones tiles of `prefill`. Over latents, and for T of at most S, all tokens become rows, and
+    `prefill` is None, as it is where no batch of this shape has a run. Tokens of no sequence are in no item. page_size:
+    bounds keys by the table.
     """
     sizes, num_seqs = tuning.hopper_attention, batch.page_table.shape[0]
     if num_tokens <= num_seqs or spec.values_in_keys:
@@ -168,7 +173,8 @@ def row_items(
     """Cut all T = num_tokens new tokens of a batch into rows, and these into items.
 
     A row is one token if T is at most the number of sequences, else as many consecutive tokens of one sequence as make
-    `most_rows` queries with the heads of a group. sizes: CTAs and least parts, see `_cut`.
+    `most_rows` queries with the heads of a group (of `spec`). sizes: CTAs and least parts, see `_cut`. page_size:
+    bounds a sequence's keys by the columns of its page table.
     """
     num_seqs = batch.page_table.shape[0]
     q_lens, kv_lens, seqs, valid, index = _tokens(batch, num_tokens, page_size)
@@ -183,8 +189,9 @@ def row_items(
 
 
 def _tokens(batch: RaggedBatch, num_tokens: int, page_size: int) -> tuple[jax.Array, ...]:
-    """Return q_lens and kv_lens i32 [S], the new tokens and the keys of each sequence (at most its table's), then of
-    each token [T] its sequence, whether it has one, and its index among the sequence's new tokens.
+    """Return q_lens and kv_lens i32 [S], the new tokens and the keys of each sequence (at most its table's columns
+    times page_size), then of each of the T = num_tokens tokens [T] its sequence (below S in any case), whether it has
+    one, and its index among the sequence's new tokens.
     """
     num_seqs, num_columns = batch.page_table.shape
     live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
@@ -249,7 +256,9 @@ def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:
 
 
 def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Return the range [begin, end) of keys that at least one of `counts` tokens from `position` on sees."""
+    """Return the range [begin, end) of keys that at least one of `counts` tokens from `position` on sees, by the causal
+    range, window or chunk of `spec`; without `causal` it ends at kv_lens. All i32 [R].
+    """
     end = position + counts if spec.causal else kv_lens
     if spec.chunk is not None:
         return position // spec.chunk * spec.chunk, end
@@ -260,7 +269,8 @@ def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.A
 def _cut(
     rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention | TritonAttention
 ) -> tuple[jax.Array, jax.Array, jax.Array, Cuts]:
-    """Lay all pairs' blocks end to end and cut this sequence into CTAs' parts of equal cost.
+    """Lay the blocks of all (row, kv head) pairs end to end, each of `rows` once for every kv head of `spec`, and cut
+    this sequence into CTAs' parts of equal cost.
 
     A pair costs its blocks plus sizes.pair_cost; a part costs at least sizes.min_part_cost.
     Returns `cta_items`, `items`, `pair_items` and `cuts` of DecodeItems.
@@ -332,7 +342,8 @@ def _prefill_items(
     """Cut `runs`, i32 [S] new tokens per sequence (0: none), into tiles of up to block_q tokens; at most `most_runs` of
     them are not 0.
 
-    token_seqs: i32 [T] the sequence of each token that belongs to a run, S for the others.
+    cu_q_lens: i32 [S + 1]. kv_lens: i32 [S]. token_seqs: i32 [T] the sequence of each token that belongs to a run, S
+    for the others. Tiles of a run end at multiples of 8 tokens, but for its last.
     """
     num_seqs, num_tokens = runs.shape[0], token_seqs.shape[0]
     most_items = num_tokens // block_q + 2 * most_runs

@@ -65,10 +65,11 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences on a TPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them. XLA computes slopes by distance,
-    which the kernel does not have; a warning says so once. interpret: pltpu.InterpretParams to run on a CPU. body: the
-    kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool layouts that the TPU kernel
-    does not support.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
+    slopes: None for none); schedule: of this module. XLA computes slopes by distance, which the kernel does not have; a
+    warning says so once. Leading decodes and runs are a kernel call each. interpret: pltpu.InterpretParams to run on a
+    CPU. body: the kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool layouts that
+    the TPU kernel does not support.
     """
     check_token_scales(kv.platform, kv.spec)
     if isinstance(schedule, xla_schedule.Schedule):
@@ -189,8 +190,8 @@ def _attend(
 
 
 def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.Array | None, jax.Array | None, int]:
-    """Return the page table as (SMEM operand [S * W], None, W), or (None, HBM operand [S * W'], W') if it is too large
-    for SMEM.
+    """Return the page table [S, W] as (SMEM operand [S * W], None, W), or (None, HBM operand [S * W'], W') with W' = W
+    rounded up to LANES if it is too large for SMEM (`fits_smem` of `sizes`).
 
     Flat, as the address of an entry in tiles of two dimensions takes five more operations.
     """
@@ -202,7 +203,8 @@ def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.A
 
 
 def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Return factors f32 [K] of q.k (the softmax scale) and of values, each times the pool's scales.
+    """Return factors f32 [K] of q.k (the softmax scale of `spec`) and of values (1), each times the pool's scales if it
+    has any. num_kv_heads: K, of the shard.
 
     The softmax works to base 2, so the first includes log2(e), unless a soft cap is applied to natural logits first.
     """
@@ -212,7 +214,11 @@ def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Ar
 
 
 def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens: int) -> jax.Array:
-    """Lay out q [T, N, H] as the kernel reads it: [T', K, G', width] if `plan.by_token`, else [K, G, T', width]."""
+    """Lay out q [T, N, H] as the kernel reads it: [T', K, G', width] if `plan.by_token`, else [K, G', T', width].
+
+    T' = padded_tokens, K = num_kv_heads, G' = plan.group; zeros in the padding. Of several heads each is moved to the
+    offset of its window (`_move_to_windows`).
+    """
     q = _pad_rows(q, padded_tokens).reshape(padded_tokens, num_kv_heads, -1, q.shape[-1])
     q = _pad_axis(q, 2, plan.group)
     if num_kv_heads > 1:  # a single head begins where its window does, and the kernel pads its end
@@ -221,7 +227,9 @@ def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens:
 
 
 def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
-    """Shift each head of q [T, K, G, H] to the offset of its window, in rows as wide as the widest; zeros around it."""
+    """Shift each head of q [T, K, G, H] to the offset of its window, in rows as wide as the widest of the K windows,
+    with zeros around it: [T, K, G, width].
+    """
     width = max(window.size for window in windows)
     offsets = [window.offset for window in windows]
 
@@ -234,7 +242,8 @@ def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
 
 
 def _arrange_results(o, lse, plan: Plan, group: int, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return o [T, N, Hv] and lse [T, N] of the kernel's results, which are as of `Refs`.
+    """Return o [T, N, Hv] and lse [T, N], T = num_tokens, of the kernel's results o and lse, which are as of `Refs`: by
+    tile, padded to `plan`.
 
     group: query heads per kv head, without padding.
     """
@@ -268,7 +277,13 @@ def _call_kernel(
     interpret: Any,
     body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
-    """Call the kernel over all tiles; operands and the two results, o of `o_dtype` and lse, are those of `Refs`."""
+    """Call the kernel over all tiles; the two results, o of `o_dtype` and lse, are those of `Refs`.
+
+    Operands are those of `Refs`, too: `walk`, page_table or far_page_table (the other is None), scales f32 [K] of
+    logits and values, sinks f32 [K, G] in base 2 or None, q and q_rest (or None) as of `_arrange_queries`, tree i32
+    [T', words] or None, and the pool's data. plan: static parameters. vmem_limit_bytes: VMEM that the kernel may use.
+    interpret: argument of `pl.pallas_call`. body: the kernel of a grid step.
+    """
     num_kv_heads, blocks, block_q = len(plan.keys), plan.blocks, plan.block_q
     v_head_dim = plan.spec.v_head_dim
     num_tiles = (q.shape[0] if plan.by_token else q.shape[2]) // block_q
@@ -284,7 +299,7 @@ def _call_kernel(
         return pl.BlockSpec(shape, index_map)
 
     def per_token(width):
-        """Return a BlockSpec of queries or results, laid out as by `_arrange_queries`."""
+        """Return a BlockSpec of queries or results of `width` columns, laid out as by `_arrange_queries`."""
         if plan.by_token:
             return blocked((blocks.tiles * block_q, num_kv_heads, plan.group, width))
         return blocked((num_kv_heads, plan.group, block_q, width), axis=2)

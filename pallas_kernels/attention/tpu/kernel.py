@@ -54,7 +54,10 @@ def attention_kernel(*refs, plan: Plan) -> None:
 
 
 def _grid_step(refs: Refs, plan: Plan) -> None:
-    """Run `attention_kernel` over named references."""
+    """Run `attention_kernel` over named references: work all items of the grid step's tiles in order, and fetch those
+    that follow, `buffers - 1` ahead. Writes o and lse of these tiles, 0 and -inf for tiles without tokens, and
+    refs.cursor for the next step. A core's first step also starts its walk.
+    """
     buffers, tiles = plan.blocks.buffers, plan.blocks.tiles
     core, step = pl.program_id(0), pl.program_id(1)
     first_tile = (step * plan.cores + core) * tiles
@@ -90,7 +93,8 @@ def _grid_step(refs: Refs, plan: Plan) -> None:
 def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) -> None:
     """Fold one item's block of keys, which is in buffer `slot`, into the running softmax of the grid step's tile `sub`.
 
-    The first item of a tile also initialises its statistics, the last one writes its results.
+    The first item of a tile also initialises its statistics, the last one writes its results. Values in the buffer that
+    the segment does not see are zeroed. Only as many parts of the block are folded as hold visible keys.
     """
     index, block = item
     first_key = segment.first_page * plan.page_size + block * plan.block_kv
@@ -130,14 +134,18 @@ def _counts(plan: Plan) -> list[int]:
 
 
 def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
-    """Return the least of `_counts` whose parts hold all keys of the block that the segment sees."""
+    """Return the least of `_counts` whose parts hold all keys that the segment sees of the block from position
+    `first_key` on; an int where there is one program only.
+    """
     *counts, parts = _counts(plan)
     live = pl.cdiv((segment.end_key - first_key) * parts, plan.block_kv)
     return functools.reduce(lambda most, count: jnp.where(live <= count, count, most), reversed(counts), parts)
 
 
 def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
-    """Whether every row of the tile sees every key of the block from `first_key` on; False where a tree decides."""
+    """Whether every row of the segment's tile sees every key of the block from position `first_key` on; False where a
+    tree decides.
+    """
     seen_by_all = segment.position + 1 if plan.spec.causal else segment.end_key
     whole = (segment.first_row == 0) & (segment.end_row == plan.block_q) & (first_key + plan.block_kv <= seen_by_all)
     if plan.spec.window is not None:
@@ -150,8 +158,8 @@ def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
 
 
 def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[jax.Array, jax.Array]:
-    """Return bool [block_q, block_kv], the keys of the block that each token sees, and bool [block_q, 1], the tokens of
-    the segment.
+    """Return bool [block_q, block_kv], the keys of the block from position `first_key` on that each token sees, by the
+    causal range, window, chunk and tree mask (of tile `sub`), and bool [block_q, 1], the tokens of the segment.
     """
     spec, shape = plan.spec, (plan.block_q, plan.block_kv)
     row = lax.broadcasted_iota(jnp.int32, (plan.block_q, 1), 0)
@@ -200,7 +208,8 @@ def _fold_block(
 
 
 def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], member) -> None:
-    """Fold the scores f32 [rows, keys] of some parts, and their values in buffer `slot`, into the running softmax.
+    """Fold the scores f32 [rows, keys] of some parts, to base 2, and their values in buffer `slot`, into the running
+    softmax: refs.largest, refs.total and refs.acc.
 
     member: bool [block_q, 1], tokens of the segment, to which alone values are added; None if all are.
     """
@@ -232,7 +241,8 @@ def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], me
 
 
 def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array:
-    """Compute the logits f32 [rows, keys] of a part, to base 2.
+    """Compute the logits f32 [rows, keys] of a part, to base 2, of the queries of tile `sub` and the keys in buffer
+    `slot`, with the factor and the soft cap.
 
     visible: bool [block_q, block_kv], False where logits are MASKED; None if all keys are visible.
     """
@@ -302,7 +312,7 @@ def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, oth
 
 
 def _row_max(x: jax.Array) -> jax.Array:
-    """Return the maximum of each row, [n, m] -> [n, 1]."""
+    """Return the maximum of each row of x, [n, m] -> [n, 1]."""
     return jnp.max(x, axis=1, keepdims=True)
 
 
@@ -317,7 +327,9 @@ def _across(x: jax.Array, size: int) -> jax.Array:
 
 
 def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
-    """Write output and log-sum-exp of one kv head of finished tile `sub` to refs.o and refs.lse."""
+    """Write output, times value_scale, and log-sum-exp (natural, with the sinks) of one kv head of finished tile `sub`
+    to refs.o and refs.lse; 0 and -inf for rows that saw no key.
+    """
     largest = refs.largest[head]
     seen = jnp.broadcast_to(jnp.sum(refs.total[head], axis=1, keepdims=True), largest.shape)
     total, decay = seen, jnp.ones_like(seen)
@@ -341,7 +353,9 @@ def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
 
 
 def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
-    """Return f32 [rows, LANES]: the sink, to base 2, of each row's query head; NOTHING_SEEN for heads of padding."""
+    """Return f32 [rows, LANES]: the sink, to base 2, of each row's query head of kv head `head`, equal in all lanes;
+    NOTHING_SEEN for heads of padding.
+    """
     row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
     member = row % plan.group if plan.by_token else row // plan.block_q
     sink = jnp.full((plan.rows, LANES), NOTHING_SEEN, jnp.float32)

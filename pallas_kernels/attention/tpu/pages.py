@@ -158,7 +158,7 @@ FETCH_SEGMENT, FETCH_BLOCK, SLOT, TABLE_ROW = range(4)
 
 
 def segments_before(refs: Refs, tile) -> jax.Array:
-    """Return the number of segments in the tiles before `tile`."""
+    """Return the number of segments in the tiles before `tile`; all segments for a tile past the last."""
     return refs.walk.tile_start[jnp.minimum(tile, refs.walk.tile_start.shape[0] - 1)]
 
 
@@ -169,7 +169,7 @@ def read_segment(refs: Refs, item: Item) -> Segment:
 
 
 def num_pages(segment: Segment, plan: Plan) -> jax.Array:
-    """Return the number of pages that hold keys which the segment sees."""
+    """Return the number of pages from the segment's first page to the one with the last key that it sees."""
     return pl.cdiv(segment.end_key, plan.page_size) - segment.first_page
 
 
@@ -179,7 +179,9 @@ def is_last_block(segment: Segment, item: Item, plan: Plan) -> jax.Array:
 
 
 def next_item(refs: Refs, plan: Plan, segment: Segment, item: Item) -> Item:
-    """Return the next item of this core after `item`, which belongs to `segment`."""
+    """Return the next item of this core after `item`, which belongs to `segment`: the segment's next block, or block 0
+    of the core's next segment.
+    """
     last = is_last_block(segment, item, plan)
     return jnp.where(last, _next_segment(refs, plan, item[0]), item[0]), jnp.where(last, 0, item[1] + 1)
 
@@ -199,9 +201,10 @@ def _next_segment(refs: Refs, plan: Plan, segment) -> jax.Array:
 
 
 def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
-    """Start the copies of a core's first items.
+    """Start the copies of a core's first items, `buffers - 1` of them, and set refs.cursor.
 
-    begin: its first segment. end: one past the last segment of all cores.
+    begin: its first segment. end: one past the last segment of all cores. With a page table in HBM this waits for the
+    rows of the segments that it enters.
     """
     refs.cursor[TABLE_ROW] = 1
     if refs.page_table is None:
@@ -216,7 +219,9 @@ def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
 
 
 def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
-    """Start the copies of `item` into buffer `slot`, if it lies before segment `end`; returns the one after it."""
+    """Start the copies of the pages of `item` into buffer `slot`, if it lies before segment `end`; returns the one
+    after it. With a page table in HBM, a segment's first item waits for the segment's row of it.
+    """
     segment = read_segment(refs, item)
     if refs.page_table is None:
         pl.when((item[0] < end) & (item[1] == 0))(lambda: _enter_segment(refs, plan, item[0], end))
@@ -233,7 +238,7 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
 
 
 def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None:
-    """Wait until the pages of `item` are in buffer `slot`."""
+    """Wait until the pages of `item`, an item of `segment` that has been fetched, are in buffer `slot`."""
     # A wait counts bytes, so one is enough for all pages, whatever it says of where they come from.
     pages = refs.buffer.at[slot, pl.ds(0, _count(plan, segment, item)), :, : plan.row_lanes]
     pltpu.make_async_copy(pages, pages, refs.arrived.at[slot]).wait()
@@ -247,12 +252,14 @@ def _page_copy(refs: Refs, plan: Plan, page, slot, index) -> Any:
 
 
 def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
-    """Return the number of pages that an item covers."""
+    """Return the number of pages that an item of `segment` covers, 0 to blocks.pages."""
     return jnp.clip(num_pages(segment, plan) - item[1] * plan.blocks.pages, 0, plan.blocks.pages)
 
 
 def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
-    """Call `act` with the index of each page of an item; unrolled for a full item, so that copies interleave."""
+    """Call `act` with the index in the block of each page of an item of `segment`; unrolled for a full item, so that
+    copies interleave.
+    """
     pages, count = plan.blocks.pages, _count(plan, segment, item)
 
     @pl.when(count == pages)
@@ -276,8 +283,8 @@ def _table_row_copy(refs: Refs, plan: Plan, segment, row) -> Any:
 
 
 def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
-    """Make the row of the page table that was copied for `segment` the current one, and start the copy of the row of
-    this core's next segment, if that is before `end`: one past the last segment of all cores.
+    """Make the row of the page table that was copied for `segment` the current one, once it has arrived, and start the
+    copy of the row of this core's next segment, if that is before `end`: one past the last segment of all cores.
     """
     row = 1 - refs.cursor[TABLE_ROW]
     refs.cursor[TABLE_ROW] = row

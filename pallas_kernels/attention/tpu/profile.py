@@ -108,7 +108,9 @@ def block_profile(
 
 
 def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
-    """Do the work of `part`, one of PARTS, `trips` times on the first segment."""
+    """Do the work of `part`, one of PARTS, `trips` times on the first segment, with no copies: fold a block without or
+    with a mask, or also reset the tile's statistics and write its results.
+    """
     segment = read_segment(refs, (jnp.int32(0), jnp.int32(0)))
 
     def trip(index: jax.Array, carry: None) -> None:
@@ -126,7 +128,7 @@ def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
 
 
 def _copy(refs: Refs, plan: Plan, part: str, trips: int) -> None:
-    """Start (part "fetch") or await ("wait") the copies of `trips` items."""
+    """Start (part "fetch") or await ("wait") the copies of `trips` items from the cursor on, and move the cursor."""
     cursor, end = refs.cursor, segments_before(refs, refs.walk.tile_start.shape[0])
     item = cursor[FETCH_SEGMENT], cursor[FETCH_BLOCK]
     for _ in range(trips):

@@ -57,7 +57,7 @@ def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
 
 
 def has_runs(num_tokens: int, num_seqs: int) -> bool:
-    """Whether a batch of this shape needs `runs`: more tokens than sequences."""
+    """Whether a batch of num_tokens tokens and num_seqs rows needs `runs`: more tokens than rows."""
     return num_tokens > num_seqs
 
 
@@ -72,9 +72,9 @@ def attention_schedule(
 ) -> Schedule:
     """Cut a batch of T = num_tokens tokens into segments, for attention.op.attention_schedule.
 
-    `runs` is None if T is at most S; else `single` is None if batch.num_decode is. A few integer operations on [T, S]
-    and smaller.
-    Raises ValueError for `kv_limits`, and for a window on both sides, which the kernel does not have.
+    `runs` is None if T is at most S; else `single` is None if batch.num_decode is, or serves the leading decodes. spec:
+    of which causal, window, chunk and group size count. tuning: sizes of tiles. A few integer operations on [T, S] and
+    smaller. Raises ValueError for `kv_limits`, and for a window on both sides, which the kernel does not have.
     """
     if kv_limits is not None:
         raise ValueError("kv_limits: the TPU kernel has no tokens that see some that follow; XLA on CPU and GPU has")
@@ -94,8 +94,8 @@ def attention_schedule(
 
 
 def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_q: int, page_size: int) -> Walk:
-    """Return the Walk over the segments of the `chosen` sequences (bool [S]) among the first `num_tokens` tokens, in
-    tiles of block_q.
+    """Return the Walk over the segments of the `chosen` sequences (bool [S]) of `batch` among the first `num_tokens`
+    tokens, in tiles of block_q. spec: says which keys tokens see. page_size: in tokens.
     """
     num_seqs = chosen.shape[0]
     start, end = batch.cu_q_lens[:-1], batch.cu_q_lens[1:]
@@ -128,5 +128,5 @@ def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """Return the number of true elements along the last axis."""
+    """Return the number of true elements of `mask` along the last axis, i32."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)

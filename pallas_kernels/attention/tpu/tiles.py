@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 
 
 def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Return the windows of the keys of each of `num_kv_heads` heads in a row of the pool."""
+    """Return the windows of the keys, of head dim H of `spec`, of each of `num_kv_heads` heads in a row of the pool."""
     return tuple(_window(head * _stride(spec), spec.head_dim) for head in range(num_kv_heads))
 
 
@@ -55,7 +55,9 @@ def value_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
 
 
 def _stride(spec: AttentionSpec) -> int:
-    """Return the columns between the starts of consecutive kv heads in a row of the pool."""
+    """Return the columns between the starts of consecutive kv heads in a row of the pool: H + Hv of `spec`, or H where
+    values lie in keys.
+    """
     return spec.head_dim if spec.values_in_keys else spec.head_dim + spec.v_head_dim
 
 
@@ -66,9 +68,8 @@ def _window(column: int, size: int) -> Window:
 
 
 def lies_by_token(num_kv_heads: int, group: int) -> bool:
-    """Whether tiles of several tokens order their rows token by token, which saves a transpose of queries and results.
-
-    group: query heads per kv head.
+    """Whether tiles of several tokens order their rows token by token, which saves a transpose of queries and results:
+    for one kv head and a multiple of 16 query heads. group: query heads per kv head.
     """
     return num_kv_heads == 1 and group % PACKED_SUBLANES == 0
 
@@ -99,6 +100,7 @@ def choose_blocks(
     `sizes` allows.
 
     Args:
+      num_kv_heads: kv heads; blocks are longer for single tiles of one.
       page_size: tokens of a page.
       max_pages: columns of the page table.
       num_tiles: tiles of the kernel call.
@@ -129,7 +131,8 @@ def choose_parts(
     overlap instead.
 
     The softmax of one part is computed with the scores of the next. Parts are of the block's pages for a tile of
-    block_q = 1 token, else of the tile's tokens. group: query heads per kv head.
+    block_q = 1 token, each a multiple of a lane tile of keys (page_size: tokens of a page), else of the tile's tokens,
+    by sizes.part_rows. group: query heads per kv head.
     """
     if num_kv_heads > 1 or (block_q > 1 and not lies_by_token(num_kv_heads, group)):
         return 1
@@ -140,7 +143,7 @@ def choose_parts(
 
 
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
-    """Whether all of a page table [S, W] fits in SMEM.
+    """Whether all of an i32 page table of this shape, [S, W], fits in sizes.smem_table_bytes of SMEM.
 
     Counted in whole tiles, which is more than the flat table takes: many short rows come with a long walk.
     """
@@ -149,7 +152,9 @@ def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
 
 
 def check_dtypes(query: np.dtype, pool: np.dtype) -> None:
-    """Raise ValueError for element types the kernel cannot read."""
+    """Raise ValueError unless the queries are float32 or bfloat16, and the pool float32, bfloat16, float8_e4m3fn,
+    float8_e5m2 or int8.
+    """
     if query not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"TPU attention needs queries of float32 or bfloat16, got {query}")
     if pool not in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8):
@@ -157,7 +162,7 @@ def check_dtypes(query: np.dtype, pool: np.dtype) -> None:
 
 
 def check_page_size(page_size: int) -> None:
-    """Raise ValueError unless pages are a multiple of the rows of a tile."""
+    """Raise ValueError unless page_size is a multiple of SUBLANES, the 8 rows of a register tile."""
     if page_size % SUBLANES:
         raise ValueError(f"TPU attention needs page_size to be a multiple of {SUBLANES}, got {page_size}")
 

@@ -42,8 +42,8 @@ NARROW = 128  # widest head whose blocks are 64 keys and 64 rows of queries; tho
 
 
 def most_rows(spec: AttentionSpec) -> int:
-    """Return the most rows of queries, and the keys, that a program multiplies at a time: as many as fit the shared
-    memory of Ada, 99 KiB, with two blocks of keys.
+    """Return the most rows of queries, and the keys, that a program multiplies at a time: 64, or 32 if a head dim of
+    `spec` is above NARROW; as many as fit the shared memory of Ada, 99 KiB, with two blocks of keys.
     """
     return DECODE_KEYS if max(spec.head_dim, spec.v_head_dim) <= NARROW else DECODE_KEYS // 2
 
@@ -115,9 +115,10 @@ def rows_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend the tokens in rows of `items`: o [T, N, Hv] in q's dtype and lse f32 [T, N]; 0 and -inf for other tokens.
 
-    q: [T, N, H]. pool: [P, K, page * (H + Hv)] of any dtype of attend.KV_DTYPES. scales: f32 [K] each, the factor of
-    the product of query and key code, and of the sum of value codes. sinks: f32 [N], -inf for none. interpret: run on
-    the CPU.
+    q: [T, N, H]. pool: [P, K, page * (H + Hv)] of any dtype of attend.KV_DTYPES. page_table: i32 [S, W]. scales: f32
+    [K] each, the factor of the product of query and key code, and of the sum of value codes. sinks: f32 [N], -inf for
+    none. shape: static sizes. sizes: of the tuning. interpret: run on the CPU. Two kernel calls: items, then the merge
+    of cut pairs.
     """
     num_tokens, num_heads, _ = q.shape
     rows, width = shape.rows, shape.spec.v_head_dim
@@ -159,7 +160,9 @@ def _structs(dtype: Any, shape: tuple[int, int], width: int) -> tuple[jax.ShapeD
 
 
 def _attend(shape: Shape, refs: _Refs) -> None:
-    """Attend one item, by the program's number; writes its result, or its partial softmax if its pair is cut."""
+    """Attend one item, by the program's number; writes its result, with the sinks, to refs.o and refs.lse, or its
+    partial softmax if its pair is cut. Does nothing past the last item.
+    """
     item = pl.program_id(0)
 
     @pl.when(item < refs.pair_items[refs.pair_items.shape[0] - 1])
@@ -194,7 +197,8 @@ def _attend(shape: Shape, refs: _Refs) -> None:
 def _softmax(shape: Shape, refs: _Refs, item, q, index):
     """Return the partial softmax of an item: maxima in base 2 and denominators f32 [M], sums of values f32 [M, Hv].
 
-    q: [M, H]. index: i32 [M] index of each row's token in the item's row of tokens.
+    q: [M, H], padded. index: i32 [M] index of each row's token in the item's row of tokens. The item's blocks are read
+    from the pool; masked keys and slots that are not in use count nothing.
     """
     spec, page_size, num_keys = shape.spec, shape.page_size, most_rows(shape.spec)
     seq, head = refs.items[item, DECODE_SEQ], refs.items[item, DECODE_HEAD]
@@ -281,7 +285,9 @@ def _finished(largest, total, acc, sink, v_scale):
 
 
 def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
-    """Merge the parts of one query of a cut pair, `most` at a time, and write its result; nothing for an unused cut."""
+    """Merge the parts of one query of a cut pair, by the program's numbers (cut, row), `most` at a time, in order, and
+    write its result with the sink to refs.o and refs.lse; nothing for an unused cut or a row without a token.
+    """
     spec, cut, lane = shape.spec, pl.program_id(0), pl.program_id(1)
     pair = refs.pairs[cut]
 

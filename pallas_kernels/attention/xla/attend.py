@@ -46,7 +46,8 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend queries to the pages of their sequences in plain XLA: o [T, N, Hv] in q's dtype and lse f32 [T, N].
 
-    Arguments are those of attention.op.ragged_paged_attention, which has checked them.
+    Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
+    slopes: None for none); schedule: of xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
     """
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)
@@ -90,7 +91,9 @@ def attend_in_place_of(
 
 @functools.cache
 def log_once(kernels: str, reason: str) -> None:
-    """Log a warning that attention runs as plain XLA, once per process and reason."""
+    """Log a warning that attention runs as plain XLA instead of `kernels`, once per process and pair of kernels and
+    reason.
+    """
     logger.warning("attention runs as plain XLA instead of the %s: %s", kernels, reason)
 
 
@@ -108,7 +111,9 @@ class _Step(NamedTuple):
 
 
 def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
-    """Attend rows q [T, K, G, H] of the `single` tiles; returns [T, K, G, Hv], [T, K, G], undefined for others."""
+    """Attend rows q [T, K, G, H] of the `single` tiles of `schedule`; returns o f32 [T, K, G, Hv] and lse f32 [T, K,
+    G], undefined for tokens in none of them.
+    """
     tiles = schedule.single
     width = tiles.seqs.shape[1]
 
@@ -157,13 +162,16 @@ def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, ja
 
 
 def _zeros(step: _Step, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return initial outputs, zeros [*shape, Hv], and log-sum-exps, zeros of `shape`."""
+    """Return initial outputs, zeros f32 [*shape, Hv], and log-sum-exps, zeros of `shape`, made of the step's pool
+    (`zeros_in_layer`).
+    """
     data = step.kv.data
     return zeros_in_layer(data, (*shape, step.spec.v_head_dim)), zeros_in_layer(data, shape)
 
 
 def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: tuple[jax.Array, jax.Array]):
-    """Run the work list of `tiles` and return `results` with every tile written.
+    """Run the work list of `tiles`, block after block of each tile by online softmax, and return `results` with every
+    tile written. step: operands that all tiles share.
 
     read: tile -> its rows [B, K, M, H] with M = Q * G, and their tree mask u32 [B, Q, words] or None.
     write: results, tile, (o [B, K, M, Hv], lse [B, K, M]) -> results. Called for every block of a tile, of which the
@@ -251,7 +259,9 @@ def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
 
 
 def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch) -> jax.Array:
-    """Return bool [B, Q, block_kv]: the keys of a block that each token of a tile sees. tree: its tree mask or None."""
+    """Return bool [B, Q, block_kv]: the keys of a tile's block-th block that each token sees: those in [start, end) of
+    its tile, and of the sequence's new tokens those of its bits in tree u32 [B, Q, words], None for all.
+    """
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     visible = (positions >= tiles.start[tile][..., None]) & (positions < tiles.end[tile][..., None])
     if tree is None:
@@ -266,13 +276,16 @@ def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch)
 
 
 def _distances(tiles: Tiles, tile, block, block_kv: int) -> jax.Array:
-    """Return f32 [B, Q, block_kv]: positions from each key of a block to each token, which is the last that it sees."""
+    """Return f32 [B, Q, block_kv]: positions from each key of a tile's block-th block to each token, which is the last
+    key that it sees; negative for later keys.
+    """
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     return (tiles.end[tile][..., None] - 1 - positions).astype(jnp.float32)
 
 
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored.
+    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of the block-th block of a tile of `tiles` from
+    the step's pool, as they are stored.
 
     Token scales follow the codes in the last axis. Where values lie in keys, these are gathered once, and both results
     are the full keys.
@@ -318,13 +331,17 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
 
 
 def _pages_of_block(tiles: Tiles, tile, block, block_pages: int, page_table: jax.Array) -> jax.Array:
-    """Return i32 [B, block_pages]: the pages of one block of a tile; past a table's end its last column."""
+    """Return i32 [B, block_pages]: the pages of the block-th block of a tile of `tiles`, of page_table [S, W]; past a
+    table's end those of its last column.
+    """
     column = jnp.minimum(block * block_pages + jnp.arange(block_pages, dtype=jnp.int32), page_table.shape[1] - 1)
     return page_table[tiles.seqs[tile][:, None], column]
 
 
 def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Gather as `_gather_block` from a pool in which a token is one row, head after head: of layout TOKEN_ROWS."""
+    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] as `_gather_block` does, from a pool in which a
+    token is one row, head after head: of layout TOKEN_ROWS.
+    """
     kv, spec = step.kv, step.kv.spec
     num_seqs, num_kv_heads = tiles.seqs.shape[1], len(step.scale)
     block_pages = step.sizes.block_kv_of(spec.page_size, tiles.start[0].size) // spec.page_size

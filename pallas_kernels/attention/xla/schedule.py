@@ -61,7 +61,8 @@ def attention_schedule(
 ) -> Schedule:
     """Cut a batch of T = num_tokens tokens into tiles: a few integer operations on [S], [T] and [T / Q, S].
 
-    kv_limits: as in the public operation; they become part of the tiles' key ranges.
+    spec: of which causal, window, chunk and stored width count. tuning: sizes of tiles and blocks. kv_limits: as in the
+    public operation; they become part of the tiles' key ranges. `runs` is None if T is at most S.
     """
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.xla_attention
     single_kv = sizes.block_kv_of(page_size, min(num_tokens, num_seqs))
@@ -98,7 +99,8 @@ def _single_tiles(
     """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1], B at most block_seqs, ordered by
     their number of blocks of block_kv keys, the longest first.
 
-    tokens: indices into the step's num_tokens tokens. Returns the tiles and `Schedule.rank`.
+    keys: which keys tokens see. tokens: indices into the step's num_tokens tokens. Returns the tiles and
+    `Schedule.rank`.
     """
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
@@ -173,7 +175,7 @@ def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """Return the number of true elements along the last axis."""
+    """Return the number of true elements of `mask` along the last axis, i32."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 

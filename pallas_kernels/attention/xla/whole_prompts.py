@@ -43,7 +43,9 @@ def _lengths(num_tokens: int) -> tuple[int, ...]:
 
 
 def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_tokens: int) -> Schedule:
-    """Order the prompts of a step by padded length; arguments as of attention.whole_prompts.whole_prompt_schedule."""
+    """Order the prompts of a step by padded length, those without tokens last; arguments as of
+    attention.whole_prompts.whole_prompt_schedule: cu_q_lens i32[S + 1], num_seqs i32[] prompts, num_tokens T.
+    """
     lengths = jnp.array(_lengths(num_tokens))
     live = jnp.arange(len(cu_q_lens) - 1) < num_seqs
     length = jnp.where(live, jnp.diff(cu_q_lens), 0)
@@ -62,8 +64,9 @@ def whole_prompt_attention(
     biases: jax.Array | None = None,
     relative: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Attend q [T, N, H] to keys and values of each token's own prompt on a CPU: [T, N, Hv] in q's dtype; arguments as
-    of attention.whole_prompts.whole_prompt_attention, which has checked them.
+    """Attend q [T, N, H] to keys k [T, K, H] and values v [T, K, Hv] of each token's own prompt on a CPU: [T, N, Hv] in
+    q's dtype, 0 for tokens of no prompt; arguments as of attention.whole_prompts.whole_prompt_attention, which has
+    checked them.
     """
     num_tokens, own_dtype = q.shape[0], q.dtype
     lengths = _lengths(num_tokens)
@@ -106,7 +109,8 @@ def _in_blocks(index, o: jax.Array, q, k, v, schedule: Schedule, spec: Attention
     """Attend a prompt of more than BLOCK tokens, number `index` in the schedule's order; return o with its rows
     written.
 
-    q, k, v: [T + BLOCK, heads, head dim] of all prompts, padded. o: f32[T + BLOCK, N, Hv].
+    q, k, v: [T + BLOCK, heads, head dim] of all prompts, padded. o: f32[T + BLOCK, N, Hv]. spec: scale, soft cap and
+    window. added: terms of the logits.
     """
     prompt = schedule.order[index]
     first, length = schedule.first[prompt], schedule.length[prompt]
@@ -154,10 +158,12 @@ def _fold(
     spec: AttentionSpec,
     added: _Added,
 ) -> _Softmax:
-    """Add keys k [L, K, H] and values v [L, K, Hv] to the running softmax of queries q [Q, N, H]; None: no keys before.
+    """Add keys k [L, K, H] and values v [L, K, Hv] to the running softmax of queries q [Q, N, H] and return the new
+    one; None: no keys before.
 
-    first_query, first_key: their indices in the prompt, i32 or i32[], of i32[] `length` tokens. A query sees at least
-    one of the keys if there is no softmax before.
+    first_query, first_key: their indices in the prompt, i32 or i32[], of i32[] `length` tokens, the keys of which count
+    if the window of `spec` shows them. added: terms of the logits. A query sees at least one of the keys if there is no
+    softmax before.
     """
     queries = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
     logits = jnp.einsum("qkgh,skh->kqgs", queries, k, preferred_element_type=jnp.float32)
@@ -189,7 +195,7 @@ def _fold(
 
 
 def _by_query(x: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Return terms x [N, Q, L] in the order of logits, [K, Q, G, L]."""
+    """Return terms x [N, Q, L] in the order of logits, [K, Q, G, L]: K kv heads of `spec` with G query heads each."""
     return jnp.swapaxes(x.reshape(spec.num_kv_heads, spec.group_size, *x.shape[1:]), 1, 2)
 
 

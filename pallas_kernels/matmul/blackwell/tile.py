@@ -23,7 +23,7 @@ PIECE = 32  # columns of sums that are in registers at a time, besides the total
 
 
 def share_work(load: Callable[[], None], compute: Callable[[], None]) -> None:
-    """Run load() in one warpgroup and compute() in the other."""
+    """Run load() in one warpgroup (1) of a CTA and compute() in the other (0)."""
     warpgroup = lax.axis_index("wg")
     pl.when(warpgroup == 1)(load)
     pl.when(warpgroup == 0)(compute)
@@ -32,7 +32,8 @@ def share_work(load: Callable[[], None], compute: Callable[[], None]) -> None:
 def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[Any], list[Any]]) -> list[Any]:
     """Return the scaled sum f32 [128, rows] over `count` (at least 1) tiles of inputs, in pieces of `PIECE` columns.
 
-    shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of successive products.
+    shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of successive products. Waits for
+    each tile in the ring, and frees its slot. Sums pass through tensor memory, in two banks.
     """
     columns = shape.columns // shape.sums
 
@@ -111,7 +112,7 @@ def multiply_plain(shape: Any, refs: Any, rows: int, count: Any) -> list[Any]:
 
 
 def _load(sums: Any) -> Any:
-    """Start loading tensor memory to registers; `wait_load_tmem` waits for it."""
+    """Start loading `sums`, f32 [128, columns] of tensor memory, to registers; `wait_load_tmem` waits for it."""
     return plgpu.async_load_tmem(sums, layout=plgpu.Layout.TCGEN05)
 
 

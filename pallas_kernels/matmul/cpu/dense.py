@@ -45,7 +45,8 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
 def _num_parts(inputs: int) -> int:
     """Return the number of partial sums into which one row's float32 product is cut, 0 if it is not cut.
 
-    Parts are full blocks if those divide the inputs, so that one row has the same bits as among others.
+    Parts are full blocks of 512 if those divide the inputs, so that one row has the same bits as among others, else
+    four if that does.
     """
     if inputs % _BLOCK == 0 and inputs > _BLOCK:
         return inputs // _BLOCK
@@ -53,8 +54,8 @@ def _num_parts(inputs: int) -> int:
 
 
 def _num_terms(shape: tuple[int, ...], contract: int) -> int:
-    """Return the number of terms into which one row's bfloat16 product is cut along the inputs, 0 if that form does not
-    apply.
+    """Return the number of terms into which one row's bfloat16 product is cut along the inputs: the largest of _TERMS
+    that divides them into vectors of _LANES. 0 if none does, or the sums would take more than _MOST_SUMS_BYTES.
 
     shape: of the matrix. contract: its axis of inputs.
     """
@@ -65,9 +66,9 @@ def _num_terms(shape: tuple[int, ...], contract: int) -> int:
 
 
 def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> jax.Array:
-    """Multiply one bfloat16 row [1, in] by a bfloat16 matrix that is widened in registers: f32 [1, out].
+    """Multiply one bfloat16 row x [1, in] by a bfloat16 matrix `weight` that is widened in registers: f32 [1, out].
 
-    contract: the matrix's axis of inputs. terms: parts of these, see `_num_terms`.
+    contract: the matrix's axis of inputs. terms: equal parts of these, see `_num_terms`.
 
     XLA:CPU's product of bfloat16 writes the widened matrix to memory first, and its sums of products are scalar code.
     Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a half. The

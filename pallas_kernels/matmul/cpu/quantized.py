@@ -79,8 +79,9 @@ def columns_product(
 
 
 def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
-    """Return the number of rows of codes [in, out] that each sum of one row's product adds up; 0 if that form does not
-    apply.
+    """Return the number of rows of codes [in, out] that each sum of one row's product adds up: the largest divisor, up
+    to _MOST_TERMS, of the rows of codes that share one of the scales [n, out]. 0 if that is half of _MOST_TERMS or
+    less, or codes are no integers: that form does not apply.
     """
     if not jnp.issubdtype(codes.dtype, jnp.integer):
         return 0

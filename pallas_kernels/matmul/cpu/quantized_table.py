@@ -24,8 +24,11 @@ _MOST_GROUPS = 96
 def quantized_table_matmul(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, dtype: Any, out_dtype: Any
 ) -> jax.Array:
-    """Multiply x [M, in] by the transpose of a quantised table [V, in] on a CPU: [M, V] in out_dtype, computed in
-    float32 whatever `dtype`; matmul.quantized_table.quantized_table_matmul has checked the arguments.
+    """Multiply x [M, in] by the transpose of a quantised table [V, in], codes * scales - zeros, on a CPU: [M, V] in
+    out_dtype, computed in float32 whatever `dtype`; matmul.quantized_table.quantized_table_matmul has checked the
+    arguments.
+
+    codes: [V, in], or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n inputs; None for no zeros.
     """
     del dtype
     x = x.astype(jnp.float32)

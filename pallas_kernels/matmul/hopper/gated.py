@@ -29,7 +29,8 @@ _AROUND = {"jit", "pjit", "convert_element_type"}
 
 def why_not_fused(width: int, activation: Gating) -> str:
     """Return the reason why the kernel cannot activate the gates and ups that it multiplies, `width` columns of each;
-    "" if it can.
+    "" if it can: if width is a multiple of 8 and the activation, which is traced for this, has operations of _KNOWN
+    only and no arrays.
     """
     if width % 8:
         return f"{width} columns are no multiple of 8"
@@ -50,8 +51,8 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
-    """Return the four scratch declarations of a gated kernel: bias and ups in shared memory, and a barrier for each;
-    None for absent ones, and for all without gating.
+    """Return the four scratch declarations of a gated kernel of this shape: bias and ups in shared memory, and a
+    barrier for each; None for absent ones (bias None), and for all without shape.gating.
     """
     if shape.gating is None:
         return [None] * 4
@@ -67,7 +68,8 @@ def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
 def store(gating: Gating, refs: Any, warpgroup: Any, sums: Any, send: Callable[[Any, int], None]) -> None:
     """Store gating(gate, up) of sums f32 [64, rows], which are gates in warpgroup 0 and ups in warpgroup 1.
 
-    Warpgroup 0 sends the results. refs: of `matmul.hopper.quantized`, whose bias is added to the sums. send: as for
+    Warpgroup 1 passes its sums on in shared memory; warpgroup 0 waits for them, and sends the results until they are
+    stored. refs: of `matmul.hopper.quantized`, whose bias, if any, is waited for and added to the sums. send: as for
     `ring.store_transposed`.
     """
     if refs.bias_smem is not None:

@@ -42,9 +42,10 @@ def grouped_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Return rows times their group's matrix, [M, out] in out_dtype; the public operation has checked the arguments.
+    """Return rows x [M, in] times their group's matrix of w [G, in, out], [M, out] in out_dtype, 0 for rows of no
+    group; the public operation has checked the arguments.
 
-    XLA multiplies where the kernel cannot. sizes, interpret, tensor_memory: as
+    XLA multiplies where the kernel cannot; a log line says why. sizes, interpret, tensor_memory: as
     jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     _, size, out = w.shape
@@ -66,7 +67,8 @@ def gated_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Return activation(gate, up) of rows times their group's matrix, [M, F] in out_dtype.
+    """Return activation(gate, up) of rows x [M, in] times their group's matrix of w [G, in, 2 F], gates and then ups,
+    plus the group's bias [G, 2 F] or None: [M, F] in out_dtype, 0 for rows of no group.
 
     The public operation has checked the arguments. If the kernel cannot fuse both steps, it is a product, then
     `activated`. sizes, interpret and tensor_memory: as
@@ -91,9 +93,10 @@ def quantized_grouped_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Return rows times their group's quantised matrix, [M, out] in out_dtype.
+    """Return rows x of `operands` times their group's quantised matrix, [M, out] in out_dtype, computed in `dtype`; 0
+    for rows of no group.
 
-    The public operation has checked the arguments. XLA multiplies where the kernel cannot.
+    The public operation has checked the arguments. XLA multiplies where the kernel cannot; a log line says why.
     sizes, interpret and tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
     """
     x, x_scales, codes, scales, zeros = operands
@@ -117,7 +120,8 @@ def quantized_gated_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Return activation(gate, up) of rows times their group's quantised matrix, [M, F] in out_dtype.
+    """Return activation(gate, up) of rows x of `operands` times their group's quantised matrix, gates and then ups,
+    plus the group's bias [G, 2 F] or None: [M, F] in out_dtype, computed in `dtype`; 0 for rows of no group.
 
     The public operation has checked the arguments. If the kernel cannot fuse both steps, it is a product, then
     `activated`. sizes, interpret and tensor_memory: as
@@ -144,8 +148,9 @@ class _Matrix(NamedTuple):
 
 
 def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> str:
-    """Return the reason why XLA multiplies operands of these shapes and dtypes, computed in `dtype`; "" if the kernel
-    does.
+    """Return the reason why XLA multiplies operands of these shapes and dtypes (those of QuantizedOperands of groups),
+    computed in `dtype`; "" if the kernel does. Reasons are those of `why_xla`, and rows with more scales than the
+    matrix.
     """
     _, num_scales, out = scales.shape
     reason = why_xla(x.shape[1], out, num_scales, codes.dtype, dtype)
@@ -158,7 +163,7 @@ def _is_xla(interpret: Any, product: str, reason: str) -> bool:
     """Whether XLA multiplies: for `reason`, which is logged once unless it is "", or because the trace is for no card
     with kernels.
 
-    interpret: unless it is False, any device runs the kernel.
+    interpret: unless it is False, any device runs the kernel. product: its name in the log.
     """
     if interpret is False and not _multiplies():
         return True
@@ -172,8 +177,9 @@ def _is_unfused(
 ) -> bool:
     """Whether the product, by whichever implementation, is written to memory and activated from there.
 
-    reason: why XLA multiplies, "" if it does not. Always so on Blackwell cards: one warpgroup has all outputs of a tile
-    there.
+    reason: why XLA multiplies, "" if it does not. size, out: inputs and outputs of the matrix. interpret,
+    tensor_memory: of the public functions. True also for an activation that the kernel cannot compute, which is logged
+    once, and always on Blackwell cards: one warpgroup has all outputs of a tile there.
     """
     if reason or (interpret is False and not _multiplies()) or _on_blackwell(tensor_memory):
         return True
@@ -242,7 +248,7 @@ def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
     """Return the rows of a tile, at most `most`: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay
     below.
 
-    It is twice MOST_SHARED_ROWS if groups are large.
+    It is twice MOST_SHARED_ROWS if groups are large: num_rows / num_groups at least 2 * _MANY_ROWS * MOST_SHARED_ROWS.
     """
     average = max(num_rows // num_groups, 1)
     if average >= _MANY_ROWS * 2 * MOST_SHARED_ROWS:
@@ -251,13 +257,15 @@ def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
 
 
 def most_rows_of(num_rows: int, num_groups: int, step: int) -> int:
-    """Return an upper bound of the number of rows if each group's begin at a multiple of `step`."""
+    """Return an upper bound of the number of rows, padding included, of num_rows rows in num_groups groups, each of
+    which begins at a multiple of `step`; a multiple of `step` itself.
+    """
     return (num_rows + min(num_rows, num_groups) * (step - 1)) // step * step
 
 
 def most_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """Return an upper bound of the number of tiles, however rows are spread over the groups: a first one of each, and
-    full ones.
+    """Return an upper bound of the number of tiles of tile_rows rows, however num_rows rows are spread over num_groups
+    groups: a first one of each, and full ones.
     """
     return min(num_rows, num_groups) + max(num_rows - num_groups, 0) // tile_rows
 

@@ -51,8 +51,9 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Add the adapters of its rows to y f32[T, out] on a Hopper GPU; arguments as of matmul.lora.lora_product, which
-    has checked them.
+    """Add the adapters of its rows to y f32[T, out] on a Hopper GPU and return the sum, (x A) B of each row with an
+    adapter; arguments as of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank,
+    in], each of bs [slots * rank, out of a source], modules: for each of bs the module of its A.
 
     XLA computes it if the kernels cannot. sizes: those that the visits were made with, None for the default. interpret:
     see `mosaic_gpu.launch`.
@@ -81,7 +82,8 @@ def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, inter
     """Run the first kernel, rows times A: f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; undefined
     where no visit is.
 
-    x: rows [T, in]. a: A of all modules and slots, [modules * slots * rank, in].
+    shape: static sizes. x: rows [T, in]. a: A of all modules and slots, [modules * slots * rank, in]. interpret: see
+    `mosaic_gpu.launch`.
     """
     rows, stages = shape.row_tiles * shape.tile_rows, shape.stages_of_a
     outer = shape.splits * shape.num_modules * shape.slot_tiles
@@ -126,8 +128,9 @@ class _OfA(NamedTuple):
 def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, count, *others: Any) -> None:
     """Run one CTA of the first kernel: one visit's product with one module's A, over one part of the inputs.
 
-    num_slots: of the pool. count: i32 [1] visits; CTAs of later ones do nothing. others: the fields of _OfA after
-    `visits`.
+    num_slots: of the pool. row_tile, slot_tile, slots: fields of _Visits. count: i32 [1] visits; CTAs of later ones do
+    nothing. others: the fields of _OfA after `visits`. The warpgroups share the work: one loads, two compute and store
+    64 columns each.
     """
     refs = _OfA(_Visits(row_tile, slot_tile, slots), *others)
     cta = lax.axis_index("cta")
@@ -171,7 +174,9 @@ def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, coun
 
 
 def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
-    """Return the sum of products f32 [64, tile rows] of the warpgroup's columns, over `count` tiles of inputs."""
+    """Return the sum of products A x^T, f32 [64, tile rows], of the warpgroup's 64 columns of slots, over `count` tiles
+    of inputs in the ring, whose slots it frees.
+    """
     own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def factors(slot):
@@ -201,7 +206,8 @@ def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Ar
 def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: LoraVisits, interpret: Any) -> jax.Array:
     """Run the second kernel, results of the first times B; return the sum over each row's visits, f32 [T, out].
 
-    inner: result of `_own_columns`. bs: B of each source.
+    shape: static sizes. inner: result of `_own_columns`. bs: B of each source, [slots * rank, its width]. visits: of
+    which slots and tiles count. interpret: see `mosaic_gpu.launch`.
     """
     rows, stages = shape.parts * WARPGROUP_ROWS, shape.stages_of_b
     # Where the visits of each tile of rows begin, and the last ones end.
@@ -255,7 +261,9 @@ class _OfB(NamedTuple):
 
 
 def _times_b_body(shape: Shape, *given: Any) -> None:
-    """Run one CTA of the second kernel: one tile of the result. given: the fields of _OfB, each of `bs` by itself."""
+    """Run one CTA of the second kernel: one tile of the result, summed over all visits of its rows. One warpgroup
+    loads, two compute and store 64 outputs each. given: the fields of _OfB, each of `bs` by itself.
+    """
     slot_tile, slots, begins, tile_of_row, inner, *others = given
     num_sources = len(shape.widths)
     bs = tuple(others[:num_sources])
@@ -301,7 +309,7 @@ def _times_b_body(shape: Shape, *given: Any) -> None:
 def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
     """Load B of the slots of visit first + step into `slot` of the ring, the outputs of each warpgroup by themselves.
 
-    column: tile of COLUMNS outputs of `b`.
+    column: tile of COLUMNS outputs of `b`. The copies arrive at refs.full of the slot.
     """
     tile = refs.slot_tile[first + step]
     for at in range(shape.each):
@@ -313,7 +321,10 @@ def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
 
 
 def _sum_of_b(shape: Shape, refs: _OfB, warpgroup, first, count) -> list[Any]:
-    """Return sums f32 [64, 64] for each 64 rows and the warpgroup's outputs, over `count` visits from `first` on."""
+    """Return sums f32 [64, 64] for each 64 rows of the tile and the warpgroup's 64 outputs, over `count` visits from
+    `first` on; in a visit, rows of other tiles of slots count as zeros. Waits for B of each visit, and frees its slot
+    of the ring.
+    """
     area = WARPGROUP_ROWS, COLUMNS
 
     def multiply(*accumulators):

@@ -21,7 +21,8 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
     """Return the reason why XLA multiplies adapters with `size` inputs and sources of `widths` outputs; "" if the
     kernels do.
 
-    rank: of the pool. dtype: of rows and adapters.
+    rank: of the pool. dtype: of rows and adapters. Reasons: another dtype than bfloat16, a rank that is no multiple of
+    8 or does not divide 128, inputs or outputs that are no multiples of 128.
     """
     if dtype != BFLOAT16:
         return "kernels multiply bfloat16"

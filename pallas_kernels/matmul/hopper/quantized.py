@@ -59,10 +59,11 @@ def quantized_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros on a Hopper or Blackwell GPU: [M, out] in out_dtype;
-    matmul.quantized.quantized_matmul has checked the arguments.
+    """Multiply x [M, in] by codes * scales - zeros (all of `operands`) on a Hopper or Blackwell GPU: [M, out] in
+    out_dtype; matmul.quantized.quantized_matmul has checked the arguments.
 
-    XLA multiplies if the kernel cannot; a log line says why. sizes: by default those of the table. interpret: see
+    XLA multiplies if the kernel cannot; a log line says why, unless the trace is for no card with kernels. dtype: to
+    which codes are widened; the kernel has bfloat16 alone. sizes: by default those of the table. interpret: see
     `mosaic_gpu.launch`. tensor_memory: True for the kernel of Blackwell cards, False for that of Hopper ones, None for
     that of the trace's card.
     """
@@ -225,7 +226,9 @@ def _padded(vector: jax.Array | None, size: int) -> jax.Array | None:
 
 
 def _body(shape: Shape, refs: _Refs) -> None:
-    """Run one CTA: choose its work by its number; CTAs of unused tiles do nothing."""
+    """Run one CTA: choose its work, a tile of rows and outputs and a part of the inputs, by its number, and do it; CTAs
+    of unused tiles of groups do nothing.
+    """
     cta = lax.axis_index("cta")
     if shape.tiles:
         # Neighbours share rows, and those a little further apart a group's matrix, which the card's cache holds.
@@ -251,7 +254,9 @@ class _Work(NamedTuple):
 
 
 def _tile(shape: Shape, refs: _Refs, item: _Work) -> None:
-    """Load, compute and store the work of a CTA, divided among its warpgroups."""
+    """Load, compute and store `item`, the work of a CTA, divided among its warpgroups: one loads, the others multiply,
+    with shape.gating also activate, and store their outputs.
+    """
     first = item.split * shape.per_split
     count = jnp.minimum(shape.input_tiles - first, shape.per_split)
 
@@ -286,13 +291,18 @@ def _tile(shape: Shape, refs: _Refs, item: _Work) -> None:
 
 
 def _of_own_rows(shape: Shape, item: _Work, work: Callable[[int], None]) -> None:
-    """Call work(rows) for the tile's number of rows, which must be static in a product: there is a branch for each."""
+    """Call work(rows) for the number of rows of the item's tile, which must be static in a product: there is a branch
+    for each multiple of shape.step up to shape.tile_rows.
+    """
     sizes = range(shape.step, shape.tile_rows + 1, shape.step)
     lax.switch(item.steps - 1, [partial(work, rows) for rows in sizes])
 
 
 def _load(shape: Shape, refs: _Refs, item: _Work, rows: int, first, count) -> None:
-    """Load `count` tiles of inputs from `first` on, of `rows` rows, as far ahead as there is room."""
+    """Load the item's `count` tiles of inputs from `first` on, of `rows` rows, as far ahead as there is room in the
+    ring: rows, codes, scales, zeros, sums and scales of rows, and once the bias, those that there are. Returns once all
+    were read.
+    """
     start = jnp.minimum(item.out_tile * (shape.outputs // 8), (shape.out - shape.outputs) // 8)
     outputs, own_rows = pl.ds(start * 8, shape.outputs), pl.ds(item.row, shape.vector_rows)
     own = (outputs,) if shape.gating is None else (slice(None), outputs)
@@ -325,7 +335,10 @@ def _load(shape: Shape, refs: _Refs, item: _Work, rows: int, first, count) -> No
 
 
 def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
-    """Return the scaled sum f32 [64, rows] over `count` tiles of inputs, for the warpgroup's outputs."""
+    """Return the scaled sum f32 [64, rows], rows = num_rows, over `count` tiles of inputs in the ring, whose slots it
+    frees, for the warpgroup's 64 outputs: each group's sum times the scales of outputs and rows, less zeros times row
+    sums.
+    """
     own, columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), shape.columns // shape.sums
     area, rows_of_tile = (WARPGROUP_ROWS, num_rows), pl.ds(0, num_rows)
     of_own = own if shape.gating is None else warpgroup
@@ -362,8 +375,8 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
 
 
 def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
-    """Return the sum f32 [64, rows] over `count` tiles of inputs, for the warpgroup's outputs of a matrix without
-    scales; one product is in progress while the next tile arrives.
+    """Return the sum f32 [64, rows], rows = num_rows, over `count` tiles of inputs in the ring, whose slots it frees,
+    for the warpgroup's 64 outputs of a matrix without scales; one product is in progress while the next tile arrives.
     """
     own, rows_of_tile = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, num_rows)
 

@@ -68,7 +68,8 @@ def sum_of_products(
     """Return the sum, f32 of shape `area`, over `count` steps, at least 1, of the product of factors(slot), two
     operands of a wgmma.
 
-    One product is in progress while the next tiles arrive. full, free: barriers of the ring's `stages` slots.
+    One product is in progress while the next tiles arrive. full, free: barriers of the ring's `stages` slots; it waits
+    for each step's tiles and frees their slot.
     """
 
     def multiply(accumulator):

@@ -29,6 +29,10 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, gro
     """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
     the kernel does.
 
+    Reasons: another dtype than bfloat16, one scale a channel of codes of eight bits (unless grouped), inputs that are
+    no multiple of 64, groups of inputs that are too small for a product or do not fit into tiles, fewer than 128
+    outputs or no multiple of 8.
+
     codes: dtype of the stored codes. dtype: dtype that they are widened to. grouped: each group of rows has a matrix of
     its own, which may be bfloat16, without scales.
     """
@@ -67,8 +71,8 @@ def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memo
 
 
 def step_of(tile_rows: int, *, tensor_memory: bool) -> int:
-    """Return the number of rows, 8 or 16, of which tiles of groups have a multiple: the fewest that a product may have,
-    and for which there are at most eight sizes.
+    """Return the number of rows, 8 or 16, of which tiles of groups have a multiple: the fewest that a product may have
+    (16 for the kernel of Blackwell cards, tensor_memory), and for which there are at most eight sizes up to tile_rows.
     """
     return PRODUCT_COLUMNS[tensor_memory or tile_rows > MOST_SHARED_ROWS]
 

@@ -35,15 +35,19 @@ class Builder(ir.IRBuilder):
         return self.gep(pointer, [I64(offset) if isinstance(offset, int) else offset])
 
     def read(self, pointer: Any, offset: Any, kind: Any, align: int = 1) -> Any:
-        """Load a value of an LLVM type."""
+        """Emit a load of a value of an LLVM type `kind` at `offset` bytes from a pointer; return the value. align: of
+        the address, in bytes.
+        """
         return self.load(self.bitcast(self.at(pointer, offset), kind.as_pointer()), align=align)
 
     def write(self, value: Any, pointer: Any, offset: Any, align: int = 1) -> None:
-        """Store a value."""
+        """Emit a store of a value at `offset` bytes from a pointer. align: of the address, in bytes."""
         self.store(value, self.bitcast(self.at(pointer, offset), value.type.as_pointer()), align=align)
 
     def total(self, *terms: tuple[Any, ...]) -> Any:
-        """Return the i64 sum of products of ints and i64 values."""
+        """Return the i64 sum of products: each of `terms` is a tuple of factors, ints or i64 values. None without
+        terms.
+        """
         found = None
         for factors in terms:
             product = None
@@ -54,7 +58,7 @@ class Builder(ir.IRBuilder):
         return found
 
     def all_lanes(self, value: Any) -> Any:
-        """Return a vector with a number in all LANES."""
+        """Return a vector with `value`, an i32 or f32 value, in all LANES."""
         nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
         one = self.insert_element(nothing, value, I32(0))
         return self.shuffle_vector(one, nothing, each_lane(0))
@@ -63,8 +67,9 @@ class Builder(ir.IRBuilder):
     def loop(
         self, begin: Any, end: Any, step: int | Any, carried: Sequence[Any] = ()
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Context manager of a loop's body: yields the index, i64, and the carried values, in a list in which the body
-        puts the next ones. The list has the last ones after the loop.
+        """Context manager of a loop's body, for an i64 index from `begin` while it is below `end`, in steps of `step`,
+        an int: yields the index and the carried values, which begin as `carried`, in a list in which the body puts the
+        next ones. The list has the last ones after the loop, where the builder then is.
         """
         before, head = self.block, self.append_basic_block("loop")
         body, after = self.append_basic_block("body"), self.append_basic_block("after")
@@ -91,26 +96,30 @@ def each_lane(number: int | float) -> Any:
 
 
 def get(b: Builder, job: Any, name: str) -> Any:
-    """Load a job's field."""
+    """Emit a load of the field `name` of a job, a pointer to FIELDS of eight bytes each; return it, a pointer or i64.
+    Raises ValueError for another name.
+    """
     return b.read(job, 8 * FIELDS.index(name), PTR if name in _POINTERS else I64, 8)
 
 
 def count(b: Builder, job: Any, name: str, change: int) -> Any:
-    """Add to a job's counter, which several threads may do; return what it was, i64."""
+    """Emit an atomic addition of the int `change` to a job's counter, the field `name`, which several threads may do;
+    return what it was, i64.
+    """
     place = b.bitcast(b.at(job, 8 * FIELDS.index(name)), I64.as_pointer())
     return b.atomic_rmw("add", place, I64(change), "seq_cst")
 
 
 def indices(numbers: Sequence[int]) -> Any:
-    """Return a constant vector of i32."""
+    """Return a constant vector of these numbers, i32 each."""
     return ir.Constant(ir.VectorType(I32, len(numbers)), list(numbers))
 
 
 def least(b: Builder, one: Any, other: Any) -> Any:
-    """Return the smaller of two i64."""
+    """Return the smaller of two i64 values, `one` and `other`, compared as signed."""
     return b.select(b.icmp_signed("<", one, other), one, other)
 
 
 def ceiling(b: Builder, number: Any, divisor: Any) -> Any:
-    """Return the quotient of positive i64, rounded up."""
+    """Return number / divisor, i64 with a positive divisor and a number that is not negative, rounded up."""
     return b.sdiv(b.sub(b.add(number, divisor), I64(1)), divisor)

@@ -78,7 +78,9 @@ class Code(Sums):
             self._make_handler(name, self._make_work(name, self.table if is_table else self.columns, kind))
 
     def _make_drop(self) -> Any:
-        """Build drop(job): give up one owner's part of a job; the last one frees it."""
+        """Build drop(job), which gives up one owner's part of a job (counter "owners"); the last one frees its memory.
+        Return the LLVM function.
+        """
         function, b = self.begin("drop", NOTHING, [PTR])
         (job,) = function.args
         with b.if_then(b.icmp_signed("==", count(b, job, "owners", -1), I64(1))):
@@ -87,7 +89,9 @@ class Code(Sums):
         return function
 
     def _make_work(self, name: str, sums: Callable[[str, int], Any], kind: str) -> Any:
-        """Build NAME_rows(job): take blocks of outputs until none is left, and multiply all rows by each."""
+        """Build NAME_rows(job): take blocks of outputs (counter "next") until none is left, multiply all rows by each,
+        and count it as done; return the LLVM function. sums(kind, rows): function for `rows` rows at once, of Sums.
+        """
         all_rows = (1,) if name == "bfloat16_table" else ROWS  # XLA is faster with more
         columns = {rows: sums(kind, rows) for rows in all_rows}
         function, b = self.begin(f"{name}_rows", NOTHING, [PTR], inside=False)
@@ -114,7 +118,12 @@ class Code(Sums):
         return function
 
     def _make_handler(self, name: str, work: Any) -> None:
-        """Build a handler: NAME(XLA_FFI_CallFrame*), which returns null, as there are no errors."""
+        """Build a handler: NAME(XLA_FFI_CallFrame*), which returns null, as there are no errors.
+
+        Asked for its version it answers; in another stage than EXECUTE it does nothing. Else it allocates a job,
+        schedules helpers of XLA's thread pool, calls `work`, the function of `_make_work`, itself, and waits until all
+        blocks are done.
+        """
         task, b = self.begin(f"{name}_task", NOTHING, [PTR])
         b.call(work, task.args)
         b.call(self._drop, task.args)
@@ -157,7 +166,9 @@ class Code(Sums):
         b.ret(null)
 
     def _operands(self, b: Builder, handler: str, frame: Any) -> dict[str, Any]:
-        """Read operands x, matrix, and, if there are any, scales and zeros, and the result y: fields of a job."""
+        """Emit reads of operands x, matrix, and, if there are any, scales and zeros, and of the result y, from an
+        XLA_FFI_CallFrame of a key of HANDLERS: return fields of a job by name, with how the inputs are cut into panels.
+        """
         num_arguments, buffers = b.read(frame, _FRAME["num_arguments"], I64), b.read(frame, _FRAME["arguments"], PTR)
         x, matrix = (b.read(buffers, 8 * index, PTR) for index in (0, 1))
         y = b.read(b.read(frame, _FRAME["results"], PTR), 0, PTR)
@@ -190,7 +201,9 @@ class Code(Sums):
         return found | {"panel": panel, "panels": b.sdiv(lines, panel), "each": b.sdiv(group, panel)}
 
     def _sum_inputs(self, b: Builder, values: dict[str, Any]) -> None:
-        """Add up the inputs of each row and panel, if there are zeros, which are multiplied by them."""
+        """Emit code that adds up the inputs of each row and panel into the job's `sums`, if it has zeros, which are
+        multiplied by them. values: fields of the job by name.
+        """
         with b.if_then(b.icmp_unsigned("!=", values["zeros"], NULL)):
             eight = ir.VectorType(F32, _SUM_LANES)
             size = b.sdiv(values["inputs"], values["panels"])
@@ -201,7 +214,7 @@ class Code(Sums):
                 b.write(total, values["sums"], b.total((panel, 4)))
 
     def _fill_metadata(self, b: Builder, metadata: Any) -> None:
-        """Answer XLA's question for the version of the FFI that a handler was made for."""
+        """Emit code that writes into XLA's `metadata` structure the version of the FFI that a handler was made for."""
         wide = {"version_size": _VERSION_BYTES, "version_extension": 0, "id": 0}
         narrow = {"major": self._abi["major"], "minor": self._abi["minor"], "traits": 0}
         for name, value in wide.items():
@@ -210,7 +223,10 @@ class Code(Sums):
             b.write(I32(value), metadata, _METADATA[name], 4)
 
     def _num_threads(self, b: Builder, api: Any, context: Any, values: dict[str, Any], size: int) -> Any:
-        """Return the number of threads that take part, i64. size: bytes of an element of the matrix."""
+        """Emit code that finds the number of threads that take part, i64, at least 1: 1 for a matrix of at most
+        _ONE_THREAD bytes or if XLA reports an error, else that of XLA's pool. values: fields of the job. size: bytes of
+        an element of the matrix. api, context: of the call.
+        """
         found = b.alloca(I64)
         b.store(I64(1), found)
         lines = b.mul(values["panels"], values["panel"])
@@ -224,7 +240,9 @@ class Code(Sums):
         return b.select(b.icmp_signed("<", threads, I64(1)), I64(1), threads)
 
     def _wait(self, b: Builder, job: Any, blocks: Any) -> None:
-        """Wait until the blocks that other threads took are done."""
+        """Emit code that waits until the job's `blocks` blocks are done, those of other threads too: it spins, and
+        after _PATIENCE looks yields the core.
+        """
         before, head, again, after = b.block, *(b.append_basic_block(name) for name in ("wait", "again", "done"))
         b.branch(head)
         b.position_at_end(head)
@@ -241,7 +259,9 @@ class Code(Sums):
         b.position_at_end(after)
 
     def _record(self, b: Builder, values: Sequence[Any]) -> Any:
-        """Return a pointer to a structure of these values, of eight bytes each, in the function's frame."""
+        """Emit a structure of these values, ints or LLVM values of eight bytes each, in the function's frame; return a
+        pointer to it.
+        """
         with b.goto_entry_block():
             record = b.bitcast(b.alloca(ir.ArrayType(I64, len(values))), PTR)
         for index, value in enumerate(values):
@@ -249,10 +269,12 @@ class Code(Sums):
         return record
 
     def _call_api(self, b: Builder, api: Any, name: str, arguments: Any) -> Any:
-        """Call a function of XLA's FFI; return its error, null for none."""
+        """Emit a call of a function of XLA's FFI, by its name in the table `api`, with a pointer to its arguments;
+        return its error, null for none. Raises KeyError for a name without an offset.
+        """
         function = b.read(api, self._abi[name], ir.FunctionType(PTR, [PTR]).as_pointer(), 8)
         return b.call(function, [arguments])
 
     def _destroy(self, b: Builder, api: Any, error: Any) -> None:
-        """Free an error of XLA's FFI."""
+        """Emit a call that frees an error of XLA's FFI, by a function of the table `api`."""
         self._call_api(b, api, "XLA_FFI_Error_Destroy", self._record(b, [_DESTROY_BYTES, 0, error]))

@@ -65,7 +65,8 @@ def made() -> tuple[str, Any]:
     """Compile, try and register the handlers, once a process; return a text about what made them, and llvmlite's engine
     with the code, which programs call as long as the process lives.
 
-    Raises ImportError without llvmlite, and UnfitError.
+    Raises ImportError without llvmlite, and UnfitError for another processor than x86_64, as `compiled` does, and if a
+    product of the code is wrong.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")
@@ -85,7 +86,8 @@ def made() -> tuple[str, Any]:
 def compiled(cpu: str, features: Any) -> tuple[str, Any]:
     """Compile the handlers for a processor; return a text about what made them, and llvmlite's engine with the code.
 
-    cpu: its name, as LLVM knows it. features: llvmlite's FeatureMap. Raises UnfitError.
+    cpu: its name, as LLVM knows it. features: llvmlite's FeatureMap. Raises UnfitError without AVX2 and FMA or for an
+    FFI header as of `ffi_abi`, ImportError without llvmlite, RuntimeError for what LLVM refuses.
     """
     import llvmlite  # pyright: ignore[reportMissingImports]
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
@@ -123,8 +125,8 @@ def wide_vectors() -> bool:
 
 
 def with_vector_width(text: str, bits: int) -> str:
-    """Return LLVM IR whose functions use vector registers of `bits`; by default LLVM takes 256 of 512 on some
-    processors.
+    """Return LLVM IR `text` with an attribute at each function's definition that has it use vector registers of `bits`;
+    by default LLVM takes 256 of 512 on some processors.
     """
     return re.sub(r"^(define .*?\))( .*)?$", rf'\1\2 "prefer-vector-width"="{bits}"', text, flags=re.MULTILINE)
 
@@ -165,7 +167,9 @@ def _capsule(address: int) -> Any:
 
 
 def _try(kind: str, is_table: bool, address: int) -> None:
-    """Multiply a small matrix, and compare with numpy. Raises UnfitError if numbers differ."""
+    """Multiply a small random matrix of this kind (a table if is_table) by the function NAME_rows at `address`, and
+    compare with numpy. Raises UnfitError if numbers differ.
+    """
     from jaxengine.pallas_kernels.matmul.native.builder import FIELDS, TILE
 
     rng = np.random.default_rng(0)

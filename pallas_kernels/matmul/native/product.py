@@ -23,7 +23,9 @@ def few_rows_product(
     *,
     is_table: bool = False,
 ) -> jax.Array | None:
-    """Multiply x [M, in] by a matrix: f32 [M, out]; None if no handler takes operands of this kind.
+    """Multiply x [M, in] by a matrix, codes * scales - zeros, with a handler: f32 [M, out]; None if no handler takes
+    operands of this kind: of another dtype, of more rows than it is fast for, of outputs that are no multiple of 64, or
+    with groups that its vectors do not divide. The handlers must be loaded (`library.load`).
 
     matrix: [in, out] int8 or bfloat16, or [in / 2, out] uint8, pairs of four-bit codes. scales, zeros: [n, out], each
     for in / n neighbouring inputs; bfloat16 has none. is_table: the matrix is [out, in], or [out, in / 2].

@@ -13,8 +13,9 @@ from jaxengine.pallas_kernels.matmul.native.product import few_rows_product
 def quantized_table_matmul(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, dtype: Any, out_dtype: Any
 ) -> jax.Array:
-    """Multiply x [M, in] by the transpose of a quantised table [V, in] on a CPU: [M, V] in out_dtype, computed in
-    float32 whatever `dtype`; matmul.quantized_table.quantized_table_matmul has checked the arguments.
+    """Multiply x [M, in] by the transpose of a quantised table [V, in], codes * scales - zeros (None: no zeros), on a
+    CPU: [M, V] in out_dtype, computed in float32 whatever `dtype`; matmul.quantized_table.quantized_table_matmul has
+    checked the arguments. By machine code where a handler takes it, else in plain XLA.
     """
     if (y := few_rows_product(x, codes, scales, zeros, is_table=True)) is not None:
         return y.astype(out_dtype)

@@ -55,18 +55,24 @@ class Sums:
         self._add, self._subtract = self._make_add(), self._make_subtract()
 
     def declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-        """Declare a function."""
+        """Declare a function of the module by its name, with LLVM types of its result and arguments; return it. Raises
+        llvmlite's DuplicatedNameError for a name that is taken.
+        """
         return ir.Function(self.module, ir.FunctionType(result, arguments), name)
 
     def begin(self, name: str, result: Any, arguments: Sequence[Any], *, inside: bool = True) -> tuple[Any, Builder]:
-        """Begin a function; return it and its builder. inside: whether only this module calls it."""
+        """Begin a function, declared as by `declare`, with an entry block; return it and a builder in that block.
+        inside: whether only this module calls it, so that its linkage is internal.
+        """
         function = self.declare(name, result, arguments)
         function.attributes.add("nounwind")
         function.linkage = "internal" if inside else "external"
         return function, Builder(function.append_basic_block("entry"))
 
     def _make_wide(self, lanes: int) -> Any:
-        """Build wide(pointer, index, is_bf16): `lanes` numbers from an index on, of float32 or bfloat16."""
+        """Build wide(pointer, index, is_bf16), which reads `lanes` numbers from number `index` on, of float32 or
+        bfloat16 (is_bf16 not 0), as f32; return the LLVM function.
+        """
         numbers, bits = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         function, b = self.begin(f"wide_{lanes}", numbers, [PTR, I64, I64])
         function.attributes.add("alwaysinline")
@@ -78,9 +84,10 @@ class Sums:
         return function
 
     def _parts(self, b: Builder, kind: str, matrix: Any, offset: Any) -> list[tuple[int, int, Any]]:
-        """Read a tile's columns of one row of the matrix: (input within the row, accumulator, LANES numbers) each.
+        """Emit reads of a tile's columns of one row of the matrix, of a key of KINDS, and a prefetch of what follows:
+        (input within the row, accumulator, LANES f32 numbers) each.
 
-        offset: i64, bytes of the tile. Columns lie in accumulators as `_columns` has them.
+        matrix: pointer. offset: i64, bytes of the tile from there. Columns lie in accumulators as `_columns` has them.
         """
         found = []
         bits = [b.read(matrix, b.total((offset,), (64 * line,)), INTS) for line in range(KINDS[kind][1])]
@@ -106,7 +113,9 @@ class Sums:
         return b.sitofp(b.ashr(left, each_lane(32 - width)), FLOATS)
 
     def columns(self, kind: str, rows: int) -> Any:
-        """Build columns(job, row, begin, end): multiply `rows` rows from `row` on by columns [begin, end)."""
+        """Build columns(job, row, begin, end), which multiplies `rows` rows from `row` on by columns [begin, end), a
+        multiple of TILE, of a matrix of this kind (a key of KINDS), and writes the job's y; return the LLVM function.
+        """
         function, b = self.begin(f"{kind}_columns_{rows}", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
         own = {name: get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panels", "panel")}
@@ -135,7 +144,10 @@ class Sums:
         return function
 
     def _make_add(self) -> Any:
-        """Build add(job, row, panel, column, four vectors): scale a tile's sums and add them to the result."""
+        """Build add(job, row, panel, column, four vectors), which multiplies a tile's sums by the panel's scales, if
+        the job has any, and adds them to the row's result, which panel 0 begins; then subtracts the zeros, if any,
+        times the sum of the panel's inputs. Return the LLVM function.
+        """
         function, b = self.begin("add", NOTHING, [PTR, I64, I64, I64, *[FLOATS] * 4])
         job, row, panel, column, *sums = function.args
         own = {name: get(b, job, name) for name in ("outputs", "panels", "each", "y", "sums")}
@@ -164,7 +176,9 @@ class Sums:
         return function
 
     def _make_subtract(self) -> Any:
-        """Build subtract(job, row, begin, end): subtract zeros from results of a table, LANES tokens at a time."""
+        """Build subtract(job, row, begin, end), which subtracts zeros, if the job has any, times the sums of inputs
+        from a row's results of tokens [begin, end) of a table, LANES tokens at a time; return the LLVM function.
+        """
         function, b = self.begin("subtract", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
         own = {name: get(b, job, name) for name in ("outputs", "panels", "zeros", "bf16_zeros", "sums", "y")}
@@ -180,7 +194,8 @@ class Sums:
         return function
 
     def table(self, kind: str, rows: int) -> Any:
-        """Build table(job, row, begin, end): multiply `rows` rows from `row` on by tokens [begin, end) of a table.
+        """Build table(job, row, begin, end), which multiplies `rows` rows from `row` on by tokens [begin, end) of a
+        table of this kind (a key of KINDS), and writes the job's y; return the LLVM function.
 
         Rows of x have the even ones of each 2 * LANES inputs first where elements are pairs.
         """
@@ -229,7 +244,9 @@ class Sums:
         return function
 
     def _unit(self, b: Builder, kind: str, matrix: Any, place: Any) -> list[Any]:
-        """Read LANES elements of a table: vectors of numbers, for pairs those of even and those of odd inputs."""
+        """Emit a read of LANES elements of a table of this kind, `place` bytes (i64) after the pointer `matrix`: f32
+        vectors of numbers, for pairs those of even and those of odd inputs.
+        """
         inputs, size = KINDS[kind]
         bits = b.zext(b.read(matrix, place, ir.VectorType(I16 if size == 2 else I8, LANES)), INTS)
         if kind == "bfloat16":
@@ -238,7 +255,7 @@ class Sums:
 
 
 def _sum_of_lanes(b: Builder, vector: Any) -> Any:
-    """Return the sum of a vector's numbers: halves are added until one is left."""
+    """Emit the sum, f32, of the LANES numbers of a vector: halves are added until one is left."""
     size = LANES
     while size > 1:
         size //= 2
@@ -248,8 +265,8 @@ def _sum_of_lanes(b: Builder, vector: Any) -> Any:
 
 
 def _columns(b: Builder, kind: str, sums: Sequence[Any]) -> list[Any]:
-    """Return four vectors of neighbouring columns of a tile's four accumulators, which have every fourth column; of
-    bfloat16 every second one of a half.
+    """Emit shuffles of a tile's four accumulators (`sums`), which have every fourth column, or for kind "bfloat16"
+    every second one of a half: return four vectors of neighbouring columns.
     """
     order = [(column % 4, column // 4) for column in range(TILE)]
     if kind == "bfloat16":

@@ -21,8 +21,8 @@ _COLUMNS = (512, 256, 1024)  # the default first: of candidates with equal tiles
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield a candidate for each width of tiles, with scaled codes and, if rows are few, with scaled sums; of equal
-    tiles the first.
+    """Yield a candidate for the problem for each width of tiles, first with scaled sums if its rows are at most half of
+    a group's inputs, then with scaled codes; of equal tiles of one form the first.
     """
     default, found = TpuProducts(), set()
     dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
@@ -71,6 +71,8 @@ def _candidate(
 
 
 def _product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: TpuProducts) -> jax.Array:
-    """Compute the product bf16 [M, out] with these sizes; arguments as of `quantized_matmul`, x not rounded."""
+    """Compute the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros) with these sizes;
+    arguments as of `quantized_matmul`, x not rounded.
+    """
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
     return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)

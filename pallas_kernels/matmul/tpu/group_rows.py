@@ -19,7 +19,9 @@ _ALIGNED_ROWS = 64
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """Return the number of rows that group sizes should be padded to a multiple of: STEP for large groups, else 1."""
+    """Return the number of rows that group sizes should be padded to a multiple of: STEP if num_rows / num_groups, the
+    size of an average group, is at least _ALIGNED_ROWS, else 1.
+    """
     return STEP if num_rows >= _ALIGNED_ROWS * num_groups else 1
 
 
@@ -42,7 +44,10 @@ def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, 
 
 
 def _rows_of_visits(group_sizes: np.ndarray, num_rows: int, shape: Shape) -> int:
-    """Count rows from the kernel's own list: per visit full blocks, from the group's first row in the tile on."""
+    """Return the number of rows that the kernel multiplies, from its own list of visits for consecutive groups of
+    group_sizes among num_rows rows: per visit full blocks of `shape`, from the group's first row in the tile on,
+    rounded down to STEP. Runs visits_of on jax's default device.
+    """
     listed = jax.jit(visits_of, static_argnums=(1, 2))(jnp.asarray(group_sizes, jnp.int32), num_rows, shape.rows)
     visits, total, most = jax.device_get(listed), 0, shape.blocks[-1]
     for visit in range(int(visits.products[0])):

@@ -59,8 +59,9 @@ def quantized_grouped_matmul(
     """Multiply rows x [M, in] by the quantised matrix of their group on a TPU, plus its bias: [M, out] in out_dtype;
     matmul.quantized.quantized_grouped_matmul has checked the arguments.
 
-    XLA multiplies if the kernel cannot. sizes: by default those of the chip that the trace is for. interpret: argument
-    of `pl.pallas_call`.
+    Rows of no group give 0. group_sizes: i32 [G], consecutive rows. bias: [G, out] or None. XLA multiplies if the
+    kernel cannot. dtype: what rows and codes are widened to. sizes: by default those of the chip that the trace is for.
+    interpret: argument of `pl.pallas_call`.
     """
     x, x_scales, codes, scales, zeros = operands
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
@@ -82,9 +83,11 @@ def quantized_gated_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Return activation(gate, up) of rows times their group's quantised matrix, [M, F] in out_dtype.
+    """Return activation(gate, up) of rows x of `operands` times their group's quantised matrix, gates and then ups,
+    plus the group's bias [G, 2 F] or None: [M, F] in out_dtype, 0 for rows of no group.
 
-    The public operation has checked the arguments. sizes, interpret: as `quantized_grouped_matmul`'s.
+    The public operation has checked the arguments. Where one kernel cannot do it, the product is activated from memory,
+    which is logged once. dtype, sizes, interpret: as `quantized_grouped_matmul`'s.
     """
     x, x_scales, codes, scales, zeros = operands
     options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
@@ -107,7 +110,8 @@ def gated_product_of_groups(
     out_dtype: Any,
     *options: Any,
 ) -> jax.Array:
-    """Compute the activated product [M, F] in out_dtype: by one kernel, or, if that is impossible, by a kernel for
+    """Compute the activated product [M, F] in out_dtype of rows x [M, in] (codes if they have x_scales) and their
+    group's matrix of gates and ups: by one kernel, or, if that is impossible, which is logged once, by a kernel for
     gates and ups with their bias, activated from memory.
 
     Arguments as for `product_of_groups`; options: its sizes and interpret.
@@ -121,7 +125,9 @@ def gated_product_of_groups(
 
 
 def log_not_fused(size: int, width: int, why: str) -> None:
-    """Log, once per process, why gates and ups [size, 2 * width] are activated from memory; only on TPUs."""
+    """Log, once per process, why gates and ups [size, 2 * width] are activated from memory; only where the device of
+    the trace is a TPU.
+    """
     if pltpu.is_tpu_device():  # and not while another platform's program is traced
         say_once(size, width, why)
 
@@ -159,8 +165,9 @@ def product_of_groups(
     """Multiply rows x [M, in] by the matrix of their group by the kernel: [M, out] in out_dtype, with an activation of
     gates and ups [M, out / 2].
 
-    The operations have checked the arguments. activation: None for the plain product. dtype: what rows and codes are
-    widened to. sizes, interpret: as `quantized_grouped_matmul`'s.
+    The operations have checked the arguments. x_scales: f32 [M, n] of rounded rows, whose codes x are; None for others.
+    group_sizes: i32 [G], consecutive rows; rows of no group give 0. activation: None for the plain product. dtype: what
+    rows and codes are widened to. sizes, interpret: as `quantized_grouped_matmul`'s.
     """
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
     rows = rows_for(x, x_scales, matrix.codes.dtype, matrix.count, len(group_sizes), dtype, sizes)
@@ -244,7 +251,8 @@ def shape_of(
 
 
 def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
-    """Choose (piece, columns of a strip), multiples of LANES, at most `piece` and `most` or else LANES.
+    """Choose (piece, columns of a strip), multiples of LANES, at most `piece` and `most` or else LANES, such that the
+    core with the most columns, of `cores`, has as few as possible.
 
     A piece divides the columns, and these divide `width`, so that ups begin at a strip as gates do.
     """
@@ -273,7 +281,9 @@ def _call(
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
-    """Run the kernel: arguments and result as of `product_of_groups`, with rows prepared."""
+    """Run the kernel with prepared rows: [M, out] in out_dtype, with an activation [M, out / 2]. The grid is (strips of
+    columns, visits of `group_sizes`), as long as the list of visits. Other arguments as of `product_of_groups`.
+    """
     (num_rows, size), (num_groups, _, out), count = rows.values.shape, matrix.codes.shape, matrix.count
     dtypes, halves = (rows.values.dtype, matrix.codes.dtype), 1 if activation is None else 2
     out //= halves
@@ -346,7 +356,14 @@ def _body(
     by_sums: bool,
     activation: Gating | None,
 ):
-    """Run one visit for a strip of columns, after clearing the tile of rows in its first one: the kernel's body."""
+    """Run one visit for a strip of columns, after clearing the tile of rows in its first one: the kernel's body.
+
+    A visit multiplies the blocks of rows that hold its group's and writes the group's rows of `out`, plus bias,
+    activated if there is an activation. group, tile, starts, ends, products: fields of Visits, in SMEM. x, x_scales,
+    after, sums: rows as of tpu.quantized, in VMEM. halves: references of a Matrix, or of gates and of ups, with a first
+    axis of one (a block of biases). total: f32 scratch of the sums. moved: scratch for a block of rows of bytes, None
+    for others. by_sums: see `widened`.
+    """
     visit = pl.program_id(1)
     before = tile[visit] * shape.rows
     first = jnp.maximum(starts[group[visit]] - before, 0)
@@ -403,7 +420,7 @@ def _body(
 
 
 def _row_of(biases: jax.Array, group: Any) -> jax.Array:
-    """Return f32 [1, columns], the row of the group's bias among the _BIASES rows of its block."""
+    """Return f32 [1, columns], the row of the group's bias among biases [_BIASES, columns], its block."""
     row = lax.broadcasted_iota(jnp.int32, (_BIASES, 1), 0)
     own = jnp.where(row == lax.rem(group, _BIASES), biases.astype(jnp.float32), 0)
     return jnp.sum(own, axis=0, keepdims=True)

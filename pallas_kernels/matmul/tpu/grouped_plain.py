@@ -32,7 +32,9 @@ def grouped_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Return rows times their group's matrix, [M, out] in out_dtype; the public operation has checked the arguments.
+    """Return rows x [M, in] times their group's matrix of w [G, in, out], plus the group's bias [G, out] or None: [M,
+    out] in out_dtype, 0 for rows of no group; the public operation has checked the arguments. jax.lax.ragged_dot
+    multiplies what the kernel cannot.
 
     sizes: by default those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
@@ -55,9 +57,11 @@ def gated_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Return activation(gate, up) of rows times their group's matrix, [M, F] in out_dtype.
+    """Return activation(gate, up) of rows x [M, in] times their group's matrix of w [G, in, 2 F], gates and then ups,
+    plus the group's bias [G, 2 F] or None: [M, F] in out_dtype, 0 for rows of no group.
 
-    The public operation has checked the arguments. sizes, interpret: as `grouped_matmul`'s.
+    The public operation has checked the arguments. Where one kernel cannot do it, the product is activated from memory,
+    which is logged once. sizes, interpret: as `grouped_matmul`'s.
     """
     size = x.shape[1]
     if why := why_not_aligned(size, 1, x.dtype):

@@ -37,8 +37,9 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """Add the adapters of its rows to y f32[T, out] on a TPU; arguments as of matmul.lora.lora_product, which has
-    checked them.
+    """Add the adapters of its rows to y f32[T, out] on a TPU and return the sum, (x A) B of each row with an adapter;
+    arguments as of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank, in], each of
+    bs [slots * rank, out of a source], modules: for each of bs the module of its A.
 
     XLA computes it if the kernels cannot. sizes: those that the visits were made with, None for the default. interpret:
     argument of `pl.pallas_call`.
@@ -59,7 +60,8 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
     """Return the reason why XLA multiplies adapters with `size` inputs and sources of `widths` outputs; "" if the
     kernels do.
 
-    rank: of the pool. dtype: of rows and adapters.
+    rank: of the pool. dtype: of rows and adapters. Reasons: another dtype than bfloat16, a rank that is no multiple of
+    16, inputs or outputs that are no multiples of 128.
     """
     if dtype != jnp.bfloat16:
         return "kernels multiply bfloat16"
@@ -96,7 +98,8 @@ def _times_a(
     """Multiply rows x [T, in] by A of their visits: bfloat16 [T, modules * columns of all tiles of slots], zeros in
     columns of other rows' slots, undefined where no visit is.
 
-    a: A of all modules and slots, [modules * slots * rank, in].
+    a: A of all modules and slots, [modules * slots * rank, in]. num_modules: modules of `a`. rank: columns of a slot.
+    sizes: those that the visits were made with. interpret: argument of `pl.pallas_call`.
     """
     (num_rows, size), each = x.shape, slots_of_tile(rank, sizes)
     num_slots, num_tiles, columns = len(a) // (num_modules * rank), len(visits.slots) // each, each * rank
@@ -136,7 +139,12 @@ def _times_a_body(
     *a_and_out,  # [rank, in] of each slot; [rows, columns]
     rank: int,
 ):
-    """Multiply a visit's rows by A of its slots, of one module: the first kernel's body."""
+    """Multiply a visit's rows by A of its slots, of one module: the first kernel's body. Columns of other slots than a
+    row's own become zeros.
+
+    row_tile, slot_tile, slots: of LoraVisits, in SMEM. slot_index: i32 [rows, 1] of the rows. x: [rows, in]. a_and_out:
+    A [rank, in] of each slot of the tile, then the result [rows, columns]. rank: a power of two.
+    """
     *parts, out = a_and_out
     inner = lora_xla.dot(x[...], _stacked(parts), 1)
     column = lax.broadcasted_iota(jnp.int32, inner.shape, 1)
@@ -157,7 +165,8 @@ def _add_times_b(
 ) -> jax.Array:
     """Add a source's adapters to its columns of y [T, out], from column `first` on; return y.
 
-    inner: result of `_times_a`, of which the part of `module` is used. b: B of the source, [slots * rank, columns].
+    y is updated in place. inner: result of `_times_a`, of which the part of `module` is used. b: B of the source,
+    [slots * rank, columns]. visits, rank, sizes, interpret: as of `_times_a`.
     """
     each = slots_of_tile(rank, sizes)
     columns, num_tiles, tile_rows = each * rank, len(visits.slots) // each, tile_rows_of(len(y), sizes)
@@ -194,7 +203,10 @@ def _add_times_b(
 
 
 def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
-    """Add a visit's inner [rows, columns] times B of its slots to its tile of y: the second kernel's body."""
+    """Add a visit's inner [rows, columns] times B of its slots to its tile of y: the second kernel's body. The first
+    visit of a tile of rows begins with y, others with what `out` has. b_and_out: B [rank, width] of each slot, then
+    `out`.
+    """
     *parts, out = b_and_out
     visit = pl.program_id(1)
     is_first = (visit == 0) | (row_tile[jnp.maximum(visit - 1, 0)] != row_tile[visit])
@@ -203,5 +215,7 @@ def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
 
 
 def _stacked(parts: Sequence) -> jax.Array:
-    """Return the rows of several slots' blocks, one after the other."""
+    """Return the rows of several slots' blocks, references [rank, columns] in `parts`, one after the other: [slots *
+    rank, columns].
+    """
     return parts[0][...] if len(parts) == 1 else jnp.concatenate([part[...] for part in parts], axis=0)

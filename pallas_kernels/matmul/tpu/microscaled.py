@@ -29,10 +29,10 @@ _ALIGNED = 8  # rows of a full register, of float32 and of bfloat16 as XLA store
 def microscaled_rows(
     x: jax.Array, global_scale: jax.Array | None, *, group: int, dtype: str, kind: str, interpret: Any = False
 ) -> jax.Array:
-    """Round rows [M, in] to a microscaled format on a TPU and return their values in x's dtype; matmul.microscaled.
-    microscaled_rows has checked the arguments.
+    """Round rows x [M, in] to codes of `dtype` with a scale of `kind` per `group` inputs on a TPU, and return their
+    values in x's dtype; matmul.microscaled.microscaled_rows has checked the arguments.
 
-    interpret: argument of `pl.pallas_call`.
+    global_scale: f32 [M, 1] or [1, 1] for kind E4M3, else None. interpret: argument of `pl.pallas_call`.
     """
     num_rows, size = x.shape
     rows, registers = min(pl.cdiv(num_rows, _ALIGNED) * _ALIGNED, ROWS), pl.cdiv(size, LANES)
@@ -57,8 +57,8 @@ def microscaled_rows(
 
 
 def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
-    """Round a tile of rows x [rows, columns]: the kernel's body. scale_and_out: the global scale, if any, and the
-    result.
+    """Round a tile of rows x [rows, columns] to values of `dtype` with a scale of `kind` per `group` columns: the
+    kernel's body. scale_and_out: the global scale [rows or 1, 1], if any, and the result, which it writes.
     """
     *global_scale, out = scale_and_out
     num_rows, registers = x.shape[0], x.shape[1] // LANES

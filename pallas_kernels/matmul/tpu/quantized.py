@@ -30,11 +30,11 @@ _WORKSPACE = 8 << 20  # bytes in addition to operands and results: a widened chu
 def quantized_matmul(
     operands: QuantizedOperands, *, dtype: Any, out_dtype: Any, sizes: TpuProducts | None = None, interpret: Any = False
 ) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros on a TPU: [M, out] in out_dtype; matmul.quantized.quantized_matmul
-    has checked the arguments.
+    """Multiply x [M, in] by codes * scales - zeros (all of `operands`) on a TPU: [M, out] in out_dtype;
+    matmul.quantized.quantized_matmul has checked the arguments.
 
-    XLA multiplies if the kernel cannot, see `why_xla`. sizes: by default those of the chip that the trace is for.
-    interpret: argument of `pl.pallas_call`.
+    XLA multiplies if the kernel cannot, see `why_xla`. dtype: what rows and codes are widened to. sizes: by default
+    those of the table for the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
     x, x_scales, codes, scales, zeros = operands
     (num_rows, size), (count, out) = x.shape, scales.shape
@@ -52,7 +52,8 @@ def quantized_matmul(
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
     """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
-    the kernel does.
+    the kernel does: reasons are those of `widened.why_not`. dtype: what codes are widened to. out and codes do not
+    matter.
     """
     return why_not(size, num_scales, dtype)
 
@@ -112,8 +113,8 @@ def prepared(
 
 
 def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> PreparedRows:
-    """Prepare rounded rows [M, in] with scales [M, n] for a product in `dtype` by weights, each `chunk` inputs in units
-    of their largest scale: codes of that scale stay exact.
+    """Prepare rounded rows, codes x [M, in] with scales x_scales [M, n], for a product in `dtype` by weights, each
+    `chunk` inputs in units of their largest scale, which become the rows' scales: codes of that scale stay exact.
     """
     size, group = x.shape[1], x.shape[1] // x_scales.shape[1]
     step = math.gcd(group, chunk)
@@ -125,7 +126,8 @@ def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> Prep
 
 
 def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
-    """Return the sum of each group of each row as bfloat16 [M, 3 n]: high bits, low bits, high bits.
+    """Return the sum of each of the n = num_scales groups of inputs of each row, in its own scales, as bfloat16 [M, 3
+    n]: high bits, low bits, high bits.
 
     Times zeros as high, high, low bits, this gives a product in 16 bits of mantissa in one pass.
     """
@@ -155,7 +157,9 @@ def _call(
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
-    """Run the kernel: operands as of `quantized_matmul`, with rows prepared; [M, out] in out_dtype."""
+    """Run the kernel with prepared rows: [M, out] in out_dtype. codes: [in, out] or pairs [in / 2, out]. scales, zeros:
+    [n, out]; None for no zeros. sizes, interpret: as of `quantized_matmul`.
+    """
     (num_rows, size), (count, out) = rows.values.shape, scales.shape
     tile_rows, columns = tiles(num_rows, size, out, count, rows.values.dtype, codes.dtype, sizes)
     limit = vmem_limit((tile_rows, columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
@@ -190,7 +194,10 @@ def _call(
 
 
 def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums: bool):
-    """Compute a tile of the result: the kernel's body. Absent operands are None; total: f32 scratch of its shape."""
+    """Compute a tile of the result and write it to `out` [M, N]: the kernel's body. x, x_scales, after: fields of
+    PreparedRows for the tile's rows. sums: of `group_sums`. codes, scales, zeros: the tile's columns. Absent operands
+    are None. total: f32 scratch [M, N]. by_sums: the form, see `widened`.
+    """
     clear(total, sums, zeros)
     add_product(total, x, x_scales, codes, scales, by_sums=by_sums)
     y = total[...] if after is None else total[...] * after[...]
@@ -198,7 +205,9 @@ def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums
 
 
 def clear(total: Any, sums: Any, zeros: Any) -> None:
-    """Initialise `total` with the contribution of zeros, -sums @ zeros."""
+    """Initialise `total`, f32 [M, N], with the contribution of zeros, -sums @ zeros in 16 bits of mantissa; with 0 if
+    zeros is None. sums: [M, 3 n] of `group_sums`. zeros: [n, N].
+    """
     if zeros is None:
         total[...] = jnp.zeros_like(total)
         return
@@ -214,7 +223,9 @@ def tiles(
     """Return the rows and columns of a tile with all `size` inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the
     smallest.
 
-    num_scales: along the inputs, 0 for a plain matrix.
+    At most num_rows and sizes.rows rows, out and sizes.columns columns (twice that of pairs of codes); the larger part
+    is halved until they fit. num_scales: along the inputs, 0 for a plain matrix. x_dtype, codes_dtype: of rows and
+    matrix.
     """
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
@@ -237,7 +248,7 @@ def tiles(
 def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: Any, codes_dtype: Any) -> tuple[int, int]:
     """Return the bytes in VMEM of two tiles: of `rows` rows with their results, and of `columns` columns of a matrix.
 
-    size: inputs. num_scales: along the inputs, 0 for a plain matrix.
+    size: inputs. num_scales: along the inputs, 0 for a plain matrix. x_dtype, codes_dtype: of rows and matrix.
     """
     of_rows = rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
     return 2 * of_rows, 2 * columns * column_bytes(size, num_scales, codes_dtype)
@@ -249,7 +260,8 @@ def column_bytes(size: int, num_scales: int, codes: Any) -> int:
 
 
 def vmem_limit(tile: tuple[int, int], rows: PreparedRows, codes: jax.Array, scales: Any, zeros: Any, most: int) -> int:
-    """Return the VMEM limit in bytes for a kernel with such tiles, at most `most`.
+    """Return the VMEM limit in bytes for a kernel with two tiles of (rows, columns) of these rows, codes, scales and
+    zeros (None for absent ones), and its workspace, at most `most`.
 
     XLA keeps nothing between kernels in memory that one of them reserves, so the limit is no larger than needed.
     """

@@ -27,7 +27,10 @@ class Visits(NamedTuple):
 
 
 def visits_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Visits:
-    """Compute the visits of consecutive groups of i32[G] rows, of num_rows in all, for tiles of `tile_rows` rows."""
+    """Compute the visits of consecutive groups of i32[G] rows, of num_rows in all, for tiles of `tile_rows` rows: one
+    for each group and tile with common rows, in the order of the rows, then one for each tile after the last row, to be
+    cleared.
+    """
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
     first = starts // tile_rows

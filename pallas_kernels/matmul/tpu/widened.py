@@ -44,8 +44,9 @@ def why_not(size: int, num_scales: int, dtype: Any) -> str:
 
 
 def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
-    """Return the reason why a matrix is not supported, as `why_not`, by kernels that also support one scale per
-    channel; "" if it is.
+    """Return the reason why a matrix of `size` inputs in `num_scales` groups, widened to `dtype`, is not supported by
+    kernels that also support one scale per channel; "" if it is: bfloat16, inputs a multiple of 64, groups a multiple
+    of 16.
     """
     if dtype != jnp.bfloat16:
         return "kernels widen to bfloat16"
@@ -55,7 +56,9 @@ def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
 
 
 def chunk_of(group: int) -> int:
-    """Return the number of inputs that are widened at a time: a number of groups, or a divisor of one."""
+    """Return the number of inputs that are widened at a time, about CHUNK: a number of groups of `group` inputs, or a
+    divisor of one; a multiple of ALIGNED.
+    """
     if group > CHUNK and group % ALIGNED == 0:
         return math.gcd(group, CHUNK)
     step = math.lcm(group, ALIGNED)
@@ -63,7 +66,8 @@ def chunk_of(group: int) -> int:
 
 
 def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, by_sums: bool) -> None:
-    """Add rows times a tile of a matrix to `total`, f32 [M, N]. All are references in VMEM.
+    """Add rows times a tile of a matrix to `total`, f32 [M, N], in place. All are references in VMEM. by_sums: the
+    form, sums or weights (see the module); of no effect for bfloat16 weights.
 
     x: [M, in], bfloat16, or codes that are multiplied directly with those of the matrix.
     x_scales: f32 [M, n], by sums one per group of the matrix, else one per chunk of inputs (`chunk_of`); None for none.
@@ -99,7 +103,9 @@ def _add(total, x, w, first, length):
 
 
 def _add_sums(total, x, x_scales, codes, scales, group, first, length):
-    """Add the product over inputs [first, first + length) to `total`, each sum of `group` inputs scaled."""
+    """Add the product of x and codes over inputs [first, first + length) to `total`, each sum of `group` inputs times
+    its scales of columns and, unless x_scales is None, of rows. References as of `add_product`.
+    """
     wide, rows = _widened(codes, first, length, x.dtype), x[:, pl.ds(first, length)]
     step, y = min(group, length), None
     for at in range(0, length, step):
@@ -112,9 +118,11 @@ def _add_sums(total, x, x_scales, codes, scales, group, first, length):
 
 
 def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length):
-    """Add the product over inputs [first, first + length) to `total`, with the codes of each `group` inputs scaled.
+    """Add the product of x and codes over inputs [first, first + length) to `total`, with the codes of each `group`
+    inputs scaled, in units of the first scale of their piece.
 
-    chunk: inputs that share a scale of the rows.
+    chunk: inputs that share a scale of the rows, by which the product is multiplied; x_scales None for none. References
+    as of `add_product`.
     """
     rows, wide = x[:, pl.ds(first, length)], _widened(codes, first, length, x.dtype)
     step, pieces = min(group, length), []

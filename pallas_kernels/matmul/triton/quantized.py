@@ -46,8 +46,9 @@ def quantized_matmul(
     """Multiply x [M, in] by codes * scales - zeros on an Ampere or Ada GPU: [M, out] in out_dtype;
     matmul.quantized.quantized_matmul has checked the arguments.
 
-    XLA multiplies if the kernel cannot, or has too many rows to be the faster one; a log line says why. sizes: by
-    default those of the table. interpret: run on the CPU.
+    XLA multiplies if the kernel cannot (`why_xla`, rounded rows), or has too many rows to be the faster one; a log line
+    says why. dtype: what codes are widened to; the kernel has bfloat16 alone. sizes: by default those of the table.
+    interpret: run on the CPU.
     """
     x, x_scales, codes, scales, zeros = operands
     (rows, size), (num_scales, out) = x.shape, scales.shape
@@ -79,7 +80,8 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str
     """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
     the kernel does.
 
-    codes: dtype of the stored codes. dtype: dtype that they are widened to.
+    codes: dtype of the stored codes. dtype: dtype that they are widened to. Reasons: another dtype than bfloat16,
+    groups of inputs that are no multiple of 16 (32 of pairs), fewer than 32 outputs, from 2 to 4 GiB of codes.
     """
     if dtype != jnp.bfloat16:
         return f"the kernel widens to bfloat16, not {jnp.dtype(dtype).name}"
@@ -95,6 +97,7 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str
 
 @functools.cache
 def _log_once(reason: str) -> None:
+    """Log, once per process and reason, that a quantised product runs as plain XLA."""
     logger.info("a quantised product runs as plain XLA instead of the Triton kernel: %s", reason)
 
 
@@ -119,10 +122,12 @@ class Shape:
 
     @property
     def tile_rows(self) -> int:
+        """Rows of a tile: all, rounded up to a power of two of at least 16, at most sizes.rows."""
         return min(padded(self.rows), self.sizes.rows)
 
     @property
     def row_tiles(self) -> int:
+        """Number of tiles along the rows."""
         return -(-self.rows // self.tile_rows)
 
     @property
@@ -135,6 +140,7 @@ class Shape:
 
     @property
     def out_tiles(self) -> int:
+        """Number of tiles along the outputs."""
         return -(-self.out // self.outputs)
 
     @property
@@ -165,6 +171,7 @@ class Shape:
 
     @property
     def steps(self) -> int:
+        """Number of steps over all inputs."""
         return self.size // (self.inputs * self.products)
 
     @property
@@ -175,15 +182,21 @@ class Shape:
 
     @property
     def splits(self) -> int:
+        """Number of parts of the inputs, each added up by programs of its own."""
         return -(-self.steps // self.per_split)
 
     @property
     def stored_dtype(self) -> Any:
+        """Dtype in which the kernel stores results: float32 if they are parts of sums, else out_dtype."""
         return jnp.dtype(jnp.float32) if self.splits > 1 else self.out_dtype
 
 
 def _multiply(shape: Shape, x: Any, codes: Any, scales: Any, *zeros_and_y: Any) -> None:
-    """Multiply one tile of rows [M, in] with one of codes [out, in / packed]: y [splits, M, out]."""
+    """Multiply one tile of rows x [M, in] with one of codes [out, in / packed], over one part of the inputs, all by the
+    program's numbers (tile of rows, of outputs, part): the kernel's body. Writes its tile of y [splits, M, out].
+
+    scales: [n, out]. zeros_and_y: zeros [n, out] if shape.has_zeros, then y.
+    """
     *zeros, y = zeros_and_y
     row_tile, out_tile, split = (pl.program_id(axis) for axis in range(3))
     row = row_tile * shape.tile_rows + jnp.arange(shape.tile_rows, dtype=jnp.int32)

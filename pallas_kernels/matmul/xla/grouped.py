@@ -25,8 +25,9 @@ _TRIP_ROWS = 8192  # most rows of a trip
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, transposed: bool = False
 ) -> jax.Array:
-    """Multiply rows x [M, in] by the matrix of their group, w [G, in, out], over tiles of rows: [M, out] in out_dtype;
-    matmul.grouped.grouped_matmul has checked the arguments.
+    """Multiply rows x [M, in] by the matrix of their group, w [G, in, out], over tiles of rows: [M, out] in out_dtype,
+    0 for rows of no group; matmul.grouped.grouped_matmul has checked the arguments. group_sizes: i32 [G], consecutive
+    rows.
 
     transposed: each column of a matrix is contiguous in memory. Without it XLA would reorder all matrices.
     """
@@ -80,13 +81,15 @@ def over_tiles(
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Return the rows of a tile: a power of two, at most the size of an average group, so that padding at most doubles
-    the rows.
+    """Return the rows of a tile: num_rows / num_groups, the size of an average group, rounded down to a power of two,
+    so that padding at most doubles the rows; at least 16 and at most 1024.
     """
     average = max(num_rows // num_groups, 1)
     return min(max(1 << average.bit_length() - 1, _MIN_TILE), _MAX_TILE)
 
 
 def most_tiles_of(num_rows: int, num_groups: int) -> int:
-    """Return an upper bound of the number of tiles of `tile_rows_of` rows, however rows are spread over the groups."""
+    """Return an upper bound of the number of tiles of `tile_rows_of` rows, however num_rows rows are spread over
+    num_groups groups.
+    """
     return min(num_rows, num_rows // tile_rows_of(num_rows, num_groups) + num_groups)

@@ -23,10 +23,11 @@ def lora_product(
     rank: int,
     sizes: LoraTiles | None = None,
 ) -> jax.Array:
-    """Add the adapters of its rows to y f32[T, out] in plain XLA; arguments as of matmul.lora.lora_product, which has
-    checked them.
+    """Add the adapters of its rows to y f32[T, out] in plain XLA and return the sum, (x A) B of each row with an
+    adapter; arguments as of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank,
+    in], each of bs [slots * rank, out of a source], modules: for each of bs the module of its A.
 
-    sizes: those that the visits were made with.
+    sizes: those that the visits were made with, None for the default.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     num_rows, each = len(x), slots_of_tile(rank, sizes)

@@ -25,9 +25,11 @@ BLOCK_COLUMNS = 512  # columns of a matrix that are widened at a time
 
 
 def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any, fine: Any = jnp.float16) -> jax.Array:
-    """Multiply rows x [M, in] by codes * scales - zeros: [M, out] in out_dtype. fine: see `fine_rows`.
+    """Multiply rows x [M, in] by codes * scales - zeros (all of `operands`) in plain XLA: [M, out] in out_dtype. dtype:
+    what codes and rows are widened to where they are. fine: see `fine_rows`.
 
-    Shapes are those of the public operation, jaxengine.pallas_kernels.matmul.quantized, which has checked them.
+    Few rows, and one scale a channel, multiply codes and scale sums; else columns are widened, some at a time. Shapes
+    are those of the public operation, jaxengine.pallas_kernels.matmul.quantized, which has checked them.
     """
     x, x_scales, codes, scales, zeros = operands
     rows = x.shape[0]
@@ -51,13 +53,14 @@ class FineRows(NamedTuple):
     precision: Any  # of the product
 
     def at(self, index: jax.Array) -> FineRows:
-        """Return the rows with these numbers, i32 of any shape; numbers past the end are clipped."""
+        """Return the rows with numbers `index`, i32 of any shape: [*shape, in]; numbers past the end are clipped."""
         values, units = (part if part is None else part.at[index].get(mode="clip") for part in self[:2])
         return self._replace(values=values, units=units)
 
 
 def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -> FineRows:
-    """Convert rows [M, in], with the scales [M, n] of rounded ones, to FineRows.
+    """Convert rows x [M, in], codes if they have scales x_scales [M, n], to FineRows: rounded ones in units of their
+    own, others in `dtype`.
 
     dtype: the model's. fine: dtype that rounded rows and their matrix are rounded to where the model's is bfloat16:
     float16, or float32, slowly, on devices without float16 products.
@@ -69,8 +72,8 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
-    """Multiply rows, or their codes, by codes: f32, of eight-bit operands if both have the same eight-bit dtype, else
-    of operands in `dtype`.
+    """Multiply rows x, or their codes, by codes: f32, of eight-bit operands if both have the same eight-bit dtype (int8
+    sums are exact), else of operands in `dtype`.
 
     dims: as `lax.dot_general`'s.
     """
@@ -85,7 +88,10 @@ def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Arr
 
 
 def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any) -> list[jax.Array]:
-    """Compute codes * scales - zeros of [..., in, out], rounded to `dtype` once, one array per part of `code_parts`."""
+    """Compute codes * scales - zeros of [..., in, out], rounded to `dtype` once, one array per part of `code_parts`.
+
+    scales, zeros: [..., n, out], each for in / n neighbouring inputs; None for no zeros.
+    """
     wide = []
     for part in code_parts(codes):
         shape = *part.shape[:-2], scales.shape[-2], part.shape[-2] // scales.shape[-2], part.shape[-1]

@@ -26,8 +26,9 @@ def quantized_grouped_matmul(
     transposed: bool = False,
     fine: Any = jnp.float16,
 ) -> jax.Array:
-    """Multiply rows x [M, in] by the quantised matrix of their group, over tiles of rows: [M, out] in out_dtype;
-    matmul.quantized.quantized_grouped_matmul has checked the arguments.
+    """Multiply rows x [M, in] of `operands` by the quantised matrix of their group, over tiles of rows: [M, out] in
+    out_dtype, 0 for rows of no group; matmul.quantized.quantized_grouped_matmul has checked the arguments. group_sizes:
+    i32 [G], consecutive rows. dtype: what codes are widened to.
 
     transposed: as `matmul.xla.grouped.grouped_matmul`'s. fine: see `matmul.xla.quantized.fine_rows`.
     """
